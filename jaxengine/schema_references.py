@@ -102,7 +102,7 @@ class SchemaDocument:
         """
         base = self.root.base if base is None else base
         if not isinstance(reference, str):
-            raise UnresolvedError(f"the reference {reference!r} is no string")
+            raise UnresolvedError(f"the reference {reference!r} is not a string")
         uri, _, fragment = reference.partition("#")
         uri, fragment = _joined(base, uri), unquote(fragment)
         place = self.root if uri == self.root.base else self._named.get(uri)

@@ -172,7 +172,7 @@ class Scheduler:
         longest = config.max_model_len - min(1, request.max_tokens)
         if not 1 <= length <= longest:
             raise RequestError(
-                f"the prompt has {length} tokens; allowed are 1 to {longest}, max_model_len less one to generate",
+                f"the prompt has {length} tokens; allowed: 1 to {longest}, max_model_len less one to generate",
                 param="prompt",
                 value=length,
             )

@@ -35,7 +35,7 @@ def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, afte
     Raises ValueError if there are fewer layers than stages, or no stage.
     """
     if not 1 <= num_stages <= len(sizes):
-        raise ValueError(f"{len(sizes)} layers cannot be split into {num_stages} stages; allowed are 1 to {len(sizes)}")
+        raise ValueError(f"{len(sizes)} layers cannot be split into {num_stages} stages; allowed: 1 to {len(sizes)}")
 
     def counts_within(limit: int) -> list[int] | None:
         """Return the number of layers of each stage if no stage may exceed `limit` bytes, earlier stages as full as

@@ -79,6 +79,7 @@ class EngineCore:
             with opened.source.closing_on_error():
                 self.inputs = input_processor(opened.source, self.config)
             self.runner = load_runner(*opened, peers=self._cluster or ALONE)
+            self.engine = Engine(self.runner, self.inputs)
         except BaseException as error:
             if self._cluster is not None:
                 self._cluster.shutdown(f"start-up failed: {error}")
@@ -88,7 +89,6 @@ class EngineCore:
                 logger.info("weights:\n%s", table)
             plan = self.runner.plan
             logger.info("memory of a device:\n%s\n%s", text_bar(parts_of(plan), plan.total), plan.table())
-        self.engine = Engine(self.runner, self.inputs)
         self._rejected: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
         self._processor = make_processor(self.inputs)

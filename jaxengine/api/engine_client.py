@@ -137,5 +137,5 @@ def prefix_reset(running: bool, external: bool, name: str = "reset_connector") -
     the argument `name`, because no reset deletes files.
     """
     if external:
-        raise RequestError(f"{name} is true; allowed: false, for the files of kv_offloading_path stay", param=name)
+        raise RequestError(f"{name} is true; allowed: false, as no reset deletes files of pages", param=name)
     return "recompute_running" if running else "reset_prefix_cache"

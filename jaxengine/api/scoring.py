@@ -54,7 +54,7 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(f"{name} must be a text or a list of texts, none of them empty", param=name)
     if len(first) not in (1, len(second)):
-        text = f"data_1 has {len(first)} texts and data_2 {len(second)}; allowed are as many of both, or one in data_1"
+        text = f"data_1 has {len(first)} texts and data_2 {len(second)}; allowed: as many of both, or one in data_1"
         raise RequestError(text, param="data_1")
     return list(zip([*first] * len(second) if len(first) == 1 else first, second, strict=True))
 

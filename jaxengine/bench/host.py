@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _turnover(text: str) -> int:
     """Parse a whole number of at least 2. Raises ArgumentTypeError for any other text."""
     if (count := positive_int(text)) == 1:
-        raise argparse.ArgumentTypeError("1 leaves nothing to decode; allowed is 2 or more")
+        raise argparse.ArgumentTypeError("1 leaves nothing to decode; allowed: 2 or more")
     return count
 
 

@@ -161,7 +161,7 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
                 raise BenchError(f"{args.url} lists no models ({error}); name one with --model") from None
     # The length of the shortest prompt: outputs take up to half of the limit.
     if longest is not None and args.prefix_len >= (most := longest - longest // 2):
-        raise BenchError(f"--prefix-len is {args.prefix_len}; allowed is less than {most}, half of {longest} tokens")
+        raise BenchError(f"--prefix-len is {args.prefix_len}; allowed: less than {most}, half of {longest} tokens")
     fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {}), **args.extra_body}
     assert model is not None
     traffic = Traffic(server, args.route, model, fields, args.timeout)

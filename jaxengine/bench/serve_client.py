@@ -59,7 +59,7 @@ class Server:
         except ValueError as error:
             raise BadUrlError(f"url is {url!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-            raise BadUrlError(f"url is {url!r}; allowed is http://HOST:PORT/PATH or https://HOST:PORT/PATH")
+            raise BadUrlError(f"url is {url!r}; allowed: http://HOST:PORT/PATH or https://HOST:PORT/PATH")
         tls = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
         netloc = parts.netloc.rpartition("@")[2]
         headers = [("Host", netloc), ("User-Agent", "jaxengine-bench"), ("Accept-Encoding", "identity")]

@@ -50,7 +50,7 @@ def recorded(name: str) -> Workload:
     """
     every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
     if name not in every:
-        raise ValueError(f"workload is {name!r}; allowed are {', '.join(every)}")
+        raise ValueError(f"workload is {name!r}; allowed: {', '.join(every)}")
     found = every[name]
     prompts = tuple(map(tuple, found["prompts"]))
     return Workload(

@@ -41,7 +41,7 @@ def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     finally:
         os.close(descriptor)
     if not found:
-        raise ModelFileError(name, "has no tensor direction.1, direction.2, ...: it is no control vector")
+        raise ModelFileError(name, "has no tensor direction.1, direction.2, ...: it is not a control vector")
     if len({values.size for values in found.values()}) > 1:
         raise ModelFileError(name, f"has directions of {sorted({v.size for v in found.values()})} numbers")
     return {Tap(RESIDUAL, layer + 1).name: values for layer, values in sorted(found.items())}
@@ -76,7 +76,7 @@ def _layer(path: str, tensor: TensorInfo) -> int:
     """
     match = _DIRECTION.fullmatch(tensor.name)
     if match is None or int(match[1]) == 0:
-        raise ModelFileError(path, "is no direction.N of a layer N >= 1: this is no control vector", tensor.name)
+        raise ModelFileError(path, "is not direction.N of a layer N >= 1: this is not a control vector", tensor.name)
     return int(match[1])
 
 

@@ -102,7 +102,7 @@ def encode(message: Message) -> bytes:
     header = json.dumps([message.op, dict(message.fields), listed]).encode()
     header += b" " * (-(len(header) + 4) % 16)  # the reader's arrays are views, which should be aligned
     if len(header) > _MAX_HEADER_BYTES:
-        text = f"the fields of a message {message.op!r} have {len(header)} bytes; allowed are {_MAX_HEADER_BYTES}"
+        text = f"the fields of a message {message.op!r} have {len(header)} bytes; allowed: {_MAX_HEADER_BYTES}"
         raise ClusterError(text)
     data = (array.astype(DTYPES[array.dtype.name], copy=False).tobytes() for array in arrays)
     return b"".join((len(header).to_bytes(4, "little"), header, *data))
@@ -191,7 +191,7 @@ class Channel:
         """
         payload = encode(Message(op, fields, arrays))
         if len(payload) > MAX_MESSAGE_BYTES:
-            raise ClusterError(f"a message {op!r} has {len(payload)} bytes; allowed are {MAX_MESSAGE_BYTES}")
+            raise ClusterError(f"a message {op!r} has {len(payload)} bytes; allowed: {MAX_MESSAGE_BYTES}")
         length = len(payload).to_bytes(8, "little")
         with self._sending:
             self.connection.sendall(length + self._ciphers[0].encrypt(self._nonce(0), payload, length))
@@ -205,7 +205,7 @@ class Channel:
         head = _receive_exactly(self.connection, 8)
         length = int.from_bytes(head, "little")
         if length > MAX_MESSAGE_BYTES:
-            raise ClusterError(f"a message claims {length} bytes; allowed are {MAX_MESSAGE_BYTES}")
+            raise ClusterError(f"a message claims {length} bytes; allowed: {MAX_MESSAGE_BYTES}")
         sealed = _receive_exactly(self.connection, length + _TAG_BYTES)
         try:
             return decode(self._ciphers[1].decrypt(self._nonce(1), sealed, head))

@@ -42,7 +42,7 @@ def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
         if not 1 <= len(prompt) < resolved.max_model_len:
             problem = f"prompt {number} of {str(texts)!r} has {len(prompt)} tokens"
             most = resolved.max_model_len - 1
-            raise ConfigError.because("prompts", problem, f"allowed are 1 to {most} (max_model_len - 1)")
+            raise ConfigError.because("prompts", problem, f"allowed: 1 to {most} (max_model_len - 1)")
     show = not config.disable_log_stats
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, resolved, platform, devices, mesh, progress=bar.update)

@@ -16,18 +16,21 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.key_file import check_header, read_api_key
 from jaxengine.requests.params.sampling_params import SamplingParams
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.version import __version__
 
 # Sampling options under another name in requests; None: requests cannot have them.
 _FIELDS: dict[str, str | None] = {"extra_args": "vllm_xargs", "stop_after": None, "thinking_words": None}
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
 _MAX_ERROR_BYTES = 65536
+_T = TypeVar("_T", dict, list, str, int)
+# JSON's names of the types of values in a chunk.
+_JSON: dict[type, str] = {dict: "an object", list: "an array", str: "a string", int: "an integer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +188,8 @@ class RemoteModel:
                     if data == b"[DONE]":
                         return
                     if data:
-                        yield from _pieces(json.loads(data))
-            except RequestError:
-                raise
-            except (OSError, http.client.HTTPException, ValueError) as error:
+                        yield from _pieces(data)
+            except (OSError, http.client.HTTPException) as error:
                 raise self._lost(error) from None
         raise RequestError(f"the answer of {self._base} was cut off", param="url")
 
@@ -261,25 +262,40 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "image_url", "image_url": {"url": image}}
 
 
-def _pieces(chunk: Any) -> Iterator[Piece]:
-    """Yield the Pieces of one event of a stream, a decoded JSON chunk: for each choice its reasoning and its text, and
-    last a piece without text that has the completion tokens of the usage, if the chunk has one.
+def _pieces(event: bytes) -> Iterator[Piece]:
+    """Yield the Pieces of one event of a stream, a chunk as JSON: for each choice its reasoning and its text, and last
+    a piece without text that has the completion tokens of the usage, if the chunk has one.
 
-    Yields nothing for a chunk that is not a dict. Raises RequestError for a chunk with an error.
+    Raises RequestError for a chunk with an error, and for an event that is not such a chunk.
     """
-    if not isinstance(chunk, dict):
-        return
-    if chunk.get("error"):
-        error = chunk["error"]
+    try:
+        chunk = json.loads(event)
+    except (ValueError, RecursionError):
+        chunk = event
+    chunk = _checked("an event", chunk, dict)
+    if error := chunk.get("error"):
         raise RequestError(str(error.get("message", error) if isinstance(error, dict) else error), param="url")
-    for choice in chunk.get("choices") or ():
-        delta = choice.get("delta") or {}
-        if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+    for each in _checked("choices", chunk.get("choices"), list):
+        choice = _checked("a choice", each, dict)
+        delta = _checked("delta", choice.get("delta"), dict)
+        if thought := _checked("reasoning", delta.get("reasoning") or delta.get("reasoning_content"), str):
             yield Piece(thought, is_answer=False)
-        if text := choice.get("text") or delta.get("content"):
+        if text := _checked("text", choice.get("text") or delta.get("content"), str):
             yield Piece(text)
-    if usage := chunk.get("usage"):
-        yield Piece("", int(usage.get("completion_tokens") or 0))
+    if usage := _checked("usage", chunk.get("usage"), dict):
+        yield Piece("", _checked("completion_tokens", usage.get("completion_tokens"), int))
+
+
+def _checked(what: str, value: Any, kind: type[_T]) -> _T:
+    """Return a value of a chunk; an empty one, or 0, for null. Raises RequestError, which names it by `what`, for a
+    value of another type than `kind`.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        problem = f"the server's stream is not OpenAI's: {what} is {show_value(value)}; allowed: {_JSON[kind]} or null"
+        raise RequestError(problem, param="url")
+    return value
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

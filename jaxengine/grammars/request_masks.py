@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -339,10 +339,8 @@ class RequestMasks:
         """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 
-    def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
-        """Wait, at most `seconds`, until no mask is due for any of these requests. requests: a collection, iterated
-        twice.
-        """
+    def wait_for(self, requests: Collection[Request], seconds: float) -> None:
+        """Wait, at most `seconds`, until no mask is due for any of these requests."""
         end = time.monotonic() + seconds
         for worker in (self.worker, self._slow):
             keys = [self._keys[request] for request in requests if self._workers.get(request) is worker]

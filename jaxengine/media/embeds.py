@@ -80,7 +80,7 @@ def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
     values = data if isinstance(data, np.ndarray) else _read_file(decoded(data, options.max_media_bytes))
     if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:
         shown = f"{values.dtype}{list(values.shape)}"
-        raise MediaError(f"is an array {shown}; allowed is {_ARRAY}")
+        raise MediaError(f"is an array {shown}; allowed: {_ARRAY}")
     values = np.ascontiguousarray(values, np.float32)
     if not np.isfinite(values).all():
         raise MediaError("has numbers that are not finite")
@@ -93,16 +93,16 @@ def decoded(data: Any, most: int) -> bytes:
     Raises MediaError for anything else, invalid base64, and more than `most` bytes.
     """
     if not isinstance(data, (str, bytes)):
-        raise MediaError(f"is a {type(data).__name__}; allowed is base64 of {_FORMS}, or in Python an array")
+        raise MediaError(f"is a {type(data).__name__}; allowed: base64 of {_FORMS}, or in Python an array")
     size = len(data) if isinstance(data, bytes) else len(data) * 3 // 4 - 2
     if size > most:
-        raise MediaError(f"has {size} bytes or more; allowed are {most} (max_media_bytes)")
+        raise MediaError(f"has {size} bytes or more; allowed: {most} (max_media_bytes)")
     if isinstance(data, bytes):
         return data
     try:
         return base64_pieces.decode(data.encode("ascii"))
     except ValueError:  # binascii.Error and UnicodeError are some
-        raise MediaError(f"is not valid base64; allowed is base64 of {_FORMS}") from None
+        raise MediaError(f"is not valid base64; allowed: base64 of {_FORMS}") from None
 
 
 def _read_file(data: bytes) -> np.ndarray:
@@ -120,10 +120,10 @@ def _read_file(data: bytes) -> np.ndarray:
             raise MediaError(_PICKLED) from None
         raise MediaError(f"is a file of an unknown type; allowed: {_FORMS}") from None
     if len(tensors) != 1:
-        raise MediaError(f"has {len(tensors)} tensors; allowed is one")
+        raise MediaError(f"has {len(tensors)} tensors; allowed: one")
     _, tensor = tensors[0]
     if (kind := _TYPES.get(tensor["dtype"])) is None:
-        raise MediaError(f"is a tensor of {tensor['dtype']}; allowed are {', '.join(_TYPES)}")
+        raise MediaError(f"is a tensor of {tensor['dtype']}; allowed: {', '.join(_TYPES)}")
     values = np.frombuffer(tensor["data"], kind)
     if tensor["dtype"] == "BF16":  # the upper half of a float32
         values = (values.astype(np.uint32) << 16).view(np.float32)
@@ -140,7 +140,7 @@ def _read_npy(data: bytes) -> np.ndarray:
     try:
         version = np.lib.format.read_magic(file)
         if version not in _NPY_VERSIONS:
-            raise MediaError(f"is a .npy of version {version}; allowed are 1.0, 2.0 and 3.0")
+            raise MediaError(f"is a .npy of version {version}; allowed: 1.0, 2.0 and 3.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, by_columns, dtype = read(file)
         # The header may claim more data than there is, so its shape does not allocate memory.
@@ -161,7 +161,7 @@ def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal[
     another number of dimensions, an empty array, and a shape that does not have n elements.
     """
     if len(shape) != 2 or 0 in shape:
-        raise MediaError(f"is an array {values.dtype}{show_value(list(shape))}; allowed is {_ARRAY}")
+        raise MediaError(f"is an array {values.dtype}{show_value(list(shape))}; allowed: {_ARRAY}")
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != values.size:
         problem = f"is {name} that is damaged or cut short"
         raise MediaError(f"{problem}: it has the shape {show_value(list(shape))} and {values.size} numbers")
@@ -177,6 +177,6 @@ def _read_grid(grid: Any) -> tuple[int, int, int] | None:
     listed = grid.reshape(-1).tolist() if isinstance(grid, np.ndarray) else grid
     listed = list(listed) if isinstance(listed, (list, tuple)) else []
     if len(listed) != 3 or any(type(side) is not int or not 1 <= side < 1 << 16 for side in listed):
-        problem = f"has {GRID} {show_value(grid)}; allowed are three whole numbers"
+        problem = f"has {GRID} {show_value(grid)}; allowed: three whole numbers"
         raise MediaError(f"{problem}: time, height and width in patches")
     return listed[0], listed[1], listed[2]

@@ -175,7 +175,7 @@ def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list
     parts: list[MediaPart] = []
     for modality, given in data.items():
         if modality not in _ALL:
-            text = f"{param} has the key {show_value(modality)}; allowed are {', '.join(_ALL)}"
+            text = f"{param} has the key {show_value(modality)}; allowed: {', '.join(_ALL)}"
             raise RequestError(text, param=param)
         is_list = _IS_LIST[modality](given)
         for number, each in enumerate(given if is_list else [] if given is None else [given]):

@@ -121,15 +121,14 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
     _check_types(content, where)
     kept: list[Any] = []
     for number, part in enumerate(content):
-        place = part.where if isinstance(part, PlacedPart) else f"{where}[{number}]"
         reader = _reader_of(part)
         if reader is None:
             kept.append(part)
             continue
-        param = place.partition("[")[0].partition(".")[0]
-        if message.get("role") not in ROLES:
-            allowed = f"messages of {', '.join(ROLES)}"
-            raise RequestError(f"{place} is an image, video or sound; allowed are they in {allowed}", param=param)
+        place, param = _place(part, where, number)
+        if (role := message.get("role")) not in ROLES:
+            problem = f"{place} is an image, video or sound in a message of role {show_value(role)}"
+            raise RequestError(f"{problem}; allowed: one of role {', '.join(ROLES)}", param=param)
         if part.get("uuid") is not None:
             text = f"{place}.uuid is given; media are identified by their content, not by names"
             raise RequestError(text, param=param)
@@ -142,14 +141,24 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
 def _check_types(content: Sequence[Any], where: str) -> None:
     """Raise RequestError for a part of a message's content whose type no model here takes, such as a file.
 
-    where: path of the content in the request, for the message. Parts that are not mappings, or whose type is not text,
-    are not checked.
+    where: path of the content in the request, for the error; a PlacedPart has a path of its own. Parts that are not
+    mappings, or whose type is not text, are not checked.
     """
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind not in (*_TEXTS, *_READERS):
-            text = f"{where}[{number}].type is {show_value(kind)}; allowed: {', '.join((*_TEXTS, *_READERS))}"
-            raise RequestError(text, param="messages")
+            place, param = _place(part, where, number)
+            text = f"{place}.type is {show_value(kind)}; allowed: {', '.join((*_TEXTS, *_READERS))}"
+            raise RequestError(text, param=param)
+
+
+def _place(part: Any, where: str, number: int) -> tuple[str, str]:
+    """Return the path of a content part, its own if it is a PlacedPart, and the field of the request that has it.
+
+    where: path of the content; number: index of the part.
+    """
+    place = part.where if isinstance(part, PlacedPart) else f"{where}[{number}]"
+    return place, place.partition("[")[0].partition(".")[0]
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:

@@ -129,7 +129,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     """
     path = folder / ENGINE_FILE
     if not path.is_file():
-        raise RecordError(f"{folder} has no {ENGINE_FILE}: it is no folder of record_steps")
+        raise RecordError(f"{folder} has no {ENGINE_FILE}: it is not a folder of record_steps")
     try:
         about = json.loads(path.read_text("utf-8"))
         version = about["format"]
@@ -140,7 +140,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     if version != FORMAT:
         raise RecordError(f"{path} has format {version!r}; this version of jaxengine reads {FORMAT}")
     if wrong := [name for name, kind in _FIELDS.items() if not isinstance(about[name], kind)]:
-        kinds = ", ".join(f"{name} is no {_FIELDS[name].__name__}" for name in wrong)
+        kinds = ", ".join(f"{name} is not of type {_FIELDS[name].__name__}" for name in wrong)
         raise RecordError(f"{path} is broken: {kinds}")
     return about
 

@@ -77,7 +77,7 @@ class KnownCompletions:
         self._decode = decode
         mode = inputs.config.logprobs_mode
         if not mode.endswith("logprobs"):
-            problem = f"logprobs_mode is {mode!r}, and log-probabilities are asked for; allowed is 'raw_logprobs'"
+            problem = f"logprobs_mode is {mode!r}, and log-probabilities are asked for; allowed: 'raw_logprobs'"
             raise RequestError(problem, param="logprobs_mode", value=mode)
         inputs.refuse_generation()
         for name, value in (("prompts", prompts), ("completions", completions)):
@@ -105,7 +105,7 @@ class KnownCompletions:
         own, longest = self._own[index], inputs.config.max_model_len
         if len(prompt_ids) + len(own) > longest:
             room = f"at most {max(0, longest - len(prompt_ids))}, what its prompt leaves of max_model_len ({longest})"
-            problem = f"completions[{index}] has {len(own)} tokens; allowed are {room}"
+            problem = f"completions[{index}] has {len(own)} tokens; allowed: {room}"
             raise RequestError(problem, param="completions", value=len(own))
         salted = {} if salt is None else {"cache_salt": salt}
         read = [] if self._decode else own[:-1]
@@ -153,6 +153,6 @@ def _token_ids(index: int, completion: Any, inputs: InputProcessor) -> list[int]
     tokens: list[Any] = list(completion)
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < size:
-            problem = f"{name} contains {show_value(token)}; allowed are token ids from 0 to {size - 1}"
+            problem = f"{name} contains {show_value(token)}; allowed: token ids from 0 to {size - 1}"
             raise RequestError(problem, param="completions", value=token)
     return [int(token) for token in tokens]

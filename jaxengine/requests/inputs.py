@@ -237,7 +237,7 @@ class InputProcessor:
         if recipe.dimensions is not None and recipe.dimensions > (
             most := model.pooler.width(self.model_config.hidden_size)
         ):
-            text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
+            text = f"dimensions is {recipe.dimensions}; allowed: 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
@@ -274,7 +274,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             if unknown := prompt.keys() - {*PROMPT_KEYS, READY}:
                 name = sorted(map(str, unknown))[0]
-                problem = f"prompt has the key {show_value(name)}; allowed are {', '.join(PROMPT_KEYS)}"
+                problem = f"prompt has the key {show_value(name)}; allowed: {', '.join(PROMPT_KEYS)}"
                 raise RequestError(problem, param="prompt", value=name)
             salt = prompt.get("cache_salt")
             verify_salt(salt)
@@ -340,7 +340,7 @@ class InputProcessor:
                 ids[at] = token_id = int(token_id)
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids holds {show_value(token_id)}; allowed are integers from 0 to {vocab_size - 1}",
+                    f"prompt_token_ids holds {show_value(token_id)}; allowed: integers from 0 to {vocab_size - 1}",
                     param="prompt_token_ids",
                     value=token_id,
                 )
@@ -401,7 +401,7 @@ class InputProcessor:
         sequences: list[list[int]] = []
         for word in params.bad_words:
             if not word.strip():
-                problem = f"bad_words holds {show_value(word)}; allowed are words that are not blank"
+                problem = f"bad_words holds {show_value(word)}; allowed: words that are not blank"
                 raise RequestError(problem, param="bad_words", value=word)
             plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)

@@ -248,7 +248,7 @@ def _azure(text: str) -> TraceRequest:
     try:
         fields = next(csv.reader([text]))
     except csv.Error as error:
-        raise _LineError(f"is no line of CSV: {error}", ", ".join(AZURE)) from None
+        raise _LineError(f"is not a line of CSV: {error}", ", ".join(AZURE)) from None
     if len(fields) != len(AZURE):
         raise _LineError(f"has {len(fields)} fields", f"{len(AZURE)}: {', '.join(AZURE)}")
     stamp, *counts = (field.strip() for field in fields)

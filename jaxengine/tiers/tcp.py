@@ -88,7 +88,7 @@ class TcpTransport(Transport):
         try:
             own = sockets.getaddrinfo(listen[0].strip("[]"), listen[1], type=sockets.SOCK_STREAM)[0][4]
             self._socket.bind(_address(str(own[0]), listen[1]))
-        except (zmq.ZMQError, OSError) as error:
+        except (zmq.ZMQError, OSError, UnicodeError) as error:  # the last: a part of the name is too long
             self.shutdown()
             raise OSError(f"{listen[0]}:{listen[1]}: {error}") from None
         port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -40,7 +40,7 @@ class TapError(ValueError):
     """
 
     def __init__(self, name: Any, allowed: str):
-        super().__init__(f"{name!r} names no tap; allowed is {allowed}")
+        super().__init__(f"{name!r} names no tap; allowed: {allowed}")
         self.name, self.allowed = name, allowed
 
 

@@ -87,4 +87,4 @@ class TowerConfig:
         """Return the tower, a flax.nnx module, for a model of this hidden size and a jaxengine.models.build.Build.
         Raises NotImplementedError unless a subclass overrides it.
         """
-        raise NotImplementedError(f"{type(self).__name__} is no tower of its own")
+        raise NotImplementedError(f"{type(self).__name__} is not a tower of its own")

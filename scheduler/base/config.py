@@ -65,7 +65,7 @@ class SchedulerConfig:
     def __post_init__(self):
         """Raise ValueError for a policy that is not in POLICIES."""
         if self.policy not in POLICIES:
-            raise ValueError(f"policy is {self.policy!r}; allowed are {', '.join(POLICIES)}")
+            raise ValueError(f"policy is {self.policy!r}; allowed: {', '.join(POLICIES)}")
 
     @property
     def max_pages_per_seq(self) -> int:

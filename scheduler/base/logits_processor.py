@@ -180,10 +180,8 @@ def read_extra_args(
     known = [name for each in processors for name in each.columns]
     for name in given or ():
         if name not in known:
-            allowed = ", ".join(known) if known else "none: the engine was started without logits_processors"
-            raise RequestError(
-                f"extra_args has {show_value(name)}; allowed are {allowed}", param="extra_args", value=name
-            )
+            allowed = ", ".join(known) if known else "none, as the engine was started without logits_processors"
+            raise RequestError(f"extra_args has {show_value(name)}; allowed: {allowed}", param="extra_args", value=name)
     for number, each in enumerate(processors):
         if given and not given.keys().isdisjoint(each.columns):
             found[number] = tuple(

@@ -70,7 +70,7 @@ class Buckets:
         ):
             wrong = [size for size in sizes if not 1 <= size <= limit]
             if wrong:
-                raise ValueError(f"{name} holds {wrong[0]}; allowed are 1 to {limit}")
+                raise ValueError(f"{name} holds {wrong[0]}; allowed: 1 to {limit}")
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode = tuple(Bucket(size, size) for size in sorted({*decode_sizes, max_num_seqs}))
@@ -133,7 +133,7 @@ class Buckets:
         """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
-                f"a step of {num_tokens} tokens over {num_seqs} sequences; allowed are 1 to {self.max_num_seqs} "
+                f"a step of {num_tokens} tokens over {num_seqs} sequences; allowed: 1 to {self.max_num_seqs} "
                 f"sequences of at least one token and {self.max_num_batched_tokens} tokens in all"
             )
         if num_tokens == num_seqs and not (mixed or sections) and not (prompt and self.mixed):

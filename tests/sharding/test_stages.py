@@ -34,7 +34,7 @@ def test_no_other_split_has_a_smaller_largest_stage(num_stages, before, after):
 
 @pytest.mark.parametrize("num_stages", [0, 4])
 def test_a_stage_has_a_layer(num_stages):
-    with pytest.raises(ValueError, match=f"3 layers cannot be split into {num_stages} stages; allowed are 1 to 3"):
+    with pytest.raises(ValueError, match=f"3 layers cannot be split into {num_stages} stages; allowed: 1 to 3"):
         split_layers([1, 1, 1], num_stages)
 
 

@@ -46,7 +46,7 @@ def json_object(option: str, value: Any) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ConfigError.because(option, f"{option} is no JSON: {error}", "write a JSON object") from None
+            raise ConfigError.because(option, f"{option} is not JSON: {error}", "write a JSON object") from None
     if not isinstance(value, Mapping):
         raise ConfigError(option, value, "a dict, or a JSON object as text")
     return value

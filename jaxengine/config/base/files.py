@@ -27,7 +27,7 @@ def named_path(option: str, value: str | os.PathLike[str]) -> Path:
     else:
         return path
     text = str(value)[:200]
-    raise ConfigError.because(option, f"{option} {text!r} is no name of a file ({why})", "give another one")
+    raise ConfigError.because(option, f"{option} {text!r} cannot be the name of a file ({why})", "give another one")
 
 
 def writable_folder(option: str, value: str | os.PathLike[str]) -> Path:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 NAME = "speculative_config"
 NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR = "ngram", "draft_model", "mtp", "eagle3", "grammar"
 METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR)
+# Names of a model by which earlier vLLM versions chose the method "ngram".
+_NGRAM_MODELS = (NGRAM, f"[{NGRAM}]")
 # vLLM's earlier names of a method, one for each family.
 _ALIASES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "glm4_moe_lite_mtp": MTP}
 MAX_DRAFTS = 7
@@ -86,10 +88,10 @@ class SpeculativeConfig:
         if other := next((key for key in chosen if key not in known), None):
             raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))
-        other = next((name for name in chosen if method not in _OF_METHODS.get(name, METHODS)), None)
-        if other == "model" and chosen["model"] in (NGRAM, f"[{NGRAM}]"):
-            other = None
-        if other is not None:
+        names_method = method == NGRAM and chosen.get("model") in _NGRAM_MODELS
+        accepted = {"model"} if names_method else set[str]()
+        others = (name for name in chosen if method not in _OF_METHODS.get(name, METHODS))
+        if (other := next((name for name in others if name not in accepted), None)) is not None:
             problem = f"{NAME}.{other} is {chosen[other]!r}, and {method!r} has no {other}"
             raise ConfigError.because(NAME, problem, f"leave it out, or give method={_OF_METHODS[other][0]!r}")
         count = chosen.get("num_speculative_tokens")
@@ -276,14 +278,12 @@ def _method(model: Any, method: Any) -> str:
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"
         raise ConfigError.because(NAME, problem, f"give an EAGLE-3 head of the model with method={EAGLE3!r}")
     if model is not None and method is None:
-        method = NGRAM if model in (NGRAM, f"[{NGRAM}]") else DRAFT_MODEL
+        method = NGRAM if model in _NGRAM_MODELS else DRAFT_MODEL
     method = _ALIASES.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         what = f"{NAME}.method is {method!r}" if method is not None else f"{NAME} has no method"
         built = ", ".join(map(repr, METHODS))
-        raise ConfigError.because(
-            NAME, f"{what}, and built are {built}", f"give method={NGRAM!r}, or name a draft model"
-        )
+        raise ConfigError.because(NAME, what, f"give one of {built}, or name a draft model")
     if method in STORED and model is None:
         raise ConfigError.because(NAME, f"{NAME}.method is {method!r} without a model", f"name it in {NAME}.model")
     return method

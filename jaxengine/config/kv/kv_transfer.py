@@ -116,6 +116,6 @@ def read_handover(top: Mapping[str, Any], extra: Mapping[str, Any]) -> KVHandove
             raise ConfigError(f"{_NAME}.{name}", value, allowed)
     found = KVHandover(**given)
     if (found.transport == FOLDER) != (found.shared_storage_path is not None):
-        allowed = "the name of a folder with transport 'folder', and nothing without"
+        allowed = "the name of a folder with transport 'folder', and None with another"
         raise ConfigError(f"{_NAME}.shared_storage_path", found.shared_storage_path, allowed)
     return found

@@ -78,7 +78,7 @@ class KVTransferConfig:
         threshold = _number("store_threshold", extra.get("store_threshold", 0), 0, 10**6)
         tiers = extra.get("secondary_tiers") or ()
         if tiers and spec != _SPECS[1]:
-            raise ConfigError(f"{_NAME}.secondary_tiers", tiers, f"nothing with {spec}; {_SPECS[1]} has them")
+            raise ConfigError(f"{_NAME}.secondary_tiers", tiers, f"none with {spec}; {_SPECS[1]} has them")
         return KVTransferConfig(size, policy, threshold, _root_dir(tiers))
 
 
@@ -194,6 +194,17 @@ class KVOffloadOptions:
         return None if found is None else Path(found).expanduser()
 
 
+def memory_option(transfer: KVTransferConfig | None) -> str:
+    """Return the name of the option that gives the host memory for pages. transfer: kv_transfer_config."""
+    return "kv_offloading_size" if transfer is None else _NAME
+
+
+def folder_option(transfer: KVTransferConfig | None) -> str:
+    """Return the name of the option or field that gives the folder for pages. transfer: kv_transfer_config."""
+    is_field = transfer is not None and transfer.root_dir is not None
+    return f"{_NAME}.secondary_tiers.root_dir" if is_field else "kv_offloading_path"
+
+
 def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str | None) -> None:
     """Raise ConfigError for values that are not allowed, alone or together: sizes out of range, options given next to
     kv_transfer_config, a folder or "swap" without host memory, a disk size without a folder, a handover over TCP
@@ -226,11 +237,14 @@ def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str 
         if options.preemption_mode == "swap":
             raise ConfigError.because("preemption_mode", "preemption_mode is 'swap'", "give kv_offloading_size, too")
     if options.kv_offloading_disk_size is not None and options.kv_offloading_folder is None:
-        raise ConfigError.because(
-            "kv_offloading_disk_size", "kv_offloading_disk_size needs a folder", "give kv_offloading_path"
-        )
+        advice = "give kv_offloading_path"
+        if transfer is not None:  # with which that option is refused
+            advice = "leave it out" if transfer.handover is not None else f"give {_NAME} secondary_tiers of type fs"
+        raise ConfigError.because("kv_offloading_disk_size", "kv_offloading_disk_size needs a folder", advice)
     if options.kv_offloading_bytes and nnodes > 1:
-        raise ConfigError("kv_offloading_size", options.kv_offloading_size, "None for an engine of several processes")
+        name = memory_option(transfer)
+        problem = f"{name} is given, but nnodes is {nnodes}: an engine of several processes keeps its pages on devices"
+        raise ConfigError.because(name, problem, "leave one out")
 
 
 def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
@@ -243,7 +257,7 @@ def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
     transfer = options[_NAME]
     if options["kv_offloading_size"] is None and transfer is None:
         return
-    name = "kv_offloading_size" if transfer is None else _NAME
+    name = memory_option(transfer)
     speculation = options["speculative_config"]
     for why, is_so in (
         ("enable_prefix_caching is off, which names pages", not options["enable_prefix_caching"]),
@@ -257,4 +271,4 @@ def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
             raise ConfigError.because(name, problem, "leave one out")
     folder = (transfer.root_dir if transfer else None) or options["kv_offloading_path"]
     if folder is not None:
-        writable_folder("kv_offloading_path", folder)
+        writable_folder(folder_option(transfer), folder)

@@ -37,7 +37,7 @@ class Alignment(LoopExtension):
         most, positions = request.num_prompt_tokens - 1, self.loop.runner.extension(NAME).num_positions
         if asked[0] > most or asked[1] > positions:
             allowed = f"a token up to {most}, the prompt's last, and at most {positions} positions"
-            raise RequestError(f"{NAME} is {list(asked)}; allowed is {allowed}", param=NAME, value=list(asked))
+            raise RequestError(f"{NAME} is {list(asked)}; allowed: {allowed}", param=NAME, value=list(asked))
 
     def queued(self, requests: Sequence[Request]) -> None:
         """Add the requests that ask for an alignment to those waiting for a slot."""

@@ -60,7 +60,7 @@ class Extensions:
         """Make the extensions that the engine's options need from the start. inputs: prepares requests; None if they
         are token ids.
 
-        Raises ConfigError if an extension cannot be made with these options.
+        Raises ConfigError if an extension cannot be made with these options, after those made before it were shut down.
         """
         self.active: list[LoopExtension] = []
         self.hooks = Hooks()
@@ -92,8 +92,12 @@ class Extensions:
             "weights": self.idle_seconds < float("inf"),
             "idle_sleep": self.idle_seconds < float("inf"),
         }
-        for name in (name for name, is_started in started.items() if is_started):
-            self.require(name)
+        try:
+            for name in (name for name, is_started in started.items() if is_started):
+                self.require(name)
+        except BaseException:
+            self.shutdown()
+            raise
 
     @property
     def epilogue(self) -> Callable[..., None] | None:

@@ -176,8 +176,16 @@ class KVEvents(LoopExtension):
     """
 
     def __init__(self, config: KVEventsConfig, num_ranks: int):
-        """Open the publishers of num_ranks replicas. Raises ConfigError for an address that cannot be used."""
-        self.publishers = [Publisher(config, rank) for rank in range(num_ranks)]
+        """Open the publishers of num_ranks replicas. Raises ConfigError, with all of them closed, for an address that
+        cannot be used.
+        """
+        self.publishers: list[Publisher] = []
+        try:
+            for rank in range(num_ranks):
+                self.publishers.append(Publisher(config, rank))
+        except BaseException:
+            self.shutdown()
+            raise
 
     def attach(self, loop: Loop) -> None:
         """Store the engine's parts, and the scheduler's replicas, which record the events."""

@@ -285,13 +285,14 @@ class KVTransfer(LoopExtension):
             copy.add_done_callback(lambda done: self._offer_copied(done, key))
 
     def _offer_copied(self, copy: Future[dict[bytes, np.ndarray]], key: bytes) -> None:
-        """Offer the block of a key from a finished copy through the transport, unless the copy failed or its last lease
-        has ended. Runs on the thread that ended the copy.
+        """Offer the block of a key from a finished copy through the transport; withdraw the key if the copy failed or
+        its last lease has ended. Runs on the thread that ended the copy.
         """
-        if copy.exception() is None and (block := copy.result().get(key)) is not None:
+        block = copy.result().get(key)
+        if block is not None:
             self.transport.offer(key, block)
-            if key not in self._keys_kept:  # the engine's thread has meanwhile ended the key's last lease
-                self.transport.withdraw([key])
+        if block is None or key not in self._keys_kept:  # the engine's thread has meanwhile ended its last lease
+            self.transport.withdraw([key])
 
     def _end_lease(self, lease: str) -> None:
         """Remove a lease: unpin its keys, and withdraw from the transport those that no other lease has."""

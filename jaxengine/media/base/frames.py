@@ -52,4 +52,4 @@ def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]
 def check_count(count: int) -> None:
     """Raise MediaError unless `count` frames are at least 1 and at most MAX_FRAMES."""
     if not 1 <= count <= MAX_FRAMES:
-        raise MediaError(f"has {count} frames; allowed are 1 to {MAX_FRAMES}")
+        raise MediaError(f"has {count} frames; allowed: 1 to {MAX_FRAMES}")

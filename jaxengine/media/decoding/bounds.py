@@ -31,7 +31,7 @@ class PixelBudget:
         with self._lock:
             if self._taken + pixels > self._most:
                 problem = f"has {pixels} pixels, which makes {self._taken + pixels} in one prompt"
-                raise MediaError(f"{problem}; allowed are {self._most} (max_media_pixels)")
+                raise MediaError(f"{problem}; allowed: {self._most} (max_media_pixels)")
             self._taken += pixels
 
 

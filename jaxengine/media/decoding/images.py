@@ -111,7 +111,7 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
         return to_rgb(value, options.background, _noted_orientation)
     if isinstance(value, np.ndarray):
         return _from_array(value, options, budget)
-    raise MediaError(f"is a {type(value).__name__}; allowed are the bytes or Path of a file, a PIL image, or {_ARRAYS}")
+    raise MediaError(f"is a {type(value).__name__}; allowed: the bytes or Path of a file, a PIL image, or {_ARRAYS}")
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -131,7 +131,7 @@ def read_file(path: Path, limit: int) -> bytes:
 def check_bytes(size: int, limit: int) -> None:
     """Raise MediaError for a file of `size` bytes if that is more than `limit`."""
     if size > limit:
-        raise MediaError(f"has {size} bytes or more; allowed are {limit} (max_media_bytes)")
+        raise MediaError(f"has {size} bytes or more; allowed: {limit} (max_media_bytes)")
 
 
 def check_size(size: tuple[int, int], options: MediaOptions) -> None:
@@ -139,7 +139,7 @@ def check_size(size: tuple[int, int], options: MediaOptions) -> None:
     width, height = size
     if not 1 <= width * height <= options.max_image_pixels or width < 1:
         allowed = f"1 to {options.max_image_pixels} (max_image_pixels)"
-        raise MediaError(f"has {width} x {height} pixels; allowed are {allowed}")
+        raise MediaError(f"has {width} x {height} pixels; allowed: {allowed}")
 
 
 def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFile]:
@@ -158,7 +158,7 @@ def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFi
     if name == "JPEG" and data.count(_SCAN) > _MAX_SCANS:
         raise MediaError(f"is a JPEG of more than {_MAX_SCANS} scans, each of which decodes all of its pixels")
     if name == "PNG" and data.count(b"iCCP") > _MAX_PROFILES:
-        raise MediaError("is a PNG with many colour profiles; allowed is one")
+        raise MediaError("is a PNG with many colour profiles; allowed: one")
     if name == "TIFF":
         _check_entries(data)
     file = TimedFile(data)
@@ -189,7 +189,7 @@ def to_rgb(
     if image.has_transparency_data:
         image = _decoding(name, lambda: _on_colour(image, background))
     elif image.mode not in _PLAIN_MODES:
-        raise MediaError(f"has pixels of mode {image.mode!r}; allowed are colours or grey of 1 to 16 bits")
+        raise MediaError(f"has pixels of mode {image.mode!r}; allowed: colours or grey of 1 to 16 bits")
     image = _decoding(name, lambda: image.convert("RGB"))
     return np.array(image if turn is None else image.transpose(turn))
 
@@ -238,7 +238,7 @@ def _check_entries(data: bytes) -> None:
     for entry in first_directory(data):
         if entry.count > _MAX_VALUES and entry.kind not in _BYTES:
             problem = f"is a TIFF whose entry {entry.tag} has {entry.count} values"
-            raise MediaError(f"{problem}; allowed are {_MAX_VALUES}")
+            raise MediaError(f"{problem}; allowed: {_MAX_VALUES}")
 
 
 def _check_tiff(image: Any, options: MediaOptions) -> None:
@@ -314,7 +314,7 @@ def _from_array(value: np.ndarray, options: MediaOptions, budget: PixelBudget) -
     channels = value.shape[2] if value.ndim == 3 else 1
     if value.dtype != np.uint8 or value.ndim not in (2, 3) or channels not in (1, 3, 4):
         problem = f"is an array of {value.dtype} and shape {list(value.shape)}"
-        raise MediaError(f"{problem}; allowed is {_ARRAYS}")
+        raise MediaError(f"{problem}; allowed: {_ARRAYS}")
     check_size((value.shape[1], value.shape[0]), options)
     budget.take(value.shape[0] * value.shape[1])
     if channels == 4:

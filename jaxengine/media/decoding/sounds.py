@@ -54,9 +54,9 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
         try:
             value = np.asarray(value)
         except (ValueError, OverflowError):  # lists of different lengths, numbers beyond 64 bits
-            raise MediaError(f"is a list of no numbers; allowed are {FORMS}") from None
+            raise MediaError(f"is a list that is not of numbers; allowed: {FORMS}") from None
     if not isinstance(value, np.ndarray):
-        raise MediaError(f"is a {type(value).__name__}; allowed are {FORMS}")
+        raise MediaError(f"is a {type(value).__name__}; allowed: {FORMS}")
     return _at_rate(_mono(value), _checked_rate(rate), budget)
 
 
@@ -124,7 +124,7 @@ def _wav_form(chunk: memoryview) -> tuple[int, int, int, int]:
             f"is a WAV file of format {code} with {bits} bits; allowed: PCM of 8, 16, 24, 32 bits, or floats"
         )
     if not 1 <= channels <= MAX_CHANNELS:
-        raise MediaError(f"has {channels} channels; allowed are 1 to {MAX_CHANNELS}")
+        raise MediaError(f"has {channels} channels; allowed: 1 to {MAX_CHANNELS}")
     return code, channels, _checked_rate(rate), bits
 
 
@@ -210,7 +210,7 @@ def _mono(values: np.ndarray) -> np.ndarray:
     """
     kind = values.dtype
     if values.ndim not in (1, 2) or (values.ndim == 2 and not 1 <= values.shape[0] <= MAX_CHANNELS):
-        raise MediaError(f"is an array of shape {list(values.shape)}; allowed are [N] and [1 to {MAX_CHANNELS}, N]")
+        raise MediaError(f"is an array of shape {list(values.shape)}; allowed: [N] and [1 to {MAX_CHANNELS}, N]")
     if kind == np.uint8:
         samples = (values.astype(np.float32) - 128) / 128
     elif kind in (np.int16, np.int32):
@@ -218,7 +218,7 @@ def _mono(values: np.ndarray) -> np.ndarray:
     elif kind.kind == "f":
         samples = values.astype(np.float32)
     else:
-        raise MediaError(f"is an array of {kind}; allowed are floats, int16 and int32")
+        raise MediaError(f"is an array of {kind}; allowed: floats, int16 and int32")
     return samples.mean(axis=0) if samples.ndim == 2 and len(samples) > 1 else samples.reshape(-1)
 
 
@@ -228,9 +228,9 @@ def _checked_rate(rate: Any) -> int:
     """
     is_real = isinstance(rate, (int, float, np.integer, np.floating)) and not isinstance(rate, bool)
     if not is_real or not math.isfinite(rate) or rate != int(rate):
-        raise MediaError(f"has the rate {str(rate)[:50]}; allowed are whole numbers of samples a second")
+        raise MediaError(f"has the rate {str(rate)[:50]}; allowed: whole numbers of samples a second")
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise MediaError(f"has the rate {int(rate)}; allowed are {MIN_RATE} to {MAX_RATE} samples a second")
+        raise MediaError(f"has the rate {int(rate)}; allowed: {MIN_RATE} to {MAX_RATE} samples a second")
     return int(rate)
 
 

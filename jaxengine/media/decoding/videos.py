@@ -55,7 +55,7 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
         return _with_times(np.ascontiguousarray(value), about)
     if isinstance(value, (list, tuple)) and value:
         return _with_times(_joined(value, options, budget), about)
-    raise MediaError(f"is {'an empty' if value == [] else 'a'} {type(value).__name__}; allowed are {FORMS}")
+    raise MediaError(f"is {'an empty' if value == [] else 'a'} {type(value).__name__}; allowed: {FORMS}")
 
 
 def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
@@ -126,7 +126,7 @@ def _count(image: Any, name: str) -> int:
     except Exception:
         raise MediaError(f"is a {name} that is damaged or cut short") from None
     if not 1 <= total <= MAX_SOURCE_FRAMES:
-        raise MediaError(f"has {total} frames; allowed are 1 to {MAX_SOURCE_FRAMES}")
+        raise MediaError(f"has {total} frames; allowed: 1 to {MAX_SOURCE_FRAMES}")
     return total
 
 
@@ -163,7 +163,7 @@ def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget
     """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
         problem = f"is an array of {frames.dtype} and shape {list(frames.shape)}"
-        raise MediaError(f"{problem}; allowed is uint8 of shape [N, H, W, 3]")
+        raise MediaError(f"{problem}; allowed: uint8 of shape [N, H, W, 3]")
     check_count(len(frames))
     check_size((frames.shape[2], frames.shape[1]), options)
     budget.take(frames.size // 3)
@@ -173,11 +173,12 @@ def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     """Return a Video of decoded frames, uint8 [N, H, W, 3].
 
     about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); by
-    default the indices count from 0, and the last frame is the source's last. Raises MediaError for other keys, an fps
-    out of range, and indices that are not N ascending numbers below the total.
+    default the indices count from 0, and the last frame is the source's last. An index may occur again, as when more
+    frames are sampled than there are. Raises MediaError for other keys, an fps out of range, and indices that are not N
+    non-decreasing numbers below the total.
     """
     if wrong := next((key for key in about if key not in _METADATA), None):
-        raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")
+        raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed: {', '.join(_METADATA)}")
     count, fps = len(frames), about.get("fps")
     if fps is not None and not (isinstance(fps, (int, float)) and 1 / _MOST_FPS <= fps <= _MOST_FPS):
         raise MediaError(f"has an fps that is not a number from {1 / _MOST_FPS:g} to {_MOST_FPS:g}")
@@ -189,7 +190,7 @@ def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     if total > _MOST_TOTAL:
         raise MediaError(f"has a total_num_frames or frames_indices above {_MOST_TOTAL}")
     if indices.shape != (count,) or indices.dtype.kind not in "iu" or (np.diff(indices.astype(np.int64)) < 0).any():
-        raise MediaError(f"has frames_indices that are not {count} rising whole numbers")
+        raise MediaError(f"has frames_indices that are not {count} non-decreasing whole numbers")
     if not 0 <= indices[0] <= indices[-1] < total:
         raise MediaError(f"has frames_indices beyond its total_num_frames, {total}")
     indices = indices.astype(np.int64)

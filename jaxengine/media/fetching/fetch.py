@@ -57,7 +57,7 @@ def fetch(url: str, options: MediaOptions) -> bytes:
     if scheme == "file":
         return _read_local(url, options)
     shown = f"begins with {url[:20]!r}" if not scheme else f"has the scheme {scheme[:20]!r}"
-    raise MediaError(f"{shown}; allowed are addresses of {SCHEMES}")
+    raise MediaError(f"{shown}; allowed: addresses of {SCHEMES}")
 
 
 def check_source(url: str, options: MediaOptions) -> None:
@@ -80,7 +80,7 @@ def read_data(url: str, limit: int) -> bytes:
     """
     head = _DATA.match(url)
     if head is None:
-        raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")
+        raise MediaError("is not a data URL; allowed: data:image/png;base64,... or data:image/png,...")
     is_base64 = head[1].rpartition(";")[2].strip().lower() == "base64"
     # Three bytes are four base64 characters, or up to nine percent-encoded ones.
     check_bytes((len(url) - head.end()) * 3 // 4 - 2 if is_base64 else (len(url) - head.end()) // 3, limit)
@@ -115,7 +115,7 @@ def _read_local(url: str, options: MediaOptions) -> bytes:
     root = _local_root(options)
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
-        raise MediaError("is not a local file; allowed is file:///folder/name")
+        raise MediaError("is not a local file; allowed: file:///folder/name")
     try:
         path = Path(urllib.parse.unquote(parts.path, errors="strict")).resolve()
     except (OSError, RuntimeError, ValueError):  # invalid name, or circular links
@@ -140,7 +140,7 @@ def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, in
     do not allow.
     """
     if len(url) > _MAX_URL_CHARS:
-        raise MediaError(f"has {len(url)} characters; allowed are {_MAX_URL_CHARS}")
+        raise MediaError(f"has {len(url)} characters; allowed: {_MAX_URL_CHARS}")
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname or "", parts.port or _PORTS[scheme]
@@ -148,7 +148,7 @@ def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, in
     except ValueError:
         host, port, parts = "", 0, None
     if parts is None or not host or parts.username is not None or parts.password is not None:
-        raise MediaError("is not a valid web address; allowed is https://host/path")
+        raise MediaError("is not a valid web address; allowed: https://host/path")
     domains = options.allowed_media_domains
     if not domains:
         raise MediaError("is an address on the web; none may be fetched, for allowed_media_domains is not set")
@@ -181,7 +181,7 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
         return _body(response, options.max_media_bytes)
     except TimeoutError:
         if time.monotonic() < until:
-            raise MediaError(f"arrives too slowly; allowed are {_LEAST_RATE} bytes a second and more") from None
+            raise MediaError(f"arrives too slowly; allowed: {_LEAST_RATE} bytes a second and more") from None
         raise MediaError(f"takes longer than {options.media_fetch_timeout:g} seconds (media_fetch_timeout)") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, MediaError):

@@ -141,7 +141,7 @@ class LlavaNextProcessor(LlavaProcessor):
         """
         if grid is not None:
             raise RequestError("embeddings of an image of this model have no grid", param="image")
-        return 1, 1, num_rows  # an image may have any number
+        return 1, 1, num_rows
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
         """Return the (rows, columns) of `tilings` that keeps most of an image's pixels, and of equal ones the smallest.

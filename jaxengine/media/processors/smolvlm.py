@@ -149,7 +149,7 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
     times = (indices / (fps or UNKNOWN_FPS)).tolist()
     seconds = (*times, times[-1] if fps is None else video.total_num_frames / fps)
     if not max(seconds) <= _MOST_SECONDS:
-        problem = f"a video is of {max(seconds):.3g} seconds; allowed are {_MOST_SECONDS:.0e}"
+        problem = f"a video is of {max(seconds):.3g} seconds; allowed: {_MOST_SECONDS:.0e}"
         raise RequestError(problem, param="video", value=max(seconds))
     return seconds
 

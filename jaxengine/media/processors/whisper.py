@@ -120,7 +120,7 @@ class WhisperProcessor:
             value = Spectrogram(self.spectrogram(samples))
         frames = value.frames
         if frames.ndim != 2 or not 1 <= len(frames) <= self.num_frames or frames.shape[1] != self.num_bins:
-            problem = f"a spectrogram of shape {list(frames.shape)} is given; allowed is [1 to {self.num_frames}, "
+            problem = f"a spectrogram of shape {list(frames.shape)} is given; allowed: [1 to {self.num_frames}, "
             raise RequestError(f"{problem}{self.num_bins}]", param="multi_modal_data")
         frames = np.pad(frames, ((0, self.num_frames - len(frames)), (0, 0)))
         return Processed(frames, *self._place(), 1, (1, self.num_frames, 1))
@@ -148,7 +148,7 @@ class WhisperProcessor:
         """
         count = len(items.get(AUDIO, ()))
         if count != 1:
-            raise RequestError(f"multi_modal_data has {count} sounds; allowed is 1", param="multi_modal_data")
+            raise RequestError(f"multi_modal_data has {count} sounds; allowed: 1", param="multi_modal_data")
         return Expanded(list(token_ids), [np.zeros(1, np.int32)], [(AUDIO, 0)])
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:

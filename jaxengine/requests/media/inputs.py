@@ -148,7 +148,7 @@ class MediaInputs:
                 room -= seen[digest].made.num_rows
                 if room < 0:
                     most = self._config.max_model_len - 1
-                    problem = f"{DATA} makes more embeddings than max_model_len has room for; allowed are {most}"
+                    problem = f"{DATA} makes more embeddings than max_model_len has room for; allowed: {most}"
                     raise RequestError(problem, param=DATA)
             found[modality] = [seen[digest] for digest in digests]
         made = {modality: [each.made for each in own] for modality, own in found.items()}
@@ -199,7 +199,7 @@ class MediaInputs:
         values other than a dict, and for more than 16,384 characters of JSON.
         """
         if options is not None and not isinstance(options, Mapping):
-            problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
+            problem = f"{OPTIONS} is {show_value(options)}; allowed: a dict of the processor's arguments"
             raise RequestError(problem, param=OPTIONS, value=options)
         chosen = {**(self._config.mm_processor_kwargs or {}), **(options or {})}
         # Part of each item's digest.
@@ -242,7 +242,7 @@ class MediaInputs:
         count, size = given.values.shape
         if size != self._row_size:
             parts = f", {self._num_parts} parts of the hidden size" if self._num_parts > 1 else ""
-            problem = f"{DATA}: embeddings of an image have {size} numbers each; allowed are {self._row_size}{parts}"
+            problem = f"{DATA}: embeddings of an image have {size} numbers each; allowed: {self._row_size}{parts}"
             raise RequestError(problem, param=DATA, value=size)
         grid = self.processor.grid_of(count, given.grid)
         rows, no_columns = np.arange(count, dtype=np.int32), np.zeros((0, count), np.int32)

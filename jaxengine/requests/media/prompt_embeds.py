@@ -39,7 +39,7 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
         problem = "prompt_embeds is given; the engine was started without enable_prompt_embeds"
         raise RequestError(problem, param=PROMPT_EMBEDS)
     if beside := [name for name in _OTHERS if prompt.get(name) is not None]:
-        problem = f"a prompt has prompt_embeds and {beside[0]}; allowed is one of them"
+        problem = f"a prompt has prompt_embeds and {beside[0]}; allowed: one of them"
         raise RequestError(problem, param=PROMPT_EMBEDS)
     try:
         values = _read(prompt[PROMPT_EMBEDS], config)
@@ -49,9 +49,7 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
         problem = f"prompt_embeds has rows of {values.shape[1]} elements; the model's hidden states have {hidden_size}"
         raise RequestError(problem, param=PROMPT_EMBEDS, value=values.shape[1])
     if not 1 <= len(values) < config.max_model_len:
-        problem = (
-            f"prompt_embeds has {len(values)} rows; allowed are 1 to {config.max_model_len - 1} (max_model_len - 1)"
-        )
+        problem = f"prompt_embeds has {len(values)} rows; allowed: 1 to {config.max_model_len - 1} (max_model_len - 1)"
         raise RequestError(problem, param=PROMPT_EMBEDS, value=len(values))
     return [PLACEHOLDER] * len(values), _media(values, config.block_size)
 
@@ -81,7 +79,7 @@ def _read(value: Any, options: MediaOptions) -> np.ndarray:
         except TorchFileError as error:
             raise MediaError(f"is a file of torch.save that is not read: {error}") from None
         if len(tensors) != 1:
-            raise MediaError(f"has {len(tensors)} tensors; allowed is one")
+            raise MediaError(f"has {len(tensors)} tensors; allowed: one")
         (value,) = tensors.values()
     try:
         array = np.asarray(value)

@@ -122,7 +122,7 @@ def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, t
         return [processor.start] + [processor.no_timestamps] * (not timed)
     if language not in processor.languages:
         allowed = ", ".join(sorted(processor.languages))
-        problem = f"language is {show_value(language)}; allowed are {allowed}"
+        problem = f"language is {show_value(language)}; allowed: {allowed}"
         raise RequestError(problem, param="language", value=language)
     middle = [processor.languages[language], processor.tasks[task]]
     return [processor.start, *middle] + [processor.no_timestamps] * (not timed)

@@ -26,7 +26,7 @@ def extra_fields(
     others = dict(extra_args or {})
     kv_transfer = read_kv_transfer(others.pop(NAME, None))
     if kv_transfer is not None and kv_transfer.do_remote_decode and n > 1:
-        raise RequestError(f"n is {n}; allowed is 1 with {NAME}.do_remote_decode", param="n", value=n)
+        raise RequestError(f"n is {n}; allowed: 1 with {NAME}.do_remote_decode", param="n", value=n)
     alignment = _read_alignment(others.pop(ALIGNMENT, None))
     own = read_extra_args(others, processors)
     uses_counts = any(processors[number].uses_counts for number in own)

@@ -65,7 +65,7 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
     for name, one in value.items():
         if name not in _FIELDS:
             allowed = ", ".join(_FIELDS)
-            problem = f"{NAME} has {show_value(name)}; allowed are {allowed}"
+            problem = f"{NAME} has {show_value(name)}; allowed: {allowed}"
             raise RequestError(problem, param=NAME, value=name)
         is_allowed, allowed = _FIELDS[name]
         if one is None:
@@ -86,4 +86,4 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, which the caller raises, about the value of the field `name`."""
-    return RequestError(f"{name} is {show_value(value)}; allowed is {allowed}", param=name, value=value)
+    return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

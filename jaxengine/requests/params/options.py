@@ -68,14 +68,14 @@ class RequestOptions:
             raise _refuse("lora", self.lora, text)
         session = self.session
         if session is not None and not (isinstance(session, str) and SESSION.fullmatch(session)):
-            text = f"session is {show_value(session)}; allowed are 1 to 128 letters, digits, '.', '_', ':' and '-'"
+            text = f"session is {show_value(session)}; allowed: 1 to 128 letters, digits, '.', '_', ':' and '-'"
             raise _refuse("session", session, text)
         client = self.client
         if client is None:
             return
         if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
             allowed = f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters"
-            raise _refuse("client", client, f"client is {show_value(client)}; allowed is {allowed}")
+            raise _refuse("client", client, f"client is {show_value(client)}; allowed: {allowed}")
         if scheduling_policy != "fair":
             raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
 

@@ -60,7 +60,7 @@ Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | EmbedsPr
 def verify_salt(salt: Any) -> None:
     """Raise RequestError unless the value is a string of 1 to 1024 characters or None."""
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
-        problem = f"cache_salt is {show_value(salt)}; allowed is a string of 1 to {_MAX_SALT} characters"
+        problem = f"cache_salt is {show_value(salt)}; allowed: a string of 1 to {_MAX_SALT} characters"
         raise RequestError(problem, param="cache_salt", value=salt)
 
 

@@ -39,7 +39,7 @@ def steered(
     terms = list(_terms(steer, model, vectors, known, every))
     num_added = sum(len(taps) for taps, _, _ in terms) * model.hidden_size
     if num_added > MAX_ADDED:
-        problem = f"steer adds {num_added} numbers (entries x taps x hidden size); allowed are at most {MAX_ADDED}"
+        problem = f"steer adds {num_added} numbers (entries x taps x hidden size); allowed: at most {MAX_ADDED}"
         raise RequestError(problem, param="steer", value=num_added)
     total: dict[str, np.ndarray] = {}
     with np.errstate(over="ignore", invalid="ignore"):

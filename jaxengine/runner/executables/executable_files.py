@@ -234,7 +234,7 @@ class _Folder(NamedTuple):
             # A link, unlike a replacement, leaves alone what another process has put there meanwhile.
             with self._removing(temporary, always=True), contextlib.suppress(FileExistsError):
                 os.link(temporary, _KEY, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-        raise OSError(f"{self.path / _KEY} is no key, and none can be made there")
+        raise OSError(f"{self.path / _KEY} is not a key, and none can be made there")
 
     def prune(self) -> None:
         """Delete executables that no start has used for 30 days, as version changes leave them behind, and temporary

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.kv.offload import memory_option
 from jaxengine.models.build import Build
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.fields import ModelConfigError
@@ -284,8 +285,10 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         problem = f"the first {parts - 1} layers add parts of images, but the first stage has {stage.layers[0]}"
         raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
     if config.kv_offloading_bytes and not any(model_config.attention[layer].has_pages for layer in stage.layers):
-        problem = f"none of the layers {stage.layers[0]} to {stage.layers[-1]} of a stage has pages to keep elsewhere"
-        raise ConfigError.because("kv_offloading_size", problem, "leave it out, or choose stages by pipeline_layers")
+        name = memory_option(config.kv_transfer_config)
+        where = f"none of the layers {stage.layers[0]} to {stage.layers[-1]} of a stage has pages to keep elsewhere"
+        problem = f"{name} is given, but {where}"
+        raise ConfigError.because(name, problem, "leave it out, or choose stages by pipeline_layers")
     for layer in stage.layers:
         attention = model_config.attention[layer]
         of_keys, of_choice = attention.kv_source, None if attention.index is None else attention.index.source

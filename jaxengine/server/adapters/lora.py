@@ -86,7 +86,7 @@ async def load_from_root(
     except (OSError, RuntimeError, ValueError):  # no file can have such a name, or links lead in a circle
         folder = None
     if folder is None or not folder.is_relative_to(root):
-        text = f"lora_path {show_value(path)} leads out of lora_root; allowed are folders in it"
+        text = f"lora_path {show_value(path)} leads out of lora_root; allowed: folders in it"
         raise RequestError(text, param="lora_path", value=path)
     # The caller may leave, but a load that the engine has begun must be completed.
     await asyncio.shield(load_adapter(engine.utility, name, str(folder), in_place=in_place))

@@ -298,7 +298,7 @@ class ServerConfig:
         ):
             if bounds[inner] > bounds[outer]:
                 problem = f"{name} is {bounds[inner]}, more than {outer_name}, which is {bounds[outer]}"
-                raise ConfigError.because(name, problem, f"allowed are at most {outer_name}")
+                raise ConfigError.because(name, problem, f"allowed: at most {outer_name}")
 
     def api_keys(self) -> tuple[str, ...]:
         """Return all client keys: those of api_key, then those of api_key_file, which is read now; () if there are

@@ -33,7 +33,7 @@ def read_prompts(
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
-        raise RequestError(f"{param} holds {len(prompts)} prompts; allowed are 1 to {max_prompts}", param=param)
+        raise RequestError(f"{param} holds {len(prompts)} prompts; allowed: 1 to {max_prompts}", param=param)
     for each in prompts:
         # Before its entries are checked.
         if longest is not None and isinstance(each, list) and len(each) > longest:
@@ -57,7 +57,7 @@ def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
     if not 0 <= least <= most < vocab_size:
         wrong = least if least < 0 else most
         raise RequestError(
-            f"{param} holds the token id {show_value(wrong)}; allowed are 0 to {vocab_size - 1}",
+            f"{param} holds the token id {show_value(wrong)}; allowed: 0 to {vocab_size - 1}",
             param=param,
             value=wrong,
         )

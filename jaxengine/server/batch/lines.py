@@ -114,7 +114,7 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
             raise LineError.at(path, number, f"url must be the batch's endpoint, {only_url}, got {line.url}")
         found.append(line)
         if most is not None and len(found) > most:
-            raise LineError.at(path, number, f"it is one request too many; allowed are {most}")
+            raise LineError.at(path, number, f"it is one request too many; allowed: {most}")
     if not found:
         raise LineError.at(path, None, "it has no requests")
     return found, hashlib.sha256(data).hexdigest()

@@ -277,7 +277,7 @@ class BatchStore:
             problem = f"{num_files} files of yours are kept (max_batch_files_per_client); delete some"
             raise OverloadedError(problem, retry_after=_RETRY_SECONDS)
         if kept > self.bounds.client_bytes:
-            problem = f"your files and results have {kept} bytes; allowed are {self.bounds.client_bytes}"
+            problem = f"your files and results have {kept} bytes; allowed: {self.bounds.client_bytes}"
             raise OverloadedError(f"{problem} (max_batch_bytes_per_client); delete some", retry_after=_RETRY_SECONDS)
 
     def _reader(self, owner: str, file_id: str) -> str | None:
@@ -332,7 +332,7 @@ def check_lifetime(seconds: int | None, name: str) -> int | None:
     RequestError, with the field `name`, unless it is None or 3600 to 2592000, both included.
     """
     if seconds is not None and not 3600 <= seconds <= 2592000:
-        raise RequestError(f"{name} is {show_value(seconds)}; allowed are 3600 to 2592000", param=name)
+        raise RequestError(f"{name} is {show_value(seconds)}; allowed: 3600 to 2592000", param=name)
     return seconds
 
 

@@ -82,7 +82,7 @@ class AdminService(WeightMethods):
         """
         count = len(request.request_ids)
         if not 1 <= count <= MAX_IDS:
-            raise RequestError(f"request_ids holds {count} ids; allowed are 1 to {MAX_IDS}", param="request_ids")
+            raise RequestError(f"request_ids holds {count} ids; allowed: 1 to {MAX_IDS}", param="request_ids")
         for request_id in request.request_ids:
             await self._engine.abort(request_id)
         return pb.AbortResponse()

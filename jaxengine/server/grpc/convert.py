@@ -171,7 +171,7 @@ class RequestReader:
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
-            raise RequestError(f"there are {count} messages; allowed are {MAX_CHAT_MESSAGES}", param="messages")
+            raise RequestError(f"there are {count} messages; allowed: {MAX_CHAT_MESSAGES}", param="messages")
         self._encoder.verify_length(max((len(each.content) for each in chat.messages), default=0), "messages")
         if chat.HasField("chat_template_kwargs"):
             variables = _read_struct(chat.chat_template_kwargs, "chat_template_kwargs", "template variables")
@@ -276,7 +276,7 @@ class RequestReader:
         if ALIGNMENT in values.get("extra_args", {}):
             raise RequestError("extra_args has alignment, which answers over gRPC do not have", param="extra_args")
         if values.get("n", 1) > max_n:
-            raise RequestError(f"n is {values['n']}; allowed are 1 to {max_n}", param="n", value=values["n"])
+            raise RequestError(f"n is {values['n']}; allowed: 1 to {max_n}", param="n", value=values["n"])
         response = request.response
         if wanted.logprobs or wanted.candidates:
             values["logprobs"] = _num_candidates(
@@ -321,7 +321,7 @@ def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
     param, what: name of the field and a description of its content, for errors.
     """
     if struct.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
-        raise RequestError(f"{what} are too long; allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes", param=param)
+        raise RequestError(f"{what} are too long; allowed: {MAX_TEMPLATE_VARIABLES_BYTES} bytes", param=param)
     try:
         return json_format.MessageToDict(struct)
     except ValueError:
@@ -354,20 +354,18 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
     """
     kind = part.WhichOneof("part")
     if kind is None:
-        raise RequestError(
-            f"{where} is empty; allowed are text, image, video, audio and image_embeds", param="messages"
-        )
+        raise RequestError(f"{where} is empty; allowed: text, image, video, audio and image_embeds", param="messages")
     if kind == "text":
         return {"type": "text", "text": part.text}
     if kind == EMBEDS:
         given = part.image_embeds
         if not given.data:
-            raise RequestError(f"{where}.{kind} is empty; needed is data", param="messages")
+            raise RequestError(f"{where}.{kind} is empty; data is required", param="messages")
         return PlacedPart({"type": kind, kind: {EMBEDS: given.data, GRID: list(given.image_grid_thw) or None}}, where)
     media: pb.Media = getattr(part, kind)
     source = media.WhichOneof("source")
     if source is None:
-        raise RequestError(f"{where}.{kind} is empty; allowed are data and url", param="messages")
+        raise RequestError(f"{where}.{kind} is empty; allowed: data and url", param="messages")
     return PlacedPart({"type": kind, kind: getattr(media, source)}, where)
 
 
@@ -379,7 +377,7 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
         return f"grpc-{uuid.uuid4().hex}"
     if not REQUEST_ID.fullmatch(request.request_id):
         raise RequestError(
-            f"request_id is {request.request_id[:40]!r}; allowed are 1 to 128 letters, digits, '-' and '_'",
+            f"request_id is {request.request_id[:40]!r}; allowed: 1 to 128 letters, digits, '-' and '_'",
             param="request_id",
             value=request.request_id,
         )
@@ -466,7 +464,7 @@ def _plain(field: str, value: Any, param: str, longest: int) -> Any:
             raise RequestError(problem, param=param, value="kv_transfer_params")
         return _with_integers(_read_struct(value, param, field))
     if len(value) > longest:
-        raise RequestError(f"{field} has {len(value)} entries; allowed are {longest}", param=param, value=len(value))
+        raise RequestError(f"{field} has {len(value)} entries; allowed: {longest}", param=param, value=len(value))
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 

@@ -123,7 +123,7 @@ class InferenceService:
         tokenizer, vocab_size = inputs.require_tokenizer(), inputs.model_config.vocab_size
         if len(request.token_ids) > MAX_DETOKENIZE:
             count = len(request.token_ids)
-            raise RequestError(f"token_ids holds {count} ids; allowed are {MAX_DETOKENIZE}", param="token_ids")
+            raise RequestError(f"token_ids holds {count} ids; allowed: {MAX_DETOKENIZE}", param="token_ids")
         token_ids = list(request.token_ids)
         check_token_ids("token_ids", token_ids, vocab_size)
         text = await asyncio.to_thread(tokenizer.decode, token_ids, request.skip_special_tokens)

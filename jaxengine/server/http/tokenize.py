@@ -121,7 +121,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         await choose_model(engine, body.model, names)
         tokenizer = inputs.require_tokenizer()
         if len(body.tokens) > MAX_DETOKENIZE:
-            raise RequestError(f"tokens holds {len(body.tokens)} ids; allowed are {MAX_DETOKENIZE}", param="tokens")
+            raise RequestError(f"tokens holds {len(body.tokens)} ids; allowed: {MAX_DETOKENIZE}", param="tokens")
         check_token_ids("tokens", body.tokens, tokenizer.vocab_size)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
 

@@ -44,7 +44,7 @@ class QueueLimits:
         """
         most = self.num_slots + self.max_requests
         if num_requests > most:
-            text = f"n is {num_requests}; allowed are 1 to {most} (max_num_seqs and max_num_queued_reqs)"
+            text = f"n is {num_requests}; allowed: 1 to {most} (max_num_seqs and max_num_queued_reqs)"
             raise RequestError(text, param="n", value=num_requests)
         if num_requests > most - load.num_running - load.num_waiting:
             raise OverloadedError(

@@ -142,11 +142,11 @@ class ResponseStore:
         # The answer is short, and the request that it answers was checked.
         size = share.conversation_bytes(stored) - stored.answer.num_bytes
         if size > bounds.conversation_bytes:
-            text = f"its conversation has {size} bytes; allowed are {bounds.conversation_bytes}"
+            text = f"its conversation has {size} bytes; allowed: {bounds.conversation_bytes}"
             raise OverloadedError(f"{text} (max_stored_conversation_bytes)", retry_after=_RETRY_SECONDS)
         size, most = share.added_bytes(stored, texts), min(bounds.client_bytes, bounds.num_bytes)
         if size > most:
-            text = f"it has {size} bytes with its conversation; allowed are {most} (max_stored_bytes_per_client)"
+            text = f"it has {size} bytes with its conversation; allowed: {most} (max_stored_bytes_per_client)"
             raise OverloadedError(text, retry_after=_RETRY_SECONDS)
         running = [kept for kept in share.responses.values() if kept.stored.is_running]
         everyone = [self._shares[owner].responses[name] for owner, name in self._workers]

@@ -111,7 +111,7 @@ def _size_of(start: bytearray, folder: str) -> int | None:
         return None
     header_bytes = int.from_bytes(start[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise RequestError(f"params has a header of {header_bytes} bytes; allowed are {MAX_HEADER_BYTES}", param=FIELD)
+        raise RequestError(f"params has a header of {header_bytes} bytes; allowed: {MAX_HEADER_BYTES}", param=FIELD)
     if len(start) < 8 + header_bytes:
         return None
     whole = 8 + header_bytes + _data_bytes(bytes(start[8 : 8 + header_bytes]))

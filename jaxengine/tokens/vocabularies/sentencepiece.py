@@ -57,7 +57,7 @@ def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
     normalizer: dict[int, Any] = {}
     for number, value in _fields(source, path):
         if number in (PIECES, TRAINER, NORMALIZER) and not isinstance(value, bytes):
-            raise ModelFileError(path, f"not a SentencePiece model: field {number} is no message")
+            raise ModelFileError(path, f"not a SentencePiece model: field {number} is not a message")
         if number == PIECES:
             piece = dict(_fields(value, path))
             if len(names) == MAX_TOKENS:
@@ -139,7 +139,7 @@ def _text(value: Any, path: Path) -> str:
     try:
         return value.decode()
     except (AttributeError, UnicodeDecodeError):
-        raise ModelFileError(path, "not a SentencePiece model: a piece is no UTF-8 text") from None
+        raise ModelFileError(path, "not a SentencePiece model: a piece is not UTF-8 text") from None
 
 
 def _score(value: Any, path: Path) -> float:
@@ -148,5 +148,5 @@ def _score(value: Any, path: Path) -> float:
     """
     score = struct.unpack("<f", value)[0] if isinstance(value, bytes) and len(value) == 4 else math.nan
     if not math.isfinite(score):
-        raise ModelFileError(path, "not a SentencePiece model: a score is no finite float")
+        raise ModelFileError(path, "not a SentencePiece model: a score is not a finite float")
     return score

@@ -63,7 +63,7 @@ class Rounded(InOrder):
         with np.errstate(over="ignore", invalid="ignore"):
             span, steps = (high - low, 15) if self.has_zeros else (np.maximum(high, -low), _LARGEST[self.dtype])
         if not np.isfinite(span).all():
-            raise module.fail("weight", "holds what is no finite number, or too large to be rounded")
+            raise module.fail("weight", "holds a value that is not a finite number, or too large to be rounded")
         scales = span / np.float32(steps)
         scales = np.where(scales > 0, scales, np.float32(1))  # for zeros, and for values so small that 0 results
         return scales, np.rint(-low / scales) if self.has_zeros else np.zeros_like(scales)

@@ -149,7 +149,7 @@ class QuantizedWeight(nnx.Module):
         raise ValueError("matrices of heads, one below the other, are stored as they are")
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
-        raise ValueError("a quantised matrix is no table: its rows are not looked up")
+        raise ValueError("a quantised matrix is not a table: its rows are not looked up")
 
     @property
     def _matrix(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -250,15 +250,15 @@ class QuantizedTable(nnx.Module):
         return quantized_table_matmul(x, self.codes[...], self.scales[...], zeros, **options)
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
-        raise ValueError("a quantised table is no stack of matrices")
+        raise ValueError("a quantised table is not a stack of matrices")
 
     def gated_matmul(
         self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
     ) -> jax.Array:
-        raise ValueError("a quantised table is no stack of matrices")
+        raise ValueError("a quantised table is not a stack of matrices")
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
-        raise ValueError("a quantised table is no matrices of heads")
+        raise ValueError("a quantised table is not matrices of heads")
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
         mode: dict[str, Any] = {"mode": "clip"}
@@ -315,7 +315,7 @@ class Quantized:
         group, size = stored.activation.group if stored.activation is not None else None, shape[-2]
         what = f"{sources[0].name.replace('{layer}', '*').replace('{expert}', '*')}: {stored.format}: {size} inputs"
         if stored.activation is not None and stored.activation.microscaled and group is not None and size % group:
-            raise ModelConfigError(f"quantization_config: {what} are no multiple of the {group} that share a scale")
+            raise ModelConfigError(f"quantization_config: {what} are not a multiple of the {group} that share a scale")
         if input_parts > 1 and group is not None and own % group:
             text = f"which are rounded {group} at a time, cannot be split over {input_parts} devices"
             raise ValueError(f"{what}, {text}")

@@ -69,7 +69,7 @@ class Ternary(InOrder):
                 parts.append(module.read("weight", "uint8", own, columns) >> (2 * part) & 3)
         codes = np.concatenate(parts).astype(np.int8) - np.int8(1)
         if codes.size and codes.max() > 1:
-            raise module.fail("weight", "holds a pair of bits that is no weight: 3")
+            raise module.fail("weight", "holds a pair of bits that is not a weight: 3")
         return codes
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
@@ -107,5 +107,5 @@ class RoundedTernary(InOrder):
         """
         scale = np.maximum(np.abs(weight).mean(dtype=np.float64), _LEAST).astype(np.float32).reshape(1, 1)
         if not np.isfinite(scale).all():
-            raise module.fail("weight", "holds what is no finite number")
+            raise module.fail("weight", "holds a value that is not a finite number")
         return scale

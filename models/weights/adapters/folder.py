@@ -91,7 +91,7 @@ def adapter_of(
     rank = max(ranks.values(), default=0)
     with faults.collect():
         if rank > max_rank:
-            raise ModelFileError(config.path, f"rank is {rank}; allowed is at most {max_rank} (max_lora_rank)", "r")
+            raise ModelFileError(config.path, f"rank is {rank}; allowed: at most {max_rank} (max_lora_rank)", "r")
     for fault in config.faults_of_modules(stored, targets):
         with faults.collect():
             raise fault

@@ -67,7 +67,7 @@ def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if len(entries) > _MAX_ENTRIES or any(each.compress_type != zipfile.ZIP_STORED for each in entries):
-                raise TorchFileError("is no archive of torch.save: its files must be stored as they are")
+                raise TorchFileError("is not an archive of torch.save: its files must be stored as they are")
             programs = [each for each in entries if each.filename.partition("/")[2] == "data.pkl"]
             if len(programs) != 1 or programs[0].file_size > _MAX_PROGRAM:
                 raise TorchFileError(f"must have one data.pkl of at most {_MAX_PROGRAM} bytes")
@@ -79,7 +79,7 @@ def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
             num_bytes = sum(math.prod(each.shape) * each.storage.dtype.itemsize for each in tensors.values())
             num_bytes = max(num_bytes, sum(each.size * each.dtype.itemsize for each in storages))
             if num_bytes > limit:
-                raise TorchFileError(f"its tensors have {num_bytes} bytes; allowed are {limit}")
+                raise TorchFileError(f"its tensors have {num_bytes} bytes; allowed: {limit}")
             held = {each: _numbers(archive, f"{folder}/data/", each) for each in storages}
             return {name: _array(held[each.storage], each) for name, each in tensors.items()}
     except TorchFileError:
@@ -195,7 +195,7 @@ class _Program:
         """
         name = _Name(f"{self._line()} {self._line()}")
         if name not in (_TENSOR, _DICT, *_DTYPES):
-            raise TorchFileError(f"names {name[:100]!r}; allowed are dense tensors of {', '.join(_DTYPES)}")
+            raise TorchFileError(f"names {name[:100]!r}; allowed: dense tensors of {', '.join(_DTYPES)}")
         self._push(name)
 
     def _text(self) -> None:
@@ -228,7 +228,7 @@ class _Program:
         """
         arguments, name = self._stack.pop(), self._stack.pop()
         if not isinstance(name, _Name) or not isinstance(arguments, tuple):
-            raise TorchFileError("calls what is no tensor")
+            raise TorchFileError("calls something that makes no tensor")
         if name == _DICT and not arguments:
             self._push({})
             return

@@ -231,7 +231,7 @@ class GGUFFile:
                 named[name] = part
                 heads = self._permuted_heads(name)
                 if heads is not None and info.shape[0] % (2 * heads):
-                    text = f"{info.shape[0]} rows are no even number for {heads} heads"
+                    text = f"{info.shape[0]} rows are not an even number for each of {heads} heads"
                     raise ModelFileError(self.path, text, info.name)
         for whole, part in (scaled | self._factors).items():
             if whole not in named:

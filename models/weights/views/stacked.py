@@ -147,7 +147,7 @@ class StackedSource(WrappedSource):
         kind = end.removeprefix(stem)
         if kind not in _KINDS:
             known = ", ".join(f"{stem}{each}" for each in (*_KINDS, SCALES))
-            text = f"is no tensor of stacked experts that is read: these are {known}"
+            text = f"is not a tensor of stacked experts that can be read; allowed: {known}"
             raise ModelFileError(self.path, text, name)
         rank, called = _KINDS[kind]
         shape = tuple(self._source.shape(name))

@@ -7,12 +7,17 @@ requests.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections import Counter
+from collections import Counter, namedtuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxengine import SamplingParams
+from jaxengine.api import core
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.engine.stats.timeline import Timeline
 
 WARM, COUNTED = 160, 200
@@ -90,3 +95,21 @@ def test_refused_and_aborted_requests_leave_no_object_behind(engine):
     before = count()
     hurt(COUNTED // 2, 60)
     assert_nothing_grew(before, count())
+
+
+def test_an_engine_that_cannot_be_made_ends_its_cluster(monkeypatch):
+    def fail(*_):
+        raise ConfigError("kv_events_config", {}, "another address")
+
+    ended = []
+    Opened = namedtuple("Opened", "config source")
+    source = SimpleNamespace(path="a", closing_on_error=contextlib.nullcontext)
+    monkeypatch.setattr(core, "Cluster", lambda config: SimpleNamespace(shutdown=ended.append))
+    monkeypatch.setattr(core, "open_resolved", lambda config, *_: Opened(config, source))
+    monkeypatch.setattr(core, "input_processor", lambda *_: None)
+    monkeypatch.setattr(core, "load_runner", lambda *_, peers: None)
+    monkeypatch.setattr(core, "Engine", fail)
+    options: Any = SimpleNamespace(nnodes=2, fit=False, disable_log_stats=True)
+    with pytest.raises(ConfigError, match="another address"):
+        core.EngineCore(options)
+    assert len(ended) == 1 and "another address" in ended[0]

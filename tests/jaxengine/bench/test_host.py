@@ -104,7 +104,7 @@ def test_json_holds_a_number_for_each_of_several_sizes(tmp_path):
 def test_requests_of_one_token_are_refused_for_they_never_decode(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "host", "--turnover", "1"])
-    assert "allowed is 2 or more" in capsys.readouterr().err
+    assert "allowed: 2 or more" in capsys.readouterr().err
     with pytest.raises(ValueError, match="turnover 1: 0, or 2 or more"):
         host.measure(1, 1, turnover=1)
 

@@ -212,7 +212,7 @@ def test_nobody_there_and_nothing_that_works_is_one_clear_line(tmp_path, capsys)
     assert "both or neither" in capsys.readouterr().err
     long = ["--model", "x", "--max-model-len", "101", "--num-prefixes", "1", "--prefix-len", "51"]
     assert main(["bench", "serve", "--url", url, *long]) == 2
-    assert "--prefix-len is 51; allowed is less than 51, half of 101" in capsys.readouterr().err
+    assert "--prefix-len is 51; allowed: less than 51, half of 101" in capsys.readouterr().err
 
 
 def test_requests_leave_at_their_time_and_not_when_others_end(tmp_path):

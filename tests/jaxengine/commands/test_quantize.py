@@ -128,7 +128,7 @@ def test_what_is_no_number_and_what_is_quantised_already(tmp_path, capsys):
     save_file(tensors, model / "model.safetensors")
     assert main(["convert", str(model), str(tmp_path / "bad"), "--quantize", "int8", "--disable-log-stats"]) == 2
     assert (
-        "holds what is no finite number, or too large to be rounded (at model.layers.1.mlp.up_proj.weight)"
+        "holds a value that is not a finite number, or too large to be rounded (at model.layers.1.mlp.up_proj.weight)"
         in capsys.readouterr().err
     )
     assert not (tmp_path / "bad" / "config.json").exists()

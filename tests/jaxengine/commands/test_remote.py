@@ -37,7 +37,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
         if "messages" in body:
             events.insert(0, {"choices": [{"delta": {"role": "assistant", "reasoning": "hm."}}]})
         events.append({"error": {"message": "broken"}} if said == "breaks" else {"choices": [], "usage": USAGE})
-        for event in events:
+        for event in [OTHER[said]] if said in OTHER else events:
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         if said != "cut":
             self.wfile.write(b"data: [DONE]\n\n")
@@ -51,6 +51,16 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(body).encode())
 
 
+# Events of servers that stream otherwise than OpenAI's, by the prompt.
+OTHER = {
+    "number": 3,
+    "choices": {"choices": {"text": "a"}},
+    "choice": {"choices": ["a"]},
+    "delta": {"choices": [{"delta": "a"}]},
+    "text": {"choices": [{"text": ["a"]}]},
+    "usage": {"choices": [], "usage": 7},
+    "completion_tokens": {"usage": {"completion_tokens": "7"}},
+}
 USAGE = {"prompt_tokens": 1, "completion_tokens": 7}
 
 
@@ -117,6 +127,7 @@ def test_texts_are_continued(talk):
         ("complete", "refused", "answered 400: too long"),
         ("complete", "breaks", "broken"),
         ("chat", "cut", "was cut off"),
+        *(("complete", said, "the server's stream is not OpenAI's: ") for said in OTHER),
     ],
 )
 def test_a_refusal_is_said_and_the_next_text_is_answered(talk, command, text, message):

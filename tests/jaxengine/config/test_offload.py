@@ -62,12 +62,17 @@ def test_both_forms_of_vllm():
         ({"kv_offloading_path": "/tmp"}, "kv_offloading_path needs host memory"),
         ({"kv_offloading_size": 1, "kv_offloading_path": ""}, "the name of a folder"),
         ({"kv_offloading_size": 1, "kv_offloading_disk_size": 1}, "kv_offloading_disk_size needs a folder"),
-        ({"kv_offloading_size": 1, "nnodes": 2}, "kv_offloading_size is 1"),
+        ({"kv_offloading_size": 1, "nnodes": 2}, "kv_offloading_size is given, but nnodes is 2"),
+        ({"kv_transfer_config": RECORD, "nnodes": 2}, "kv_transfer_config is given, but nnodes is 2"),
+        (
+            {"kv_transfer_config": RECORD | {"root_dir": None}, "kv_offloading_disk_size": 1},
+            "kv_offloading_disk_size needs a folder; give kv_transfer_config secondary_tiers of type fs",
+        ),
         ({"preemption_mode": "swap"}, "give kv_offloading_size"),
         ({"preemption_mode": "never"}, "auto, recompute, swap"),
         ({"kv_offloading_size": 1, "kv_transfer_config": transfer(cpu_bytes_to_use=GIB)}, "say the same"),
-        ({"kv_transfer_config": "{"}, "kv_transfer_config is no JSON"),
-        ({"kv_transfer_config": "[" * 100_000}, "kv_transfer_config is no JSON"),
+        ({"kv_transfer_config": "{"}, "kv_transfer_config is not JSON"),
+        ({"kv_transfer_config": "[" * 100_000}, "kv_transfer_config is not JSON"),
         ({"kv_transfer_config": [1]}, "kv_transfer_config is"),
         ({"kv_transfer_config": {"kv_connector": "P2pNcclConnector"}}, "kv_connector is 'P2pNcclConnector'"),
         ({"kv_transfer_config": transfer() | {"kv_role": "kv_producer"}}, "kv_role is 'kv_producer'"),
@@ -83,7 +88,7 @@ def test_both_forms_of_vllm():
         ({"kv_transfer_config": transfer(cpu_bytes_to_use=1, store_threshold=-1)}, "store_threshold is -1"),
         (
             {"kv_transfer_config": transfer(cpu_bytes_to_use=1, secondary_tiers=[{"type": "fs", "root_dir": "/tmp"}])},
-            "nothing with CPUOffloadingSpec",
+            "none with CPUOffloadingSpec",
         ),
         (
             {
@@ -106,12 +111,17 @@ def test_refused_options(options, message):
         ({"enable_prefix_caching": False}, "enable_prefix_caching is off"),
         ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "a draft model"),
         ({"enable_return_routed_experts": True}, "experts"),
-        ({"kv_offloading_path": FILE}, "a folder that can be written"),
+        ({"kv_offloading_path": FILE}, "kv_offloading_path is .*; allowed: a folder that can be written"),
+        (
+            {"kv_offloading_size": None, "kv_transfer_config": RECORD | {"root_dir": FILE}},
+            "kv_transfer_config.secondary_tiers.root_dir is .*; allowed: a folder that can be written",
+        ),
     ),
 )
 def test_refused_combinations(options, message):
+    given = {"kv_offloading_size": 1, **options}
     with pytest.raises(ConfigError, match=message):
-        EngineConfig(kv_offloading_size=1, **options).resolved(read_folder(TINY_CHECKPOINT), PLATFORMS["cpu"])
+        EngineConfig.from_options(**given).resolved(read_folder(TINY_CHECKPOINT), PLATFORMS["cpu"])
 
 
 def nixl(extra: dict | None = None, **top) -> dict:

@@ -75,7 +75,7 @@ def test_tokens_do_not_depend_on_the_policy_nor_on_preemption(make_llm):
 @pytest.mark.parametrize("client", ["", "x" * (MAX_CLIENT_LENGTH + 1), "a\nb", "\ud800", 7, b"a"])
 def test_clients_that_cannot_be_are_named(make_llm, client):
     llm = make_llm(scheduling_policy="fair")
-    with pytest.raises(RequestError, match="client is .*; allowed is a string of 1 to 256 printable") as error:
+    with pytest.raises(RequestError, match="client is .*; allowed: a string of 1 to 256 printable") as error:
         run(llm, FLOOD[:2], client=["good", client])
     assert error.value.param == "client" and not llm.core.has_unfinished
     with pytest.raises(RequestError, match="client has 1 values for 2 prompts"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +16,7 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.kv.kv_events import KVEventsConfig, address_of_replica
-from jaxengine.engine.extensions import kv_events
+from jaxengine.engine.extensions import build, kv_events
 from tests.conftest import TINY_OPTIONS
 from tests.tables import each_row
 
@@ -135,6 +137,32 @@ def test_a_replay_is_whole_for_a_router_that_is_slow_and_does_not_wait_for_one_t
     publisher.shutdown()
 
 
+def test_an_address_that_cannot_be_used_leaves_none_open(tmp_path):
+    options: Any = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    config = KVEventsConfig(enable_kv_cache_events=True, **options)
+    (tmp_path / "replay_dp1").mkdir()  # where the second replica's socket would be
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="replay_endpoint .*replay_dp1 cannot be used"):
+        kv_events.KVEvents(config, 2)
+    assert "kv-events" not in {thread.name for thread in set(threading.enumerate()) - before}
+
+
+def test_an_extension_that_cannot_be_made_shuts_down_those_before_it(monkeypatch):
+    def fail(_: Any) -> Any:
+        raise ConfigError("kv_events_config", {}, "another address")
+
+    ended: list[str] = []
+    made: Any = SimpleNamespace(shutdown=lambda: ended.append("offload"), is_idle=False, epilogue=None)
+    monkeypatch.setattr(build.Hooks, "update", lambda hooks, active: None)
+    monkeypatch.setattr(build, "_MAKERS", {"offload": lambda _: made, "sessions": lambda _: made, "kv_events": fail})
+    options = {"sleep_idle_seconds": None, "publishes_kv_events": True}
+    absent = ("speculative_config", "enable_lora", "kv_cache_metrics", "hands_over_kv", "record_trace")
+    runner: Any = SimpleNamespace(config=SimpleNamespace(**options, **dict.fromkeys(absent)), extensions={"offload": 0})
+    with pytest.raises(ConfigError, match="another address"):
+        build.Extensions(runner)
+    assert ended == ["offload"] * 2
+
+
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kv")
@@ -211,8 +239,8 @@ def test_pages_that_make_room_are_removed(llm, addresses):
 @each_row(
     "config, message",
     (
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ([1], "kv_events_config is"),
         ({"publisher": "nats"}, "null, zmq"),
         ({"endpoint": "http://x"}, "kv_events_config.endpoint is 'http://x'"),

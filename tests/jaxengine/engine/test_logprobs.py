@@ -251,9 +251,9 @@ async def test_the_online_api_has_the_same(tiny_options, make_llm):
         ([[3]], [5], r"completions\[0\] must be a list of token ids"),
         ([[3]], [[5, 1.0]], r"completions\[0\] contains 1.0"),
         ([[3]], [[True]], r"completions\[0\] contains True"),
-        ([[3]], [[5, VOCAB]], r"completions\[0\] contains 128; allowed are token ids from 0 to 127"),
+        ([[3]], [[5, VOCAB]], r"completions\[0\] contains 128; allowed: token ids from 0 to 127"),
         ([[3]], [[5, -1]], r"completions\[0\] contains -1"),
-        ([[3], [3] * 90], [[5], [5] * 7], r"completions\[1\] has 7 tokens; allowed are at most 6"),
+        ([[3], [3] * 90], [[5], [5] * 7], r"completions\[1\] has 7 tokens; allowed: at most 6"),
     ],
 )
 def test_what_is_no_completion_is_refused(make_llm, prompts, completions, problem):

@@ -138,7 +138,7 @@ def test_prefix_caches_are_each_adapters_own(llm, adapters, expected):
 def test_a_bad_adapter_is_one_error_and_changes_nothing(llm, adapters, expected, tmp_path):
     before = llm.core.utility("adapters")
     other = write_adapter(tmp_path / "wide", TINY_CHECKPOINT, seed=1, r=65)
-    with pytest.raises(ValueError, match=r"rank is 65; allowed is at most 64 \(max_lora_rank\)"):
+    with pytest.raises(ValueError, match=r"rank is 65; allowed: at most 64 \(max_lora_rank\)"):
         tokens(llm, PROMPTS, LoRARequest("wide", 99, other))
     with pytest.raises(RequestError, match="is taken by the adapter 'rank 8', number 2"):
         tokens(llm, PROMPTS, LoRARequest("rank 8", 99, other))

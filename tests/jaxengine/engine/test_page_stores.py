@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.engine.extensions.offload import page_loads
 from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
 from jaxengine.tiers.host import HostTier
 
@@ -29,4 +30,24 @@ def test_a_flush_returns_in_time_when_a_copy_takes_longer():
     arrived.set()
     stores.flush(time.monotonic() + 20)
     assert not stores.is_busy and tiers.host.get(b"a") is block
+    stores.shutdown()
+
+
+def test_a_copy_that_fails_costs_its_pages_alone(caplog):
+    block = np.arange(8, dtype=np.uint8)
+
+    def fail() -> dict[bytes, np.ndarray]:
+        raise MemoryError("no memory")
+
+    copies = iter((fail, lambda: {b"b": block}))
+    mover: Any = SimpleNamespace(save=lambda ranks: [SimpleNamespace(entries=ranks[0], blocks=next(copies))])
+    tiers, stats = Tiers(HostTier(100), None), OffloadStats()
+    stores = PageStores(mover, tiers, stats, threading.Event(), is_bounded=True)
+    stores.send([[(b"a", 0)]], states=False)
+    found = {b"a": tiers.find(b"a"), b"c": block}
+    stores.send([[(b"b", 0)]], states=False)
+    stores.flush(time.monotonic() + 20)
+    assert not tiers.has(b"a") and tiers.host.get(b"b") is block and not tiers.arriving
+    assert stats.num_dropped == 1 and stats.counts["store"] == 1 and "no memory" in caplog.text
+    assert dict(page_loads._read(found)) == {b"c": block}, "a load that waits for the copy has the other pages"
     stores.shutdown()

@@ -252,7 +252,7 @@ def test_embeddings_in_the_place_of_pictures(case, executables_dir, thorough):
     assert stats.num_calls - before <= 2 * videos
     size, write = processor.tower.num_parts * llm.core.inputs.model_config.hidden_size, case.write("image")
     for wrong, text in (
-        (np.zeros((4, size + 1), np.float32), f"{size + 1} numbers each; allowed are {size}"),
+        (np.zeros((4, size + 1), np.float32), f"{size + 1} numbers each; allowed: {size}"),
         (np.full((4, size), np.nan, np.float32), "not finite"),
         (
             {"image_embeds": np.zeros((7, size), np.float32), "image_grid_thw": [1, 2, 7]},
@@ -305,7 +305,7 @@ def test_what_is_refused(case, tight):
         ),
         (
             {"prompt": write("image") * 300, "multi_modal_data": {"image": [picture] * 300}},
-            "more embeddings than max_model_len has room for; allowed are 255",
+            "more embeddings than max_model_len has room for; allowed: 255",
         ),
     ):
         with pytest.raises(RequestError, match=text):

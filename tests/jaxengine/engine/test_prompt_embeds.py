@@ -117,7 +117,7 @@ def _write_torch(file: io.BytesIO, rows: np.ndarray) -> None:
     [
         ({"prompt_embeds": np.zeros((3, 5), np.float32)}, GREEDY, "rows of 5 elements; the model's hidden states have"),
         ({"prompt_embeds": np.zeros((500, 1), np.float32)}, GREEDY, "prompt_embeds has"),
-        ({"prompt_embeds": np.zeros((3, 5), np.int32)}, GREEDY, r"is an array int32\[3, 5\]; allowed is"),
+        ({"prompt_embeds": np.zeros((3, 5), np.int32)}, GREEDY, r"is an array int32\[3, 5\]; allowed:"),
         ({"prompt_embeds": np.full((3, 5), np.nan, np.float32)}, GREEDY, "not finite"),
         ({"prompt_embeds": "!"}, GREEDY, "prompt_embeds is"),
         ({"prompt_embeds": object()}, GREEDY, "prompt_embeds is an array object"),

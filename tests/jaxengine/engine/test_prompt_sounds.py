@@ -178,7 +178,7 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
         (text, {"audio": [held, held]}, "the prompt has 1 of the placeholder .* and 2 sounds are given"),
         (text, {"audio": sound(1, LONG.get(llm.name, 5.9))}, "this model takes at most|max_model_len has room for"),
         (text, {"audio": sound(1, 99.0)}, "makes the sounds of its prompt longer than|max_model_len has room for"),
-        (text, {"audio": (held, 12.5)}, r"multi_modal_data\['audio'\] has the rate 12\.5; allowed are whole numbers"),
+        (text, {"audio": (held, 12.5)}, r"multi_modal_data\['audio'\] has the rate 12\.5; allowed: whole numbers"),
         (text, {"audio": b"RIFF"}, "is a file of an unknown type; allowed: WAV"),
         *([] if llm.name == "gemma4_sound" else [(text, {"image": "data:,"}, "takes no image: .* it takes sounds")]),
     ):

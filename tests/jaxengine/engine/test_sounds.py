@@ -182,9 +182,9 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
     sound = whisper.sound(1, 0.2)
     for data, message in (
         (None, r"multi_modal_data must have one sound under 'audio'"),
-        ({"audio": [sound, sound]}, r"multi_modal_data has 2 sounds; allowed is 1"),
+        ({"audio": [sound, sound]}, r"multi_modal_data has 2 sounds; allowed: 1"),
         ({"audio": whisper.sound(1, 2.5)}, r"a sound of 2\.5 seconds is given; a prompt has at most [12]"),
-        ({"audio": (sound, 12.5)}, r"multi_modal_data\['audio'\] has the rate 12\.5; allowed are whole numbers"),
+        ({"audio": (sound, 12.5)}, r"multi_modal_data\['audio'\] has the rate 12\.5; allowed: whole numbers"),
         ({"audio": np.full(9, np.nan, np.float32)}, r"has samples that are not finite"),
         ({"audio": b"RIFF"}, r"is a file of an unknown type; allowed: WAV"),
         ({"image": "data:,"}, r"this model takes no image: .* it takes sounds"),
@@ -199,9 +199,9 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
         ([0, 2**31], "alignment must be"),
         (
             [1, 1],
-            r"alignment is \[1, 1\]; allowed is a token up to 0, the prompt's last, and at most (100|50) pos",
+            r"alignment is \[1, 1\]; allowed: a token up to 0, the prompt's last, and at most (100|50) pos",
         ),
-        ([0, 2**31 - 1], r"alignment is \[0, 2147483647\]; allowed is a token up to 0"),
+        ([0, 2**31 - 1], r"alignment is \[0, 2147483647\]; allowed: a token up to 0"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.generate(heard, SamplingParams(max_tokens=1, extra_args={"alignment": asked}), use_tqdm=False)

@@ -356,7 +356,7 @@ def test_families(family, executables_dir):
         ({"speculative_config": {"num_speculative_tokens": 2}}, "no method"),
         (
             {"speculative_config": {"method": "medusa", "num_speculative_tokens": 2}},
-            "'medusa', and built are",
+            "'medusa'; give one of 'ngram'",
         ),
         ({"speculative_config": DRAFTS | {"model": "x"}}, "model is 'x', and 'ngram' has no model"),
         (
@@ -366,6 +366,15 @@ def test_families(family, executables_dir):
         ({"speculative_config": DRAFTS | {"prompt_lookup_min": 4}}, "at most prompt_lookup_max, 3"),
         ({"speculative_config": DRAFTS | {"prompt_lookup_max": True}}, "prompt_lookup_max is True"),
         ({"speculative_config": DRAFTS | {"top": 1}}, "has no 'top'; it has method, num_speculative_tokens"),
+        *(
+            ({"speculative_config": named | DRAFTS | {name: value} | named}, f"{name} is {value!r}, and 'ngram' has no")
+            for name, value in (("revision", "main"), ("draft_tensor_parallel_size", 1))
+            for named in ({"model": "[ngram]"}, {})
+        ),
+        (
+            {"speculative_config": {"method": "mtp", "model": "[ngram]"}},
+            r"model is '\[ngram\]', and 'mtp' has no model",
+        ),
         ({"speculative_model": "[ngram]"}, "num_speculative_tokens is not given"),
         ({"speculative_model": "[ngram]", "speculative_config": DRAFTS}, "given together with speculative_config"),
         ({"num_speculative_tokens": 3, "spec_tokens": 4}, "given twice"),

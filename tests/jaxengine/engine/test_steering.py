@@ -249,9 +249,9 @@ FILES = {
     "deeper": ({"direction.2": np.ones(SIZE)}, "steers residual:3; this model has residual:0-2"),
     "layer 0": (
         {"direction.0": np.ones(SIZE)},
-        "is no direction.N of a layer N >= 1: this is no control vector (at direction.0)",
+        "is not direction.N of a layer N >= 1: this is not a control vector (at direction.0)",
     ),
-    "no directions": ({"token_embd.weight": np.ones((4, SIZE))}, "this is no control vector (at token_embd.weight)"),
+    "no directions": ({"token_embd.weight": np.ones((4, SIZE))}, "this is not a control vector (at token_embd.weight)"),
     "empty": ({}, "has no tensor direction.1"),
     "matrix": ({"direction.1": np.ones((2, SIZE))}, "must have one axis, got [2, 64] (at direction.1)"),
     "not finite": ({"direction.1": np.full(SIZE, np.inf)}, "has numbers that are not finite (at direction.1)"),

@@ -95,7 +95,7 @@ MALFORMED = [
     ],
     (header_file("{}", (2, 0)), DAMAGED),
     (header_file(" " * (1 << 20), (2, 0)), DAMAGED),
-    (header_file(shaped((2, 2)), (9, 0)), r"is a .npy of version \(9, 0\); allowed are 1.0, 2.0 and 3.0"),
+    (header_file(shaped((2, 2)), (9, 0)), r"is a .npy of version \(9, 0\); allowed: 1.0, 2.0 and 3.0"),
     *[
         (header_file(shaped((2, 2), kind)), DAMAGED)
         for kind in ("<U0", "|V0", "f4," * 900, "x", "|S99999999999999999999")
@@ -103,12 +103,12 @@ MALFORMED = [
     *[(header_file(shaped(shape)), DAMAGED) for shape in ((-1, 2), (True, 4), (10**30, 2), (1 << 40, 1 << 40), (2, 3))],
     *[(header_file(shaped(shape)), DAMAGED) for shape in ([2, 2], (2.0, 2), ("a", 2), None)],
     *[
-        (header_file(shaped(shape)), r"is an array float32\[.*; allowed is \[rows, size\]")
+        (header_file(shaped(shape)), r"is an array float32\[.*; allowed: \[rows, size\]")
         for shape in ((), (4,), (0, 9))
     ],
     *[(shape_file([0, size]), "is an array float32") for size in (1 << 62, 1 << 63, (1 << 64) - 1)],
     (shape_file([0, 1 << 63], "BF16"), "is an array float32"),
-    (shape_file([1] * 100, body=bytes(4)), r"is an array float32\[1, 1, 1, 1, 1, 1, ...\]; allowed is \[rows, size\]"),
+    (shape_file([1] * 100, body=bytes(4)), r"is an array float32\[1, 1, 1, 1, 1, 1, ...\]; allowed: \[rows, size\]"),
     (shape_file([0] * 100), "is an array float32"),
     (shape_file([], body=bytes(4)), r"is an array float32\[\]"),
     (shape_file([1 << 62, 4]), "is a file of an unknown type"),
@@ -149,15 +149,15 @@ HUGE = npy(ROWS).replace(b"(5, 4), }  ", b"(500000000, 4), }")[: len(npy(ROWS))]
         (npy(ROWS)[:20], "is a .npy that is damaged"),
         (HUGE, "is a .npy that is damaged"),
         (LONG, "is a .npy that is damaged"),
-        (save({"a": ROWS, "b": ROWS}), "has 2 tensors; allowed is one"),
-        (save({"a": ROWS.astype(np.int8)}), "a tensor of I8; allowed are F32, F16, BF16"),
-        (npy(ROWS.astype(np.float64)), r"an array float64\[5, 4\]; allowed is \[rows, size\]"),
+        (save({"a": ROWS, "b": ROWS}), "has 2 tensors; allowed: one"),
+        (save({"a": ROWS.astype(np.int8)}), "a tensor of I8; allowed: F32, F16, BF16"),
+        (npy(ROWS.astype(np.float64)), r"an array float64\[5, 4\]; allowed: \[rows, size\]"),
         (npy(ROWS[None]), r"an array float32\[1, 5, 4\]"),
         (npy(ROWS[:0]), r"an array float32\[0, 4\]"),
         (npy(np.where(ROWS > 2, np.inf, ROWS).astype(np.float32)), "not finite"),
         ("@@@@", "is not valid base64"),
         ("ä", "is not valid base64"),
-        (3, "is a int; allowed is base64"),
+        (3, "is a int; allowed: base64"),
     ],
 )
 def test_what_is_refused(data, message):
@@ -167,11 +167,11 @@ def test_what_is_refused(data, message):
 
 def test_what_is_said_of_them():
     for grid in ([1, 2], [1, 2, 0], [1, 2, 3.0], "abc", {"a": 1}, [[1], 2, 3], [1, 2, 1 << 20]):
-        with pytest.raises(MediaError, match="has image_grid_thw .*; allowed are three whole numbers"):
+        with pytest.raises(MediaError, match="has image_grid_thw .*; allowed: three whole numbers"):
             read(ROWS, grid)
-    with pytest.raises(MediaError, match=r"has 500 bytes or more; allowed are 99 \(max_media_bytes\)"):
+    with pytest.raises(MediaError, match=r"has 500 bytes or more; allowed: 99 \(max_media_bytes\)"):
         read_embeds(GivenEmbeds(bytes(500)), MediaOptions(max_media_bytes=99))
-    with pytest.raises(MediaError, match=r"bytes or more; allowed are 99 \(max_media_bytes\)"):
+    with pytest.raises(MediaError, match=r"bytes or more; allowed: 99 \(max_media_bytes\)"):
         read(npy(ROWS), options=MediaOptions(max_media_bytes=99))
     assert given_embeds(np.zeros((4, 4), np.uint8)) is None and given_embeds(b"x") is None and given_embeds({}) is None
 

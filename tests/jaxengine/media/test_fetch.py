@@ -75,14 +75,14 @@ def test_data_urls(url):
 @each_row(
     ("url", "message"),
     [
-        ("data:image/png;base64", "is not a data URL; allowed is data:image/png;base64,"),
+        ("data:image/png;base64", "is not a data URL; allowed: data:image/png;base64,"),
         ("data:" + "x" * 300 + ",a", "is not a data URL"),
         ("data:image/png;base64,@@@@", "is not valid base64"),
         ("data:image/png;base64,AAAAA", "is not valid base64"),
         ("data:image/png;base64,äöü", "is not valid base64"),
         ("data:image/png;base64,AA==AA==", "is not valid base64"),
         ("data:image/png;base64,-_-_", "is not valid base64"),
-        ("", "begins with ''; allowed are addresses of data:, http:, https: and file:"),
+        ("", "begins with ''; allowed: addresses of data:, http:, https: and file:"),
         ("a.png", "begins with 'a.png'"),
         ("/etc/passwd", "begins with '/etc/passwd'"),
         ("ftp://host/a.png", "has the scheme 'ftp'"),
@@ -115,7 +115,7 @@ def test_base64_is_decoded_in_pieces(monkeypatch):
 def test_a_data_url_is_measured_before_it_is_decoded(form, monkeypatch):
     monkeypatch.setattr(base64, "b64decode", None)
     monkeypatch.setattr(module.urllib.parse, "unquote_to_bytes", lambda text: b"x" * len(text))
-    with pytest.raises(MediaError, match=r"bytes or more; allowed are 999 \(max_media_bytes\)"):
+    with pytest.raises(MediaError, match=r"bytes or more; allowed: 999 \(max_media_bytes\)"):
         fetch(form, MediaOptions(max_media_bytes=999))
 
 
@@ -153,7 +153,7 @@ def test_files_of_the_folder_that_is_open(tmp_path):
     for name in ("missing", "", "round"):
         with pytest.raises(MediaError, match="cannot be read|leads out"):
             fetch(f"file://{folder}/{name}", options)
-    with pytest.raises(MediaError, match="allowed are 9"):
+    with pytest.raises(MediaError, match="allowed: 9"):
         fetch(f"file://{folder}/in", MediaOptions(allowed_local_media_path=str(folder), max_media_bytes=9))
 
 
@@ -170,8 +170,8 @@ def test_a_file_from_the_web(server, path):
         ("/missing", "is answered with status 404"),
         ("/elsewhere", r"is a redirect \(status 302\); give the address of the file itself"),
         ("/here", "is a redirect"),
-        ("/large", "has 1099511627776 bytes or more; allowed are"),
-        ("/endless", "bytes or more; allowed are"),
+        ("/large", "has 1099511627776 bytes or more; allowed:"),
+        ("/endless", "bytes or more; allowed:"),
         ("/short", "ends after 40 of"),
         ("/packed", "is sent compressed"),
         ("/dripping", r"takes longer than 0.5 seconds \(media_fetch_timeout\)"),
@@ -202,7 +202,7 @@ def test_a_server_that_answers_as_it_should_not(server, path, message):
         ("http://localhost/a", "on a host from which nothing may be fetched"),
         ("http://2130706433/a", "on a host from which nothing may be fetched"),
         ("http://0x7f.1/a", "on a host from which nothing may be fetched"),
-        ("https://media.example/" + "a" * 9000, "characters; allowed are 8192"),
+        ("https://media.example/" + "a" * 9000, "characters; allowed: 8192"),
     ],
 )
 def test_hosts_that_are_not_asked(url, message, names):
@@ -290,7 +290,7 @@ def test_a_body_must_keep_a_rate(monkeypatch, size, until, seconds):
 def test_a_drip_ends_before_the_deadline(server, monkeypatch):
     monkeypatch.setattr(module, "_GRACE", 0.1)
     patient = MediaOptions(allowed_media_domains=("127.0.0.1",), media_fetch_timeout=3600)
-    with pytest.raises(MediaError, match="arrives too slowly; allowed are 4096 bytes a second and more"):
+    with pytest.raises(MediaError, match="arrives too slowly; allowed: 4096 bytes a second and more"):
         fetch(server.url + "/dripping-body", patient)
     assert fetch(server.url + "/png", patient) == PNG
 

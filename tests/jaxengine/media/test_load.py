@@ -50,7 +50,7 @@ async def test_the_first_that_fails_is_named(loader):
 
 async def test_all_of_one_prompt_share_the_pixels():
     loader = MediaLoader(MediaOptions(max_media_pixels=100))
-    with pytest.raises(RequestError, match="one prompt; allowed are 100"):
+    with pytest.raises(RequestError, match="one prompt; allowed: 100"):
         await loader.load(parts(PNG, PNG, PNG))
     assert len((await loader.load(parts(PNG, PNG)))["image"]) == 2
 

@@ -101,7 +101,7 @@ def test_what_holds_no_picture_is_left_as_it_is(messages):
         ({"type": "image_url", "image_url": ""}, "must be"),
         ({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "detail is 'huge'; allowed: auto, low"),
         ({"type": "image_url", "image_url": {"url": URL, "detail": []}}, r"detail is \[\]"),
-        ({"type": "image_url", "image_url": {"url": "ftp://a/b"}}, "image_url has the scheme 'ftp'; allowed are"),
+        ({"type": "image_url", "image_url": {"url": "ftp://a/b"}}, "image_url has the scheme 'ftp'; allowed:"),
         ({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url begins with 'a.png'"),
         ({"type": "image_url", "image_url": {"url": "https://evil.example/a"}}, "from which nothing may be fetched"),
         ({"type": "image_url", "image_url": {"url": "file:///a"}}, "is a local file; none may be read"),
@@ -145,7 +145,8 @@ def test_parts_of_other_kinds_are_refused_by_their_type():
 
 def test_an_answer_holds_no_pictures():
     with pytest.raises(
-        RequestError, match=r"messages\[0\].content\[0\] is an image, video or sound; allowed are they in"
+        RequestError,
+        match=r"messages\[0\].content\[0\] is an image, video or sound in a message of role 'assistant'; allowed",
     ):
         collect({"type": "image", "image": PICTURE}, role="assistant")
 
@@ -176,9 +177,10 @@ def test_a_part_of_another_api_has_its_name_there():
     part = PlacedPart({"type": "input_image", "image_url": URL}, "input[3].content[0]")
     _, (found,) = collect(TEXT, part)
     assert found.where == "input[3].content[0].image_url" and found.param == "input"
-    with pytest.raises(RequestError, match=r"input\[3\].content\[0\].image_url must be") as refusal:
-        collect(PlacedPart({"type": "input_image"}, "input[3].content[0]"))
-    assert refusal.value.param == "input"
+    for kind, said in (("input_image", "image_url must be"), ("input_file", "type is 'input_file'; allowed: text")):
+        with pytest.raises(RequestError, match=rf"^input\[3\].content\[0\].{said}") as refusal:
+            collect(PlacedPart({"type": kind}, "input[3].content[0]"))
+        assert refusal.value.param == "input"
 
 
 def test_multi_modal_data_of_a_prompt():

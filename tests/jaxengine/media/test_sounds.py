@@ -95,8 +95,8 @@ def test_what_a_sound_must_not_be():
     for value, message in (
         (b"", "has no bytes"),
         (b"{}", "is JSON; allowed: WAV"),
-        (wav(one, 1, 16, 0), "has the rate 0; allowed are 1000 to"),
-        (wav(one, 1, 16, 16000, 9), "has 9 channels; allowed are 1 to 8"),
+        (wav(one, 1, 16, 0), "has the rate 0; allowed: 1000 to"),
+        (wav(one, 1, 16, 16000, 9), "has 9 channels; allowed: 1 to 8"),
         (wav(one, 1, 12, 16000), "WAV file of format 1 with 12 bits"),
         (wav(one, 1, 16, 16000, data=b""), "has no samples"),
         (wav(one, 1, 16, 16000)[:40], "without samples"),
@@ -108,8 +108,8 @@ def test_what_a_sound_must_not_be():
         ((np.zeros(5), True), "has the rate True"),
         ((np.zeros(5), float("nan")), "has the rate nan"),
         ((np.zeros(5), float("inf")), "has the rate inf"),
-        ([[0.0], [0.0, 1.0], [0.0]], "is a list of no numbers"),
-        ("text", "is a str; allowed are"),
+        ([[0.0], [0.0, 1.0], [0.0]], "is a list that is not of numbers"),
+        ("text", "is a str; allowed:"),
         (b"OggS" + bytes(100), f"is in the form Ogg{'' if find_spec('av') else ', for which .* no decoder'}"),
     ):
         with pytest.raises(MediaError, match=message):

@@ -92,7 +92,7 @@ def test_equal_sums_alone_have_one_digest(inputs):
     "steer, said",
     [
         ([("residual:1", ONES)] * (MAX_STEER + 1), f"at most {MAX_STEER}"),
-        ([("residual:*", each * ONES) for each in range(3)], "adds 384 numbers .*; allowed are at most 320"),
+        ([("residual:*", each * ONES) for each in range(3)], "adds 384 numbers .*; allowed: at most 320"),
         ([("mlp_output:-1", ONES)], "'mlp_output:-1'; .* mlp_output:0; mlp_output:-1 .* the model's mlp_output:0-1"),
         ([("residual:-2", "v1")], "the vector 'v1' has residual:2; residual:-2 .* the model's residual:0-2"),
         ([("residual:0-999999", ONES)], "'residual:0-999999'; the engine was started with residual:1-2"),

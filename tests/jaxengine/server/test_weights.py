@@ -165,7 +165,7 @@ async def test_pause_and_sleep(app, engine):
         }.items():
             answer = await client.post(path, content=b"x", headers={"content-type": "application/octet-stream"})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
-            assert f"'{name}' is no parameter of {path.partition('?')[0]}; allowed: " in answer.text
+            assert f"'{name}' is not a parameter of {path.partition('?')[0]}; allowed: " in answer.text
         answer = await client.post("/reset_prefix_cache?reset_external=true")
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "reset_external"
         for query in ("", "?reset_external=false", "?reset_running_requests=true"):
@@ -308,8 +308,8 @@ def headed(header: Any) -> bytes:
 @each_row(
     ("file", "fault"),
     [
-        ((2 << 30).to_bytes(8, "little"), f"allowed are {MAX_HEADER_BYTES}"),
-        ((2**63).to_bytes(8, "little") + b"{", "allowed are"),
+        ((2 << 30).to_bytes(8, "little"), f"allowed: {MAX_HEADER_BYTES}"),
+        ((2**63).to_bytes(8, "little") + b"{", "allowed:"),
         (headed({"a": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}), "has room for"),
         (headed({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e300]}}), "header of a safetensors"),
         (headed({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, -4]}}), "header of a safetensors"),

@@ -87,7 +87,7 @@ def test_blocks_are_the_same_where_all_before_them_is():
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1\n", "line 2 of "),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", "has TIMESTAMP 'now'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1.5,1\n", "has ContextTokens '1.5'"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "1" * 200_000 + ",1,1\n", "is no line of CSV: field larger"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "1" * 200_000 + ",1,1\n", "is not a line of CSV: field larger"),
         (b'{"timestamp": "\xff"}', "is not UTF-8"),
     ],
 )

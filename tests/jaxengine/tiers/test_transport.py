@@ -56,6 +56,8 @@ def test_a_port_that_is_taken():
     with pytest.raises(OSError, match="in use"):
         TcpTransport(SECRET, "model", first.address)
     first.shutdown()
+    with pytest.raises(OSError, match="label too long"):
+        TcpTransport(SECRET, "model", ("a" * 70, 0))
 
 
 def test_pages_by_a_folder(tmp_path):

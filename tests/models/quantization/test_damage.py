@@ -189,7 +189,9 @@ def test_biases_of_zeros(tmp_path, name):
 @pytest.mark.parametrize("name", ["ct nvfp4 rows", "ct mxfp8 rows"])
 def test_inputs_that_leave_a_group_of_rounded_ones_cut(name):
     config = CONFIG | {"intermediate_size": 104, "quantization_config": FORMATS[name][0]}
-    with pytest.raises(ModelConfigError, match=r"model.layers.\*.mlp.down_proj: .*104 inputs are no multiple of the"):
+    with pytest.raises(
+        ModelConfigError, match=r"model.layers.\*.mlp.down_proj: .*104 inputs are not a multiple of the"
+    ):
         build_model(read_hf(config), Build("float32"))
 
 

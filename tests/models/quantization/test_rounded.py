@@ -46,7 +46,7 @@ def test_what_is_no_number_is_not_rounded_to_one(name, value):
         lambda: ROUNDED[name].codes(module, slice(None), slice(None)),
         lambda: ROUNDED[name].scales(module, slice(None)),
     ):
-        with pytest.raises(ModelFileError, match="holds what is no finite number.*at m.weight"):
+        with pytest.raises(ModelFileError, match="holds a value that is not a finite number.*at m.weight"):
             read()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.config.kv.offload import folder_option, memory_option
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.extensions.offload.page_loads import Loading, PageLoads
 from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
@@ -62,9 +63,9 @@ class Offload(LoopExtension):
         transfer = config.kv_transfer_config
         host = HostTier(config.kv_offloading_bytes, LRU if transfer is None else transfer.eviction_policy)
         if host.capacity < self.mover.page_bytes:
-            name, size = transfer and "kv_transfer_config", f"{self.mover.page_bytes} bytes, one page at least"
-            problem = f"{host.capacity} bytes hold no page"
-            raise ConfigError.because(name or "kv_offloading_size", problem, f"give {size}")
+            name = memory_option(transfer)
+            problem = f"{name} gives {host.capacity} bytes, too few for a page"
+            raise ConfigError.because(name, problem, f"give at least {self.mover.page_bytes} bytes, one page")
         self.tiers, self.stats = Tiers(host, _open_disk(self, config)), OffloadStats()
         self._disk = self.tiers.disk
         self._something = threading.Event()
@@ -290,7 +291,8 @@ def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
         capacity = None if size is None else int(size * (1 << 30))
         disk = DiskTier(folder / offload.identity, capacity, offload.mover.block_bytes)
     except OSError as error:
-        problem = f"kv_offloading_path {str(folder)!r} cannot be used: {error}"
-        raise ConfigError.because("kv_offloading_path", problem, "name another folder") from None
+        name = folder_option(config.kv_transfer_config)
+        problem = f"{name} {str(folder)!r} cannot be used: {error}"
+        raise ConfigError.because(name, problem, "name another folder") from None
     logger.info("%s has %d pages of this model", disk.folder, len(disk))
     return disk

@@ -5,6 +5,7 @@ A thread waits for copies to the host; the engine's thread dispatches them and s
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from jaxengine.engine.stats.stats import Histogram
 from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, PageMover
 from jaxengine.tiers.disk import DiskTier
 from jaxengine.tiers.host import HostTier
+
+logger = logging.getLogger(__name__)
 
 # Upper bounds of the bytes of a transfer, the same as vLLM's.
 _SIZE_BOUNDS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
@@ -107,7 +110,7 @@ class OffloadStats:
     Attributes:
       counts, bytes, seconds: number, size and time of moved pages and states, by direction: "load" or "store".
       sizes: histograms of the bytes of one transfer, by direction.
-      num_dropped: number of pages and states that were not copied for want of room.
+      num_dropped: number of pages and states that were not copied, for want of room or because the copy failed.
     """
 
     def __init__(self) -> None:
@@ -164,7 +167,7 @@ class PageStores:
             self._stats.num_dropped += len(own) - len(ranks[index])
             room -= len(ranks[index])
         for leaving in self._mover.save_states(ranks) if states else self._mover.save(ranks):
-            future = self._copies.submit(leaving.blocks)
+            future = self._copies.submit(_arrived, leaving)
             future.add_done_callback(lambda _: self._something.set())
             self._leaving.append((leaving, future, time.monotonic()))
             self._tiers.arriving |= dict.fromkeys((key for key, _ in leaving.entries), future)
@@ -175,13 +178,16 @@ class PageStores:
         """
         while self._leaving and self._leaving[0][1].done():
             leaving, future, start = self._leaving.popleft()
-            # Dropped keys are left out but not removed from the result, which a load may be about to read.
-            came = future.result().items()
-            blocks = {key: block for key, block in came if self._tiers.arriving.get(key) is future}
+            # Keys dropped meanwhile are left out, but not removed from the result, which a load may be about to read.
+            own = [key for key, _ in leaving.entries if self._tiers.arriving.get(key) is future]
+            for key in own:
+                del self._tiers.arriving[key]
+            came = future.result()
+            blocks = {key: came[key] for key in own if key in came}
+            self._stats.num_dropped += len(own) - len(blocks)
             size = sum(block.nbytes for block in blocks.values())
             self._stats.count("store", len(blocks), size, time.monotonic() - start)
             for key, block in blocks.items():
-                del self._tiers.arriving[key]
                 self._tiers.host.put(key, block)
                 if self._tiers.disk is not None:
                     self._tiers.disk.write(key, block)
@@ -197,3 +203,14 @@ class PageStores:
     def shutdown(self) -> None:
         """Wait for the copies so far, and end the thread."""
         self._copies.shutdown()
+
+
+def _arrived(leaving: Leaving) -> dict[bytes, np.ndarray]:
+    """Wait for a copy, and return its blocks u8[n] by key; none if it failed, which is logged: who looks for its pages
+    computes them.
+    """
+    try:
+        return leaving.blocks()
+    except Exception as error:  # such as too little memory of the host
+        logger.error("%d pages are not stored, as their copy to the host failed: %s", len(leaving.entries), error)
+        return {}

@@ -354,7 +354,7 @@ def _parts(level: int, tags: Sequence[str] | None, keep_kv: bool, can_keep: bool
         allowed = f"{WEIGHTS}, {KV_CACHE} or both" if level else "None with level 0, which releases nothing"
         raise RequestError(f"tags is {show_value(tags)}; allowed: {allowed}", param="tags", value=tags)
     if not isinstance(keep_kv, bool) or (keep_kv and not (can_keep and level == 1 and KV_CACHE in parts)):
-        text = "allowed: False, or with kv_offloading_size True at level 1 if kv_cache is released"
+        text = "allowed: False, or True at level 1 if kv_cache is released and kv_offloading_size is set"
         raise RequestError(f"keep_kv is {show_value(keep_kv)}; {text}", param="keep_kv", value=keep_kv)
     return parts if level else set()
 

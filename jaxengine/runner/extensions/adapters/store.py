@@ -154,7 +154,7 @@ class AdapterStore:
                 text = f"lora_name {show_value(name)} or lora_int_id {number} is taken by the adapter {held}"
                 raise RequestError(text, param="lora_name", value=name)
         if (other := alike(name, self._named)) is not None:
-            text = f"lora_name {show_value(name)} looks like the adapter {other!r}; allowed are names that differ"
+            text = f"lora_name {show_value(name)} looks like the adapter {other!r}; allowed: names that differ"
             raise RequestError(f"{text} in more than case and white space", param="lora_name", value=name)
         if len(self._named) >= MAX_ADAPTERS:
             raise RequestError(f"{MAX_ADAPTERS} adapters are loaded; unload one", param="lora_name", value=name)
@@ -420,5 +420,5 @@ def _check_name(name: str) -> None:
     right = isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     if not right or not seen_as(name):
         allowed = f"a text of 1 to {MAX_NAME} printable characters, without white space at its ends"
-        text = f"lora_name is {show_value(name)}; allowed is {allowed}"
+        text = f"lora_name is {show_value(name)}; allowed: {allowed}"
         raise RequestError(text, param="lora_name", value=name)

@@ -35,11 +35,11 @@ class AskedTranscript(Transcript):
             raise RequestError("this model transcribes, and translates nothing", param="model")
         if self.body.response_format not in ("json", "text"):
             shown = show_value(self.body.response_format)
-            problem = f"response_format is {shown}; this model gives no times: allowed are json and text"
+            problem = f"response_format is {shown}; this model gives no times; allowed: json and text"
             raise RequestError(problem, param="response_format")
         if self.body.language not in (None, *processor.languages):
-            allowed = ", ".join(sorted(processor.languages)) or "none: this model is told no language"
-            problem = f"language is {show_value(self.body.language)}; allowed are {allowed}"
+            allowed = ", ".join(sorted(processor.languages)) or "none, as this model is told no language"
+            problem = f"language is {show_value(self.body.language)}; allowed: {allowed}"
             raise RequestError(problem, param="language", value=self.body.language)
         messages = processor.transcription(self.body.language, (self.body.prompt or "").strip())
         self._mark = processor.text_mark

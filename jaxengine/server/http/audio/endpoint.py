@@ -84,7 +84,7 @@ class _Transcript(Transcript):
             problem = "this model's generation_config.json does not say which heads align words (alignment_heads): add"
             problem += " what its authors published, and start again"
         if problem is not None:
-            allowed = f"; allowed is {SEGMENT!r}"
+            allowed = f"; allowed: {SEGMENT!r}"
             raise RequestError(f"{GRANULARITIES} has {WORD!r}, and {problem}{allowed}", param=GRANULARITIES)
 
     def _prompt_text(self) -> list[int]:
@@ -100,7 +100,7 @@ class _Transcript(Transcript):
             raise RequestError("prompt: this model has no token before earlier text", param="prompt")
         ids = self.tokenizer.encode(" " + text, add_special_tokens=False)
         if any(token >= self._eos for token in ids):
-            raise RequestError("prompt has special tokens; allowed is text", param="prompt")
+            raise RequestError("prompt has special tokens; allowed: text", param="prompt")
         return [self._processor.previous, *ids[-(self.engine.inputs.config.max_model_len // 2 - 1) :]]
 
     async def _detected(self) -> str:

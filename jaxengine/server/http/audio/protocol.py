@@ -62,13 +62,13 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         """
         for each in self.timestamp_granularities:
             if each not in (SEGMENT, WORD):
-                problem = f"timestamp_granularities has {show_value(each)}; allowed are {SEGMENT!r} and {WORD!r}"
+                problem = f"timestamp_granularities has {show_value(each)}; allowed: {SEGMENT!r} and {WORD!r}"
                 raise RequestError(problem, param=GRANULARITIES)
         if self.timestamp_granularities and self.response_format != "verbose_json":
             problem = "timestamp_granularities is only allowed with response_format verbose_json"
             raise RequestError(problem, param=GRANULARITIES)
         if self.stream and self.response_format not in ("json", "text"):
-            problem = f"stream is true, and response_format {self.response_format}; allowed are json and text"
+            problem = f"stream is true, and response_format {self.response_format}; allowed: json and text"
             raise RequestError(problem, param="stream")
         return self
 

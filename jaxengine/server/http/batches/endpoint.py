@@ -61,7 +61,7 @@ class CreateBatch(RequestModel):
             if len(name) > _MAX_NAME or len(value) > _MAX_VALUE:
                 problem = f"metadata has {show_value(name)}: {show_value(value)}"
                 allowed = f"names of {_MAX_NAME} characters and values of {_MAX_VALUE}"
-                raise RequestError(f"{problem}; allowed are {allowed}", param="metadata")
+                raise RequestError(f"{problem}; allowed: {allowed}", param="metadata")
         if self.output_expires_after is not None:
             check_lifetime(self.output_expires_after.seconds, "output_expires_after")
         return self
@@ -134,7 +134,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         owner, file_id = request.state.owner, body.input_file_id
         found = there(await asyncio.to_thread(store.file, owner, file_id), "file", file_id)
         if found["purpose"] != "batch":
-            problem = f"input_file_id is a file of purpose {found['purpose']!r}; allowed is 'batch'"
+            problem = f"input_file_id is a file of purpose {found['purpose']!r}; allowed: 'batch'"
             raise RequestError(problem, param="input_file_id")
         return await asyncio.to_thread(store.create, owner, _new_batch(body))
 

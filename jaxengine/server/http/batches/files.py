@@ -172,13 +172,13 @@ def _check(form: Form, request: Request) -> tuple[str, int | None]:
         raise RequestError("file is missing: the requests, one JSON object a line", param=FILE)
     name = form.filename or "file"
     if len(name) > _MAX_NAME or not name.isprintable():
-        problem = f"file has the name {show_value(name)}; allowed are {_MAX_NAME} printable characters"
+        problem = f"file has the name {show_value(name)}; allowed: {_MAX_NAME} printable characters"
         raise RequestError(problem, param=FILE)
     purpose, anchor, seconds = (form.once(field) for field in _FIELDS)
     if purpose != BATCH:
-        raise RequestError(f"purpose is {show_value(purpose)}; allowed is {BATCH!r}", param="purpose")
+        raise RequestError(f"purpose is {show_value(purpose)}; allowed: {BATCH!r}", param="purpose")
     if anchor not in (None, "created_at") or (anchor is None) != (seconds is None):
-        problem = f"{ANCHOR} is {show_value(anchor)}; allowed is 'created_at', together with {SECONDS}"
+        problem = f"{ANCHOR} is {show_value(anchor)}; allowed: 'created_at', together with {SECONDS}"
         raise RequestError(problem, param="expires_after")
     if seconds is not None and not (seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
         raise RequestError(f"{SECONDS} is {show_value(seconds)}; it must be a number", param="expires_after")

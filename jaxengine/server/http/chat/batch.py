@@ -57,7 +57,7 @@ class BatchChatRequest(ChatRequest):
         Raises RequestError for more than `most` conversations and for one without messages.
         """
         if len(self.messages) > most:
-            problem = f"messages holds {len(self.messages)} conversations; allowed are 1 to {most}"
+            problem = f"messages holds {len(self.messages)} conversations; allowed: 1 to {most}"
             raise RequestError(problem, param="messages")
         for number, each in enumerate(self.messages):
             if not each:

@@ -148,17 +148,17 @@ class ChatRequest(TextRequest, ConversationRequest):
         included (`_check_tools`), for no messages, and for numbers out of range.
         """
         if not self.messages:
-            raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
+            raise RequestError(f"messages is empty; allowed: 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs < -1:
             raise RequestError(
-                f"top_logprobs is {self.top_logprobs}; allowed are -1 and integers from 0", param="top_logprobs"
+                f"top_logprobs is {self.top_logprobs}; allowed: -1 and integers from 0", param="top_logprobs"
             )
         for name in ("max_completion_tokens", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise RequestError(f"{name} is {value}; allowed are integers from 1", param=name, value=value)
+                raise RequestError(f"{name} is {value}; allowed: integers from 1", param=name, value=value)
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message cannot be combined with add_generation_prompt", param="continue_final_message"
@@ -171,7 +171,7 @@ class ChatRequest(TextRequest, ConversationRequest):
         of the same name, and structured_outputs together with tools that may be called.
         """
         if self.tools is not None and not self.tools:
-            text = f"tools is empty; allowed are 1 to {MAX_TOOLS}, or to omit the field"
+            text = f"tools is empty; allowed: 1 to {MAX_TOOLS}, or to omit the field"
             raise RequestError(text, param="tools")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):

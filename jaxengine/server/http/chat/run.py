@@ -299,11 +299,11 @@ class ChatRun:
         name, most = body.most_tokens
         if most is not None and most > inputs.config.max_model_len:
             raise RequestError(
-                f"{name} is {most}; allowed is at most max_model_len ({inputs.config.max_model_len})", param=name
+                f"{name} is {most}; allowed: at most max_model_len ({inputs.config.max_model_len})", param=name
             )
         asked, limit = body.top_logprobs or 0, inputs.config.max_logprobs
         if limit != -1 and not 0 <= asked <= limit:
-            raise RequestError(f"top_logprobs is {asked}; allowed are 0 to {limit}", param="top_logprobs")
+            raise RequestError(f"top_logprobs is {asked}; allowed: 0 to {limit}", param="top_logprobs")
         changes: dict[str, Any] = {
             "thinking_token_budget": None,  # set once the prompt is rendered
             "max_tokens": most or inputs.generation_defaults.get("max_tokens"),

@@ -89,7 +89,7 @@ class _Completion:
         body, inputs = self.body, self._engine.inputs
         embedded, most = body.embedded, self._config.max_prompts
         if len(embedded) > most:
-            problem = f"prompt_embeds holds {len(embedded)} prompts; allowed are 1 to {most}"
+            problem = f"prompt_embeds holds {len(embedded)} prompts; allowed: 1 to {most}"
             raise RequestError(problem, param="prompt_embeds")
         for each in embedded:
             ready: Any = await make_ready(inputs, {"prompt_embeds": each, "cache_salt": body.cache_salt})

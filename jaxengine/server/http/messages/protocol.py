@@ -217,7 +217,7 @@ class Conversation(RequestModel):
         if named or (choice.type == "any" and left_out and len(left_out) == len(self.tools or ())):
             kinds = show_value(choice.name) if named else ", ".join(tool.type for tool in left_out)
             problem = f"tool_choice forces {kinds}, which this server cannot run"
-            raise RequestError(f"{problem}; allowed are tools with an input_schema", param="tool_choice")
+            raise RequestError(f"{problem}; allowed: tools with an input_schema", param="tool_choice")
 
     @property
     def asked_budget(self) -> int | None:

@@ -55,7 +55,7 @@ class PoolingBody(NamedRequest):
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(
-                f"truncate_prompt_tokens is {keep}; allowed are -1 and integers from 1", param="truncate_prompt_tokens"
+                f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1", param="truncate_prompt_tokens"
             )
         return self
 
@@ -178,7 +178,7 @@ class RerankRequest(PoolingBody):
     def _check_rerank(self) -> Self:
         """Return this request after checking it. Raises RequestError for a negative top_n."""
         if self.top_n is not None and self.top_n < 0:
-            raise RequestError(f"top_n is {self.top_n}; allowed are integers from 0", param="top_n")
+            raise RequestError(f"top_n is {self.top_n}; allowed: integers from 0", param="top_n")
         return self
 
     def texts(self) -> list[str]:

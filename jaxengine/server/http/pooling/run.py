@@ -71,7 +71,7 @@ class PoolingServer:
         inputs, most = self.engine.inputs, self.config.max_request_bytes
         lengths = [len(one) + len(other) for one, other in pairs]
         if sum(lengths) > most:
-            problem = f"the pairs have {sum(lengths)} characters together; allowed are {most} (max_request_bytes)"
+            problem = f"the pairs have {sum(lengths)} characters together; allowed: {most} (max_request_bytes)"
             raise RequestError(problem, param="text_2")
         if body.truncate_prompt_tokens is None:
             self._encoder.verify_length(max(lengths), "text_2")
@@ -137,7 +137,7 @@ class PoolingServer:
         if keep is None:
             return token_ids
         if keep > longest:
-            text = f"truncate_prompt_tokens is {keep}; allowed are -1, and 1 to {longest} (max_model_len)"
+            text = f"truncate_prompt_tokens is {keep}; allowed: -1, and 1 to {longest} (max_model_len)"
             raise RequestError(text, param="truncate_prompt_tokens", value=keep)
         model = self.engine.inputs.require_pooling()
         return model.cut(token_ids, longest if keep == -1 else keep, body.truncation_side)

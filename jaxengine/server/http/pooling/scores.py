@@ -84,7 +84,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[str, str]]:
     """Return the pairs unchanged. Raises RequestError for more than the server's max_prompts."""
     if len(pairs) > config.max_prompts:
-        raise RequestError(f"there are {len(pairs)} pairs of texts; allowed are 1 to {config.max_prompts}")
+        raise RequestError(f"there are {len(pairs)} pairs of texts; allowed: 1 to {config.max_prompts}")
     return pairs
 
 

@@ -147,11 +147,11 @@ class LimitsMiddleware:
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size > self._max_header_bytes:
-            raise ApiError(431, f"the headers have {size} bytes; allowed are {self._max_header_bytes}", headers=_CLOSE)
+            raise ApiError(431, f"the headers have {size} bytes; allowed: {self._max_header_bytes}", headers=_CLOSE)
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
             # Request smuggling: a proxy may use one of them and the server the other.
-            text = "Content-Length and Transfer-Encoding are both given; allowed is one of them"
+            text = "Content-Length and Transfer-Encoding are both given; allowed: one of them"
             raise ApiError(400, text, headers=_CLOSE)
         for name, value in scope["headers"]:
             if name == b"content-length":
@@ -182,7 +182,7 @@ class Uploads:
         running = self._running
         if running.total() >= _MAX_UPLOADS or running[owner] >= _MAX_OWN_UPLOADS:
             problem = f"{running.total()} files are being received, {running[owner]} of them of yours"
-            raise OverloadedError(f"{problem}; allowed are {_MAX_UPLOADS} and {_MAX_OWN_UPLOADS}")
+            raise OverloadedError(f"{problem}; allowed: {_MAX_UPLOADS} and {_MAX_OWN_UPLOADS}")
         running[owner] += 1
         try:
             yield

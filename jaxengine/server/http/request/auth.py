@@ -79,7 +79,7 @@ def check_query(request: Request) -> None:
     for name in request.query_params:
         if name not in known:
             allowed = ", ".join(known) or "none"
-            problem = f"{show_value(name)} is no parameter of {request.url.path}; allowed: {allowed}"
+            problem = f"{show_value(name)} is not a parameter of {request.url.path}; allowed: {allowed}"
             raise RequestError(problem, param=name[:64])
 
 

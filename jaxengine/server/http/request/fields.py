@@ -71,11 +71,11 @@ def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]
     wrong = next((key for key in logit_bias if not _TOKEN_ID.fullmatch(key)), None)
     if wrong is not None:
         raise RequestError(
-            f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
+            f"logit_bias has the key {show_value(wrong)}; allowed: token ids", param="logit_bias", value=wrong
         )
     found = {int(key): value for key, value in logit_bias.items()}
     if len(found) < len(logit_bias):
         twice = next(key for key in logit_bias if key != str(int(key)))
-        problem = f"logit_bias has two keys for one token id, such as {show_value(twice)}; allowed is one for each"
+        problem = f"logit_bias has two keys for one token id, such as {show_value(twice)}; allowed: one for each"
         raise RequestError(problem, param="logit_bias", value=twice)
     return found

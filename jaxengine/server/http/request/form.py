@@ -34,7 +34,7 @@ class Form(NamedTuple):
         """Return the value of a text field; None if it is not given. Raises RequestError if it is given repeatedly."""
         given = self.fields.get(name, [])
         if len(given) > 1:
-            raise RequestError(f"{show_value(name)} is given {len(given)} times; allowed is once", param=name[:64])
+            raise RequestError(f"{show_value(name)} is given {len(given)} times; allowed: once", param=name[:64])
         return given[0] if given else None
 
 
@@ -70,7 +70,7 @@ async def parse_form(pieces: AsyncIterator[bytes], boundary: bytes, write: Calla
         name, own = _names(head)
         if name == FILE:
             if filename is not None:
-                raise RequestError("file is given twice; allowed is one", param=FILE)
+                raise RequestError("file is given twice; allowed: one", param=FILE)
             filename = own
             async for piece in body.part():
                 await write(piece)

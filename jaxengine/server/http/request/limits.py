@@ -70,7 +70,7 @@ class JsonRoute(APIRoute):
                 raise ApiError(415, "Content-Type must be application/json")
             coding = request.headers.get("content-encoding", "identity")
             if coding.strip().lower() not in ("", "identity"):
-                raise ApiError(415, f"Content-Encoding is {coding[:40]!r}; allowed is identity, a body as it is")
+                raise ApiError(415, f"Content-Encoding is {coding[:40]!r}; allowed: identity, a body as it is")
             return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
 
         return handle_json
@@ -109,7 +109,7 @@ class _JsonRequest(Request):
         value = await workers.run(self._read) if len(self._raw) > _LONG_BODY else self._read()
         if isinstance(value, dict):
             if len(value) > MAX_FIELDS:
-                raise ApiError(400, f"the body has {len(value)} fields; allowed are {MAX_FIELDS}")
+                raise ApiError(400, f"the body has {len(value)} fields; allowed: {MAX_FIELDS}")
             self.state.given_fields = {name for name in value if name in self._fields}
             other = [name for name in value if name not in self._fields]
             self.state.unknown_fields = [name for name in other if name not in self._ignored]

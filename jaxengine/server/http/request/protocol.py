@@ -237,14 +237,14 @@ class NamedRequest(RequestModel):
         """Return this request. Raises RequestError for an invalid request_id, timeout, cache_salt or user."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
-                f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
+                f"request_id is {show_value(self.request_id)}; allowed: 1 to 128 letters, digits, '-' and '_'",
                 param="request_id",
             )
         if self.timeout is not None and self.timeout <= 0:
-            raise RequestError(f"timeout is {self.timeout}; allowed are numbers above 0", param="timeout")
+            raise RequestError(f"timeout is {self.timeout}; allowed: numbers above 0", param="timeout")
         verify_salt(self.cache_salt)
         if self.user is not None and len(self.user) > _MAX_USER:
-            problem = f"user has {len(self.user)} characters; allowed are {_MAX_USER}"
+            problem = f"user has {len(self.user)} characters; allowed: {_MAX_USER}"
             raise RequestError(problem, param="user")
         return self
 
@@ -384,7 +384,7 @@ class TextRequest(GenerationRequest):
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(
-                f"truncate_prompt_tokens is {keep}; allowed are -1 and integers from 1", param="truncate_prompt_tokens"
+                f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1", param="truncate_prompt_tokens"
             )
         self._check_beams()
         return self
@@ -467,7 +467,7 @@ class TextRequest(GenerationRequest):
 def check_n(n: int | None, config: ServerConfig) -> None:
     """Raise RequestError for a number of outputs below 1 or above the server's max_n. None passes."""
     if n is not None and not 1 <= n <= config.max_n:
-        raise RequestError(f"n is {show_value(n)}; allowed are 1 to {config.max_n}", param="n", value=n)
+        raise RequestError(f"n is {show_value(n)}; allowed: 1 to {config.max_n}", param="n", value=n)
 
 
 def json_logprob(logprob: float) -> float:

@@ -49,9 +49,7 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def left_out_items(items: str | Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield, once each, the types of the items that are left out, as "input.TYPE", such as "input.web_search_call"."""
-    kinds = (
-        () if isinstance(items, str) else [item.get("type") for item in items]
-    )  # of any type: nothing is checked yet
+    kinds = () if isinstance(items, str) else [item.get("type") for item in items]
     yield from (f"input.{kind}" for kind in _LEFT_OUT if kind in kinds)
 
 

@@ -51,7 +51,7 @@ class Memory:
         """
         if num_bytes > 0 and self._num_bytes and self._num_bytes + num_bytes > self._most:
             text = f"requests that are being answered hold {self._num_bytes} bytes of stored conversations"
-            raise OverloadedError(f"{text}; allowed are {self._most} (a quarter of api_memory_limit_bytes)")
+            raise OverloadedError(f"{text}; allowed: {self._most} (a quarter of api_memory_limit_bytes)")
         self._num_bytes += num_bytes
 
 

@@ -229,12 +229,12 @@ class ResponsesRequest(ConversationRequest):
         choice, left_out = self.tool_choice, self.callables.left_out
         if isinstance(choice, ChosenOther):
             problem = f"tool_choice forces {show_value(choice.type)}, a tool that this server cannot run"
-            raise RequestError(f"{problem}; allowed are functions and custom tools", param="tool_choice")
+            raise RequestError(f"{problem}; allowed: functions and custom tools", param="tool_choice")
         if isinstance(choice, ChosenTool):
             return {"type": "function", "function": {"name": flat_name(choice.name, choice.namespace)}}
         if choice == "required" and left_out and not self.callables.functions:
             problem = f"tool_choice is 'required', but this server can run none of the tools ({', '.join(left_out)})"
-            raise RequestError(f"{problem}; allowed are functions and custom tools", param="tool_choice")
+            raise RequestError(f"{problem}; allowed: functions and custom tools", param="tool_choice")
         # OpenAI's clients send "auto" with an empty list of tools.
         return None if choice == "auto" and not self.callables.functions else choice
 

@@ -197,7 +197,7 @@ class Callables:
             else:
                 found._add(tool)
         if len(found.functions) > MAX_TOOLS:
-            problem = f"tools has {len(found.functions)} functions and custom tools; allowed are {MAX_TOOLS}"
+            problem = f"tools has {len(found.functions)} functions and custom tools; allowed: {MAX_TOOLS}"
             raise RequestError(problem, param="tools")
         return found
 

@@ -212,7 +212,7 @@ async def test_files_that_are_no_requests(chat_engine, tmp_path, monkeypatch):
         (line("a") + b"{", 2, "it is not valid JSON: it ends too early"),
         (line("a") + line("a"), 2, "custom_id 'a' is that of line 1 too"),
         (line("a") + line("b", "/v1/completions"), 2, f"url must be the batch's endpoint, {CHAT}, got /v1/completions"),
-        (b"".join(map(line, "abcd")), 4, "it is one request too many; allowed are 3"),
+        (b"".join(map(line, "abcd")), 4, "it is one request too many; allowed: 3"),
         (b"\xff" * 5000, 1, "it is not valid Unicode text in UTF-8"),
     )
     batches = [await start(client, content) for content, _, _ in cases]
@@ -240,7 +240,7 @@ async def test_forms_that_are_refused(chat_engine, tmp_path, monkeypatch):
 
     for body, status, problem in (
         (GOOD + b"--x--", 400, "file is missing"),
-        (FILE + b"--x--", 400, "purpose is None; allowed is 'batch'"),
+        (FILE + b"--x--", 400, "purpose is None; allowed: 'batch'"),
         (FILE + FORM % (b"purpose", b"", b"fine-tune") + b"--x--", 400, "purpose is 'fine-tune'"),
         (GOOD + FORM % (b"file", b'; filename="%b"' % (b"a" * 300), b"") + b"--x--", 400, "file has the name 'aaa"),
         (GOOD + FORM % (b"file", b'; filename="a\x00"', b"") + b"--x--", 400, "file has the name 'a"),
@@ -330,7 +330,7 @@ def test_a_file_counts_once_in_its_owners_quota(tmp_path):
         assert upload.keep("a.jsonl", "batch", None)["bytes"] == size
     upload = store.upload("aa")
     upload.write(b"x")
-    with pytest.raises(OverloadedError, match="1025 bytes; allowed are 1024"):
+    with pytest.raises(OverloadedError, match="1025 bytes; allowed: 1024"):
         upload.keep("a.jsonl", "batch", None)
     upload.discard()
 

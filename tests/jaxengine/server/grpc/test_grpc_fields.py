@@ -207,7 +207,7 @@ def test_a_trace_may_be_longer_than_the_vocabulary():
     assert made.trace_decode_token_ids == (1, 2) * 5
     for field in ("allowed_token_ids", "bad_words"):
         values = ["1"] * 5 if field == "bad_words" else [1] * 5
-        with pytest.raises(RequestError, match=f"decoding.{field} has 5 entries; allowed are 4"):
+        with pytest.raises(RequestError, match=f"decoding.{field} has 5 entries; allowed: 4"):
             reader._sampling_params(pb.GenerateRequest(text="a", decoding={field: values}), Wanted(), stream=False)
 
 

@@ -152,23 +152,23 @@ def test_answers_are_as_the_document_says(app):
 def test_what_is_refused(app):
     sound = wav(whisper.sound(2, 0.3))
     for fields, param, message in (
-        ({"language": "xx"}, "language", "language is 'xx'; allowed are de, en"),
+        ({"language": "xx"}, "language", "language is 'xx'; allowed: de, en"),
         ({"response_format": "diarized_json"}, "response_format", "response_format is not valid"),
         (
             {"timestamp_granularities": ["letter"], "response_format": "verbose_json"},
             "timestamp_granularities",
-            "has 'letter'; allowed are 'segment' and 'word'",
+            "has 'letter'; allowed: 'segment' and 'word'",
         ),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "only allowed with"),
         (
             {"timestamp_granularities": ["word"], "response_format": "verbose_json", "stream": True},
             "stream",
-            "allowed are json and text",
+            "allowed: json and text",
         ),
         ({"include": ["logprobs"]}, "include", "not supported"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"prompt": "<|en|>"}, "prompt", "special tokens"),
-        ({"stream": True, "response_format": "srt"}, "stream", "allowed are json and text"),
+        ({"stream": True, "response_format": "srt"}, "stream", "allowed: json and text"),
         ({"file": ("a", b"hello")}, "file", "is a file of an unknown type; allowed: WAV"),
         ({"file": ("a", b"\x89PNG\r\n\x1a\n")}, "file", "is a PNG"),
         ({"file": ("a", sound[:30])}, "file", "WAV file with"),

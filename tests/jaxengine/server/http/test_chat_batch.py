@@ -67,7 +67,7 @@ async def test_one_conversation(app):
         ("Hi", "messages"),
         ([[{"content": "x"}]], "role"),
         ([TALKS[0], [{"role": "user", "content": "word " * 5000}]], "max_model_len"),
-        ([TALKS[0]] * 6, "allowed are 1 to 5"),
+        ([TALKS[0]] * 6, "allowed: 1 to 5"),
     ],
 )
 async def test_one_wrong_conversation_fails_the_whole(app, chat_engine, messages, message):

@@ -281,7 +281,7 @@ async def test_fields_that_clients_read_are_there(app):
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [({"n": 0}, "allowed are 1 to 128"), ({"logit_bias": {"7": 1, "seven": 1}}, "logit_bias has the key 'seven'")],
+    [({"n": 0}, "allowed: 1 to 128"), ({"logit_bias": {"7": 1, "seven": 1}}, "logit_bias has the key 'seven'")],
 )
 async def test_advice_can_be_followed(app, fields, said):
     assert said in (await post(app, "/v1/chat/completions", messages=HI, **fields)).error["message"]

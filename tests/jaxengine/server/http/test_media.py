@@ -263,7 +263,7 @@ async def test_a_model_of_pictures_refuses_videos(app, engine):
         (
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": [IMAGE]}]},
-            "messages[0].content[0] is an image, video or sound; allowed are they in messages of user",
+            "messages[0].content[0] is an image, video or sound in a message of role 'assistant'; allowed: one",
         ),
         (
             "/v1/chat/completions",

@@ -193,7 +193,7 @@ async def test_scores_of_pairs(scoring_app, app, path):
     both = await post(scoring_app, path, text_1="w5", text_2="w6", documents="w7")
     assert both.status == 400 and "give text_1 and text_2 or queries and documents" in both.error["message"]
     many = await post(scoring_app, path, text_1="w5 ", text_2=["w6"] * 9)
-    assert many.status == 400 and "there are 9 pairs of texts; allowed are 1 to 8" in many.error["message"]
+    assert many.status == 400 and "there are 9 pairs of texts; allowed: 1 to 8" in many.error["message"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -248,10 +248,10 @@ async def test_other_paths_stay(app, scoring_app):
 @pytest.mark.parametrize(
     ("path", "fields", "param", "problem"),
     [
-        ("/v1/embeddings", {"input": [[200]]}, "input", "input holds the token id 200; allowed are 0 to 127"),
+        ("/v1/embeddings", {"input": [[200]]}, "input", "input holds the token id 200; allowed: 0 to 127"),
         ("/v1/embeddings", {"input": [[5] * 97]}, "input", "input: prompt is too long: 97 tokens > 96 maximum"),
         ("/v1/embeddings", {"input": "w5 " * 97}, "prompt", "prompt is too long: 98 tokens > 96 maximum"),
-        ("/v1/embeddings", {"input": ["w5"] * 9}, "input", "input holds 9 prompts; allowed are 1 to 8"),
+        ("/v1/embeddings", {"input": ["w5"] * 9}, "input", "input holds 9 prompts; allowed: 1 to 8"),
         ("/v1/embeddings", {"input": [5, "w5"]}, "input", "input must be a string"),
         ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
         ("/v1/embeddings", {}, "input", "input is missing"),
@@ -305,7 +305,7 @@ async def test_pairs_that_repeat_a_long_text_are_refused_before_they_are_made(sc
     monkeypatch.setattr("jaxengine.server.http.pooling.run.pair_prompt", lambda *args: made.append(args))
     fields = {"text_1": "w5 " * 5_000_000, "text_2": ["w6"] * 4}
     answer = await post(scoring_app, "/score", **fields)
-    assert answer.status == 400 and "characters together; allowed are 33554432" in answer.error["message"], answer.body
+    assert answer.status == 400 and "characters together; allowed: 33554432" in answer.error["message"], answer.body
     answer = await post(scoring_app, "/score", text_1="w5 " * 100_000, text_2="w6")
     assert answer.status == 400 and "prompt is too long: " in answer.error["message"]
     assert not made

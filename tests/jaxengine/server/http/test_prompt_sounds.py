@@ -121,7 +121,7 @@ def test_transcripts_are_those_of_transformers(app):
     ("kind", "fields", "message"),
     [
         ("translations", {}, "this model transcribes, and translates nothing"),
-        ("transcriptions", {"language": "tlh"}, "language is 'tlh'; allowed are ar, "),
+        ("transcriptions", {"language": "tlh"}, "language is 'tlh'; allowed: ar, "),
         ("transcriptions", {"response_format": "srt"}, "response_format is 'srt'; this model gives no times"),
         ("transcriptions", {"file": ("a", b"{}")}, "file is JSON; allowed: WAV"),
     ],

@@ -322,7 +322,7 @@ async def test_pictures_are_kept_once_and_without_what_is_behind_them(chat_engin
 
 def test_what_requests_hold_is_bounded():
     memory = Memory(100)
-    with pytest.raises(OverloadedError, match="allowed are 100"):
+    with pytest.raises(OverloadedError, match="allowed: 100"):
         held, other = memory.hold(), memory.hold()
         held.take(150)
         other.take(1)

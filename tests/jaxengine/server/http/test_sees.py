@@ -150,7 +150,7 @@ def test_embeddings_come_over_grpc_as_over_http(client, ask):
     assert texts["one"] != texts["other"]
     for wrong, told in (
         ({"data": save({"rows": rows})}, "embeddings of an image need image_grid_thw"),
-        ({"data": save({"rows": rows[:, :3]}), "image_grid_thw": [1, 4, 4]}, "have 3 numbers each; allowed are 64"),
+        ({"data": save({"rows": rows[:, :3]}), "image_grid_thw": [1, 4, 4]}, "have 3 numbers each; allowed: 64"),
         ({"data": b"\x80\4pickled"}, r"parts\[1\]\.image_embeds .* may contain code"),
         ({"data": save({"rows": rows}), "image_grid_thw": [4]}, "image_grid_thw .* three whole numbers"),
     ):

@@ -64,7 +64,7 @@ async def test_a_process_that_did_not_listen_listens_first():
 def test_no_request_brings_more_than_the_queue_ever_holds():
     limits = QueueLimits.of(8, 10, 100)
     limits.check(Load(), 18, 10_000)
-    with pytest.raises(RequestError, match="n is 19; allowed are 1 to 18") as caught:
+    with pytest.raises(RequestError, match="n is 19; allowed: 1 to 18") as caught:
         limits.check(Load(), 19, 10)
     assert caught.value.param == "n" and not isinstance(caught.value, OverloadedError)
     # Nobody waits, but not all of them find a place.

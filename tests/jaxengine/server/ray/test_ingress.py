@@ -277,7 +277,7 @@ async def test_uploads_are_counted_before_ray_stores_them(make_front):
         for _ in range(8):
             others.enter_context(front._uploads.one_of(NO_KEY.hex()))
         full = await client.post("/v1/files", files=form)
-        assert full.status_code == 429 and "allowed are 32 and 8" in full.text and not handle.hints
+        assert full.status_code == 429 and "allowed: 32 and 8" in full.text and not handle.hints
     assert (await client.post("/v1/files", files=form)).status_code == 404 and len(handle.hints) == 1
 
 

@@ -321,8 +321,8 @@ BROKEN = PIECES["bpe"][0]
     [
         ({}, {"tokenizer_model": BROKEN[:-3]}, "tokenizer.model: not a SentencePiece model: .* announced"),
         ({}, {"tokenizer_model": b"\xff" * 40}, "a number without an end"),
-        ({}, {"tokenizer_model": sentencepiece_file(("a", math.nan, 1))}, "a score is no finite float"),
-        ({}, {"tokenizer_model": sentencepiece_file(("a", math.inf, 1))}, "a score is no finite float"),
+        ({}, {"tokenizer_model": sentencepiece_file(("a", math.nan, 1))}, "a score is not a finite float"),
+        ({}, {"tokenizer_model": sentencepiece_file(("a", math.inf, 1))}, "a score is not a finite float"),
         ({}, {"tokenizer_model": sentencepiece_file(("", 0.0, 1))}, "must have distinct pieces"),
         ({}, {"tokenizer_model": sentencepiece_file(("a" * 1025, 0.0, 1))}, "at most 1024 characters each .* got 1025"),
         ({}, {"tokenizer_model": b"text"}, "not a SentencePiece model"),

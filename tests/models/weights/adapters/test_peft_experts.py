@@ -204,7 +204,7 @@ def configured(**changes):
         (configured(target_parameters=["experts.down_proj"]), "does not name as many .* .at .*base_layer"),
         (configured(target_parameters=[]), "target_modules must name what is changed"),
         (configured(target_parameters="down_proj"), "target_parameters must be a list of names"),
-        (configured(r=9), "rank is 9; allowed is at most 8"),
+        (configured(r=9), "rank is 9; allowed: at most 8"),
         (configured(rank_pattern={"gate_up_proj": 3}), r"shape must be \(24, 64\) or \(24, 32\), got \(32, 64\)"),
         (
             damaged(lambda tensors: tensors.update(of_module("model.layers.0.mlp.experts.2.up_proj", 64, 16))),

@@ -308,7 +308,7 @@ REFUSED = {
         file_with(("blk.0.attn_v.input_scale", (1,), GGML_F32, bytes(4))),
         "factor of model.layers.0.self_attn.v_proj.weight, which is not in the file",
     ),
-    "odd head": (file_with(tensor("blk.0.attn_q.weight", 12, 32)[0]), "no even number for 4 heads"),
+    "odd head": (file_with(tensor("blk.0.attn_q.weight", 12, 32)[0]), "not an even number for each of 4 heads"),
     "cut in the data": (SMALL[:-32], "cut short"),
     "cut in the header": (SMALL[:200], "announced|cut short"),
     "bytes at the end": (SMALL + bytes(32), "follow the last tensor"),

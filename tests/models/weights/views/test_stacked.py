@@ -171,7 +171,7 @@ def test_a_whole_checkpoint_in_mxfp4(tmp_path):
         (
             "gate_up_proj_what",
             np.zeros((3, SIZE, 8)),
-            "is no tensor of stacked experts that is read: these are gate_up",
+            "is not a tensor of stacked experts that can be read; allowed: gate_up",
         ),
         ("down_proj_blocks", np.zeros((3, SIZE, 1, 16), np.uint8), "MXFP4 must have blocks"),
         ("down_proj_blocks", np.zeros((3, SIZE, 1, 8), np.uint8), "MXFP4 must have blocks"),
