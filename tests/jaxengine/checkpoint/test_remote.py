@@ -104,7 +104,7 @@ def test_a_folder_of_many_files_is_refused_and_not_cut(bucket, monkeypatch):
     store = fsspec.filesystem("memory")
     for number in range(8):
         store.pipe_file(f"/bucket/model/a{number}.json", b"{}")
-    with pytest.raises(ConfigError, match=r"has 1\d files of \*\.json.*allowed are 7"):
+    with pytest.raises(ConfigError, match=r"has 1\d files of \*\.json.*allowed: 7"):
         open_model(config)
 
 
