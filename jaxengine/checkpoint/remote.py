@@ -157,7 +157,7 @@ class RemoteFolder:
         found = sorted(name for name in names if any(fnmatch(name, one) for one in patterns))
         if len(found) > _MOST_FILES:
             problem = f"{self._param} {self.url!r} has {len(found)} files of {', '.join(patterns)}"
-            advice = f"allowed are {_MOST_FILES}: move those that are not the model's to another folder"
+            advice = f"allowed: {_MOST_FILES}; move those that are not the model's to another folder"
             raise ConfigError.because(self._param, problem, advice)
         return found
 
