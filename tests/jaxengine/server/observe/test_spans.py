@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.observe.spans import TracedEngine, check_endpoint, traced
@@ -35,7 +36,7 @@ def exported():
 def app(chat_engine, exported):
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exported))
-    engine = TracedEngine(chat_engine, provider.get_tracer("test"), ("tiny",))
+    engine = TracedEngine(chat_engine, provider.get_tracer("test"), "tiny")
     return create_app(engine, ServerConfig(served_model_name=("tiny",), otlp_traces_endpoint="http://localhost:4318"))
 
 
@@ -46,7 +47,7 @@ async def test_a_pooling_request_is_a_span(chat_engine, exported, monkeypatch):
     monkeypatch.setattr(chat_engine, "pool", pool)
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exported))
-    engine = TracedEngine(chat_engine, provider.get_tracer("test"), ("tiny",))
+    engine = TracedEngine(chat_engine, provider.get_tracer("test"), "tiny")
     assert [output.request_id async for output in engine.pool({"prompt_token_ids": [5, 6, 7]})] == ["p"]
     (span,) = exported.get_finished_spans()
     assert dict(span.attributes) == {
@@ -165,4 +166,7 @@ async def test_spans_go_to_the_endpoint(chat_engine, monkeypatch, endpoint, opti
         await anext(outputs)
     engine._tracer.span_processor.force_flush()
     assert [span.resource.attributes["service.name"] for span in sent] == ["jaxengine"]
+    assert [span.attributes["gen_ai.response.model"] for span in sent] == list(
+        served_names(chat_engine, ServerConfig())
+    )
     assert traced(chat_engine, ServerConfig()) is chat_engine
