@@ -144,10 +144,9 @@ class RequestReader:
         wanted = Wanted(prompt_token_ids=True, prompt_logprobs=True, prompt_candidates=asked)
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
-    async def encode(self, text: str, add_special_tokens: bool = True, *, cut_side: str | None = None) -> list[int]:
-        """Return the token ids of a text. cut_side: as in PromptEncoder.encode. Raises RequestError for a text that is
-        empty or, without cut_side, too long, or without a tokenizer; OverloadedError if too many requests wait for a
-        thread.
+    async def encode(self, text: str, add_special_tokens: bool = True, cut_side: str | None = None) -> list[int]:
+        """Return the token ids of a text. Arguments and errors are those of PromptEncoder.encode; also raises
+        RequestError for an empty text.
         """
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)

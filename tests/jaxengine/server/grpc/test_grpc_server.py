@@ -171,7 +171,7 @@ async def test_health_follows_the_engine(chat_engine, monkeypatch):
             ends = ((EngineDeadError(), NOT_SERVING), (RuntimeError(), SERVING), (ValueError(), NOT_SERVING))
             for error, status in (*ends, (RuntimeError(), SERVING)):
                 engine._error = error
-                assert (await watch.read()).status == status
+                assert (await asyncio.wait_for(watch.read(), 30)).status == status
                 assert (await health.Check(health_pb2.HealthCheckRequest(service=name))).status == status
                 assert (await health.Check(health_pb2.HealthCheckRequest(service="live"))).status == SERVING
             watch.cancel()

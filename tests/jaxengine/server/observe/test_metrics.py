@@ -8,6 +8,7 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -362,8 +363,9 @@ async def test_reports_go_on_after_any_error(monkeypatch, caplog):
 
     monkeypatch.setattr(api_process, "report", report)
     monkeypatch.setattr(api_process, "_REPORT_SECONDS", 0.001)
-    traffic = SimpleNamespace(http=SimpleNamespace(has_counts=True))
-    task = asyncio.create_task(api_process._report(SimpleNamespace(), traffic))
+    engine: Any = None
+    traffic: Any = SimpleNamespace(http=SimpleNamespace(has_counts=True))
+    task = asyncio.create_task(api_process._report(engine, traffic))
     assert [await asyncio.wait_for(reports.get(), 10) for _ in range(4)] == [4, 3, 2, 1]
     task.cancel()
     await asyncio.wait([task])

@@ -92,9 +92,9 @@ def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
 
 
 def test_early_orders_are_followed_once():
-    child, early, late = Child.__new__(Child), list[Any](), list[Any]()
-    orders = io.BytesIO(b'{"order": "stop"}\n')
-    child._orders, child._lock, child._early = orders, threading.Lock(), []
+    child: Any = Child.__new__(Child)
+    early, late = list[Any](), list[Any]()
+    child._orders, child._lock, child._early = io.BytesIO(b'{"order": "stop"}\n'), threading.Lock(), []
     child._handle, child._orphaned = child._early.append, lambda: None
     child._read()
     child.follow(early.append)
