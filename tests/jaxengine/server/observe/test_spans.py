@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import sys
 import types
@@ -17,7 +18,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
-from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.observe.spans import TracedEngine, check_endpoint, traced
@@ -161,12 +161,11 @@ async def test_spans_go_to_the_endpoint(chat_engine, monkeypatch, endpoint, opti
     module = types.SimpleNamespace(OTLPSpanExporter=Exporter)
     monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter", module)
     check_endpoint(endpoint)
+    monkeypatch.setattr(chat_engine.inputs, "config", dataclasses.replace(chat_engine.inputs.config, model=None))
     engine = traced(chat_engine, ServerConfig(otlp_traces_endpoint=endpoint))
     async with contextlib.aclosing(engine.stream({"prompt_token_ids": [5, 6]})) as outputs:
         await anext(outputs)
     engine._tracer.span_processor.force_flush()
     assert [span.resource.attributes["service.name"] for span in sent] == ["jaxengine"]
-    assert [span.attributes["gen_ai.response.model"] for span in sent] == list(
-        served_names(chat_engine, ServerConfig())
-    )
+    assert [span.attributes["gen_ai.response.model"] for span in sent] == ["SmolLM2-135M-Instruct"]  # as in /v1/models
     assert traced(chat_engine, ServerConfig()) is chat_engine
