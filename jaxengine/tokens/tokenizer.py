@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _BYTE_OF_CHAR = {char: byte for byte, char in CHAR_OF_BYTE.items()}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -138,7 +139,8 @@ class Tokenizer:
         special: whether to add special tokens. Raises RequestError(param="prompt") for a value that is not a text, for
         invalid Unicode, and if the tokenizer fails.
         """
-        for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
+        texts = [text for each in inputs for text in (each if isinstance(each, tuple) else (each,))]
+        for text in texts:
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
         if self.lowers:
@@ -148,7 +150,10 @@ class Tokenizer:
         try:
             return self.backend.encode_batch_fast(list(inputs), add_special_tokens=special)
         except (UnicodeError, TypeError):
-            # A lone surrogate, as in json.loads('"\\ud800"'), is not a character and has no UTF-8 encoding.
+            # A lone surrogate, as in json.loads('"\\ud800"'), is not a character and has no UTF-8 encoding. The library
+            # reports it as a TypeError, like arguments of another type.
+            if not any(_SURROGATE.search(text) for text in texts):
+                raise
             raise RequestError(
                 "a prompt must be valid Unicode text; it holds a lone surrogate", param="prompt"
             ) from None

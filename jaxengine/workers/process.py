@@ -68,7 +68,7 @@ class WorkerProcess:
 
     def wait(self, seconds: float) -> None:
         """Wait until a message can be received, the worker has ended, or more of the queued bytes can be sent, at most
-        `seconds`.
+        `seconds`. Receives and sends nothing itself: call `receive` afterwards, which does both.
         """
         wait_for_any([self], seconds)
 
@@ -105,7 +105,7 @@ class WorkerProcess:
 
 def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
     """Wait until one of the workers has sent a message, has ended, or can take more of its queued bytes, at most
-    `seconds`.
+    `seconds`. Receives and sends nothing itself: call each worker's `receive` afterwards.
     """
     # Not select(), which does not support descriptors above 1023: a server has one for each connection.
     poll = select.poll()

@@ -82,14 +82,19 @@ def _of_layers(fields: ConfigFields, name: str, count: int) -> list[Any] | None:
 
 def _step_dense(fields: ConfigFields, count: int) -> list[str]:
     """Return `mlp_layer_types`. If they are absent, layers in `moe_layers_enum` (a list, or a text separated by commas;
-    by default all from the fourth on) are "sparse" and the others "dense". Raises ModelConfigError for wrong lists.
+    by default all from the fourth on) are "sparse" and the others "dense"; it may name the `num_nextn_predict_layers`
+    after them, too. Raises ModelConfigError for wrong lists.
     """
     if (kinds := _of_layers(fields, "mlp_layer_types", count)) is not None:
         return kinds
     listed = fields.value("moe_layers_enum", list(range(3, count)))
     listed = [part.strip() for part in listed.split(",") if part.strip()] if isinstance(listed, str) else listed
-    if not isinstance(listed, list) or not all(str(each).isdecimal() and len(str(each)) < 9 for each in listed):
-        raise fields.fail("moe_layers_enum", "numbers of layers, a list or separated by commas")
+    most = count + fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    if not isinstance(listed, list) or not all(
+        str(each).isdecimal() and len(str(each)) < 9 and int(each) < most for each in listed
+    ):
+        allowed = f"numbers of layers, 0 to {most - 1}, a list or separated by commas"
+        raise fields.fail("moe_layers_enum", allowed)
     sparse = {int(each) for each in listed}
     return ["sparse" if layer in sparse else "dense" for layer in range(count)]
 

@@ -45,6 +45,9 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
         else:
             raise fields.fail(name, f"a list of {num_layers} of full, shared")
         if not own[0]:
-            raise fields.fail(name, "full for the first layer, which has none before it to take a selection from")
+            reason = "the first layer, which has none before it to take a selection from"
+            if kinds is None:
+                raise fields.fail("index_skip_topk_offset", f"at least 1 unless index_topk_freq is 1, for {reason}")
+            raise fields.fail(name, f"full for {reason}")
         last = [max(before for before in range(layer + 1) if own[before]) for layer in range(num_layers)]
         return [None if own[layer] else last[layer] for layer in range(num_layers)]

@@ -63,6 +63,17 @@ def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
         )
 
 
+def check_detokenize(param: str, token_ids: list[int], inputs: InputProcessor) -> None:
+    """Raise RequestError if there are more than MAX_DETOKENIZE ids to decode, or one is neither an id of the model's
+    vocabulary, which may be padded, nor of the tokenizer's, which may have more tokens; or without a tokenizer. param:
+    name of the field, for errors.
+    """
+    tokenizer = inputs.require_tokenizer()
+    if len(token_ids) > MAX_DETOKENIZE:
+        raise RequestError(f"{param} holds {len(token_ids)} ids; allowed are {MAX_DETOKENIZE}", param=param)
+    check_token_ids(param, token_ids, max(inputs.model_config.vocab_size, tokenizer.vocab_size))
+
+
 def _begins_with_id(value: list[Any]) -> bool:
     """Whether the first entry of a list is an integer."""
     return bool(value) and type(value[0]) is int
@@ -107,6 +118,12 @@ class PromptEncoder:
         if sum(map(len, texts)) <= _LONG_TEXT:
             return tokenizer.encode_batch(texts, add_special_tokens)
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
+
+    def cut_side(self, keep: int | None, side: str | None) -> str | None:
+        """Return the argument `cut_side` of `encode` for a request with these arguments of `cut`. None if whole texts
+        are needed: without truncation, and if more than max_model_len token ids would be kept.
+        """
+        return None if keep is None or keep > self._inputs.config.max_model_len else side or "left"
 
     def verify_length(self, num_chars: int, param: str) -> None:
         """Raise RequestError, with `param` as its field, if no prompt of `num_chars` characters can fit into

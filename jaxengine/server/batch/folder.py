@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,13 @@ def size_of(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
+
+
+def age_of(path: Path) -> float:
+    """Return the seconds since a file was last modified; 0 if it does not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> int:

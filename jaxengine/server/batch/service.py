@@ -93,7 +93,7 @@ class BatchService:
         self._paused: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Run batches until cancelled. While another process runs them, tries every second to take over. An OSError is
+        """Run batches until cancelled. While another process runs them, tries every second to take over. An error is
         logged, and work continues 16 s later.
         """
         while True:
@@ -105,11 +105,14 @@ class BatchService:
             except OSError as error:
                 logger.error("the batch API's folder cannot be used: %s", error)
                 await asyncio.sleep(_PAUSE_SECONDS)
+            except Exception:  # a bug, after which nothing else would start this task again
+                logger.exception("the batch API has failed")
+                await asyncio.sleep(_PAUSE_SECONDS)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self) -> None:
         """Start the store's batches, at most one of each owner and four at a time, and remove expired files and batches
-        every ten minutes. Runs until cancelled or an OSError; then cancels the running batches and waits for their
+        every ten minutes. Runs until cancelled or an error; then cancels the running batches and waits for their
         ends.
         """
         swept = -_SWEEP_SECONDS

@@ -23,7 +23,7 @@ from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.files import named_path
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.batch.folder import ID, Record, RecordFolder, size_of, write_whole
+from jaxengine.server.batch.folder import ID, Record, RecordFolder, age_of, size_of, write_whole
 
 _LIVE = ("validating", "in_progress", "finalizing", "cancelling")
 # Uploads and live entries without a record were left by a killed process once they are this many seconds old.
@@ -133,8 +133,8 @@ class BatchStore:
         batch_id = f"batch_{_new_id()}"
         record = {"id": batch_id, **fields}
         with self._records.locked():
-            known = [self.batch(owner, each) for each in self._records.ids(owner, "batch_")]
-            ended = [each["id"] for each in known if each is not None and each["status"] not in _LIVE]
+            known = list(self.batches(owner))
+            ended = [each["id"] for each in known if each["status"] not in _LIVE]
             if len(known) >= self.bounds.client_batches:
                 if not ended:
                     problem = f"{len(known)} batches of yours have not ended (max_batches_per_client)"
@@ -222,7 +222,8 @@ class BatchStore:
 
     def sweep(self) -> None:
         """Remove expired files, except inputs of batches that have not ended; batches that have ended and were created
-        `retention` seconds ago or earlier; and files that killed processes left, once these are an hour old.
+        `retention` seconds ago or earlier; files and batches with a damaged record; and files that killed processes
+        left, once these are an hour old.
         """
         now = time.time()
         for folder in self._records.owners():
@@ -232,12 +233,15 @@ class BatchStore:
                     record = self._records.read(owner, file_id, "file-")
                     if (record is None or record["expires_at"] <= now) and not self._reader(owner, file_id):
                         self._records.remove(owner, file_id)
-                for record in list(self.batches(owner)):
-                    if record["status"] not in _LIVE and record["created_at"] + self.bounds.retention <= now:
-                        self._records.remove(owner, record["id"])
+                for batch_id in self._records.ids(owner, "batch_"):
+                    record = self.batch(owner, batch_id)
+                    if record is None or (
+                        record["status"] not in _LIVE and record["created_at"] + self.bounds.retention <= now
+                    ):
+                        self._records.remove(owner, batch_id)
                 lone = (each for each in folder.glob("*.data") if not each.with_suffix(".json").exists())
                 for left in [*folder.glob("upload-*"), *folder.glob("*.whole"), *lone]:
-                    if now - left.stat().st_mtime > _STALE_SECONDS:
+                    if age_of(left) > _STALE_SECONDS:  # an upload may end meanwhile
                         left.unlink(missing_ok=True)
 
     @contextlib.contextmanager

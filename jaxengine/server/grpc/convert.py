@@ -144,13 +144,14 @@ class RequestReader:
         wanted = Wanted(prompt_token_ids=True, prompt_logprobs=True, prompt_candidates=asked)
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises RequestError for a text that is empty or too long, or without a
-        tokenizer; OverloadedError if too many requests wait for a thread.
+    async def encode(self, text: str, add_special_tokens: bool = True, cut_side: str | None = None) -> list[int]:
+        """Return the token ids of a text. Arguments and errors are those of PromptEncoder.encode; also raises
+        RequestError for an empty text.
         """
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
-        return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
+        special = add_special_tokens
+        return (await self._encoder.encode([text], add_special_tokens=special, param="text", cut_side=cut_side))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
         """Return the token ids of a conversation. Its images and videos are read, as the number of their placeholder
@@ -240,7 +241,7 @@ class RequestReader:
         if kind == "token_ids":
             token_ids = request.token_ids.ids
         elif kind == "text":
-            token_ids = await self.encode(request.text)
+            token_ids = await self.encode(request.text, cut_side=self._encoder.cut_side(keep or None, "left"))
         else:
             token_ids, parts = await self._read_chat(request.messages)
         count = min(len(token_ids), keep) if keep else len(token_ids)

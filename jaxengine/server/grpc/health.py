@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 from typing import Any
 
 import grpc
@@ -13,6 +14,8 @@ from grpc_health.v1._async import HealthServicer
 
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.server.grpc.service import Requests, first_message
+
+logger = logging.getLogger(__name__)
 
 # Seconds between two checks of the engine's health.
 HEALTH_INTERVAL = 0.25
@@ -34,8 +37,8 @@ class Health(HealthServicer):
 
     async def follow(self, engine: EngineClient) -> None:
         """Publish the engine's health, checked every HEALTH_INTERVAL seconds, until cancelled. The server and each
-        service are SERVING, or NOT_SERVING while the engine is dead or draining; LIVE is always SERVING. Errors other
-        than EngineDeadError propagate.
+        service are SERVING, or NOT_SERVING while the engine is dead or draining, or its health cannot be checked, which
+        is logged; LIVE is always SERVING.
         """
         known = None
         await self.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
@@ -43,8 +46,10 @@ class Health(HealthServicer):
             try:
                 await engine.check_health()
                 status = health_pb2.HealthCheckResponse.SERVING
-            except EngineDeadError:
+            except Exception as error:
                 status = health_pb2.HealthCheckResponse.NOT_SERVING
+                if status != known and not isinstance(error, EngineDeadError):
+                    logger.exception("the engine's health could not be checked")
             if status != known:
                 for name in self._names:
                     await self.set(name, status)

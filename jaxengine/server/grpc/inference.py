@@ -18,7 +18,7 @@ from jaxengine.server.adapters.lora import has_adapter
 from jaxengine.server.base.captured import check_captured
 from jaxengine.server.base.keys import Keys, owner_tag
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.base.prompts import MAX_DETOKENIZE, check_token_ids
+from jaxengine.server.base.prompts import check_detokenize
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.auth import holder_of
@@ -120,13 +120,10 @@ class InferenceService:
         """
         await self._model(request.model)
         inputs = self._engine.inputs
-        tokenizer, vocab_size = inputs.require_tokenizer(), inputs.model_config.vocab_size
-        if len(request.token_ids) > MAX_DETOKENIZE:
-            count = len(request.token_ids)
-            raise RequestError(f"token_ids holds {count} ids; allowed: {MAX_DETOKENIZE}", param="token_ids")
         token_ids = list(request.token_ids)
-        check_token_ids("token_ids", token_ids, vocab_size)
-        text = await asyncio.to_thread(tokenizer.decode, token_ids, request.skip_special_tokens)
+        check_detokenize("token_ids", token_ids, inputs)
+        decode = inputs.require_tokenizer().decode
+        text = await asyncio.to_thread(decode, token_ids, request.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:

@@ -12,7 +12,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.base.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
+from jaxengine.server.base.prompts import PromptEncoder, check_detokenize
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, Tool
@@ -119,11 +119,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         for ids outside the vocabulary and without a tokenizer; ApiError (404) for an unknown model.
         """
         await choose_model(engine, body.model, names)
-        tokenizer = inputs.require_tokenizer()
-        if len(body.tokens) > MAX_DETOKENIZE:
-            raise RequestError(f"tokens holds {len(body.tokens)} ids; allowed: {MAX_DETOKENIZE}", param="tokens")
-        check_token_ids("tokens", body.tokens, tokenizer.vocab_size)
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
+        check_detokenize("tokens", body.tokens, inputs)
+        return {"prompt": await asyncio.to_thread(inputs.require_tokenizer().decode, body.tokens, False)}
 
     if config.enable_tokenizer_info_endpoint:
 

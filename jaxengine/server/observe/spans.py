@@ -26,6 +26,7 @@ from jaxengine.requests.params.sampling_params import RequestOutputKind, Samplin
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.server.adapters.owned_ids import shown_id
+from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.version import __version__
 
@@ -46,7 +47,7 @@ def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
     """
     if config.otlp_traces_endpoint is None:
         return engine
-    return TracedEngine(engine, _tracer(config.otlp_traces_endpoint), config.served_model_name)
+    return TracedEngine(engine, _tracer(config.otlp_traces_endpoint), served_names(engine, config)[0])
 
 
 def check_endpoint(endpoint: str | None) -> None:
@@ -85,12 +86,15 @@ class CallerTraceMiddleware:
 
 
 class TracedEngine(EngineWrapper):
-    """EngineClient that wraps another one and sends a span for each request."""
+    """EngineClient that wraps another one and sends a span for each request.
 
-    def __init__(self, engine: EngineClient, tracer: Tracer, served_model_name: tuple[str, ...] = ()):
+    tracer: sends the spans. model: name of the model in them.
+    """
+
+    def __init__(self, engine: EngineClient, tracer: Tracer, model: str):
         super().__init__(engine)
         self._tracer = tracer
-        self._model = (served_model_name or (engine.inputs.config.model or "",))[0]
+        self._model = model
 
     def stream(
         self,

@@ -34,6 +34,8 @@ from jaxengine.server.processes.memory import limit_memory, return_large_blocks
 from jaxengine.server.processes.sockets import cut_unread, listen_too
 from jaxengine.server.stored.link import RemoteStore
 
+logger = logging.getLogger(__name__)
+
 # Seconds to deliver the last output of every stream to its client.
 _LAST_WORDS_SECONDS = 2.0
 # Seconds between two reports of this process's requests to the engine's metrics.
@@ -142,14 +144,24 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
 
 
 async def _report(engine: EngineClient, traffic: TrafficState) -> None:
-    """Add this process's requests to the engine's metrics every 2 s, if there were any, until cancelled. While the
-    engine is dead they stay counted for a later report. Raises other errors of `report`.
+    """Add this process's requests to the engine's metrics every 2 s, if there were any, until cancelled. After an error
+    they stay counted for the next report; an error other than EngineDeadError is logged, unless the last report had one
+    too.
     """
+    has_failed = False
     while True:
         await asyncio.sleep(_REPORT_SECONDS)
-        if traffic.http.has_counts:
-            with contextlib.suppress(EngineDeadError):  # they are counted later
-                await report(engine, traffic)
+        if not traffic.http.has_counts:
+            continue
+        try:
+            await report(engine, traffic)
+            has_failed = False
+        except EngineDeadError:
+            pass
+        except Exception:
+            if not has_failed:
+                logger.exception("requests could not be added to the metrics")
+            has_failed = True
 
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:

@@ -86,7 +86,8 @@ class Child:
         """
         with self._lock:
             self._handle = handle
-            for order in self._early:
+            early, self._early = self._early, []
+            for order in early:
                 handle(order)
 
     def stopping(self) -> asyncio.Event:

@@ -188,7 +188,8 @@ async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
     while (message := await said.get()) is not None:
         body, last = [message.get("body", b"")], not message.get("more_body", False)
         if message["type"] == "http.response.start":
-            status, headers = message["status"], [(bytes(name), bytes(value)) for name, value in message["headers"]]
+            status = message["status"]
+            headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
             continue
         while not said.empty() and (message := said.get_nowait()) is not None:
             body.append(message.get("body", b""))
@@ -212,7 +213,8 @@ class Node:
         self._process = subprocess.Popen([sys.executable, "-m", "jaxengine", "worker", *words])
 
     def __del__(self):
-        self._process.kill()
+        if process := getattr(self, "_process", None):  # none if its start has failed
+            process.kill()
 
 
 def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:

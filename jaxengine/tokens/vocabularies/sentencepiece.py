@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.vocabularies.byte_pairs import MAX_TOKENS, too_long
-from jaxengine.tokens.vocabularies.pieces import NORMAL, UNKNOWN, Pieces
+from jaxengine.tokens.vocabularies.pieces import BYTE, NORMAL, UNKNOWN, Pieces
 
 # Wire types of protocol buffers, and the sizes in bytes of wire types with a fixed size.
 VARINT, LENGTH = 0, 2
@@ -64,7 +64,7 @@ def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
                 raise ModelFileError(path, f"must have at most {MAX_TOKENS} pieces")
             names.append(_text(piece.get(PIECE, b""), path))
             scores.append(_score(piece.get(SCORE, bytes(4)), path))
-            types.append(piece.get(TYPE, NORMAL))
+            types.append(_type(piece.get(TYPE, NORMAL), path))
         elif number in (TRAINER, NORMALIZER):
             (trainer if number == TRAINER else normalizer).update(_fields(value, path))
     kind = trainer.get(MODEL_TYPE, UNIGRAM)
@@ -140,6 +140,14 @@ def _text(value: Any, path: Path) -> str:
         return value.decode()
     except (AttributeError, UnicodeDecodeError):
         raise ModelFileError(path, "not a SentencePiece model: a piece is not UTF-8 text") from None
+
+
+def _type(value: Any, path: Path) -> int:
+    """Return a piece's type unchanged. Raises ModelFileError if it is not one of NORMAL to BYTE."""
+    if not isinstance(value, int) or not NORMAL <= value <= BYTE:
+        shown = value if isinstance(value, int) else f"{len(value)} bytes"
+        raise ModelFileError(path, f"not a SentencePiece model: a piece's type must be {NORMAL} to {BYTE}, got {shown}")
+    return value
 
 
 def _score(value: Any, path: Path) -> float:

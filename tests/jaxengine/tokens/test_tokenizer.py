@@ -156,6 +156,8 @@ def test_what_is_no_text(smollm, text):
         smollm.encode(text)
     assert refusal.value.param == "prompt"
     assert smollm.encode("still works") == smollm.encode("still works")
+    with pytest.raises(TypeError, match="add_special_tokens"):  # what is wrong is not the text
+        smollm.encode("a", "yes")
 
 
 @each_row(

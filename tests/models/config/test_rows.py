@@ -68,7 +68,7 @@ def test_step_as_published():
     spelled = {"share_expert_dims": raw["share_expert_dim"], "num_mtp_layers": 2, "mlp_layer_types": kinds}
     left_out = dict.fromkeys(("share_expert_dim", "num_nextn_predict_layers", "moe_layers_enum"))
     assert read_hf(recorded("step3p5", **left_out, **spelled)) == own
-    assert read_hf(raw | {"moe_layers_enum": [0, 2], "num_sliding_attention_heads": 4}) == own
+    assert read_hf(raw | {"moe_layers_enum": [0, 2, 4], "num_sliding_attention_heads": 4}) == own
     text = recorded("step3p7")["text_config"]
     assert read_hf(recorded("step3p7", text_config={**text, "per_layer_config": None})) == read_hf(recorded("step3p7"))
     scaled = read_hf(recorded("step3p7", text_config={**text, "query_pre_attn_scalar": 16}))
@@ -165,6 +165,7 @@ def test_baichuan_of_7_and_of_13_billion():
             "swiglu_limits_shared must be a list of numbers >= 0",
         ),
         ("step3p5", {"moe_layers_enum": "1,x"}, "moe_layers_enum must be numbers of layers"),
+        ("step3p5", {"moe_layers_enum": [0, 5]}, "moe_layers_enum must be numbers of layers, 0 to 4"),
         (
             "step3p5",
             {"rope_theta": [50.0, 5000.0, 60.0]},

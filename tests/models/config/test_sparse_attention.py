@@ -72,6 +72,7 @@ def test_which_layers_of_glm_have_an_indexer():
         ({"index_topk_pattern": "FFFFFFX"}, "index_topk_pattern must be a list of 7 of full, shared"),
         ({"index_topk_pattern": "SFFFFFF"}, "index_topk_pattern must be full for the first layer"),
         ({"index_topk_freq": 2.5}, "index_topk_freq must be an integer"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "index_skip_topk_offset must be at least 1 unless"),
     ],
 )
 def test_unusable(changes, message):

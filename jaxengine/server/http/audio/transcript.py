@@ -14,9 +14,9 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
-from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.audio.protocol import TranscriptionRequest
+from jaxengine.server.http.request.errors import abort_error
 
 
 class Transcript:
@@ -67,25 +67,27 @@ class Transcript:
         yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for a prompt. Closing this generator early aborts the request. Raises the errors
+        """Yield the engine's outputs for a prompt. Closing this generator early aborts the request. Raises ApiError if
+        the request was aborted, such as by its timeout (504) or an operator (409), or has failed (500); and the errors
         of EngineClient.stream.
         """
         outputs = self.engine.stream(prompt, params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             async for output in outputs:
+                ended = output.outputs[0]
+                if ended.finish_reason in ("abort", "error"):
+                    raise abort_error(ended.finish_reason, ended.stop_reason)
                 yield output
 
     async def last(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        """Run a prompt and return its last output. Raises RequestError if the request was aborted, such as by its
-        timeout, RuntimeError if there is no output or it has no tokens, and the errors of EngineClient.stream.
+        """Run a prompt and return its last output. Raises RuntimeError if there is no output or it has no tokens, and
+        the errors of `outputs`.
         """
         last: RequestOutput | None = None
         async for output in self.outputs(prompt, params):
             last = output
         if last is None or not last.outputs[0].token_ids:
             raise RuntimeError(f"{self._name} ended without an output")
-        if last.outputs[0].finish_reason == "abort":
-            raise RequestError("timeout: the transcript was not complete in time", param="timeout")
         return last
 
     def plain(self, text: str, seconds: float) -> Response:

@@ -99,7 +99,7 @@ class _Completion:
         given = [] if embedded and not body.prompt else read_prompts(body.prompt, most, inputs, longest)
         special = body.add_special_tokens is not False
         texts = [each for each in given if isinstance(each, str)]
-        side = None if body.truncate_prompt_tokens is None else body.truncation_side or "left"
+        side = encoder.cut_side(body.truncate_prompt_tokens, body.truncation_side)
         encoded = iter(await encoder.encode(texts, add_special_tokens=special, cut_side=side) if texts else ())
         for each in given:
             whole = next(encoded) if isinstance(each, str) else each

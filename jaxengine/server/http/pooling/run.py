@@ -19,7 +19,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
 from jaxengine.server.http.answer.interleave import interleave
 from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody
-from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.request.errors import abort_error
 from jaxengine.server.http.request.protocol import usage
 
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
@@ -125,7 +125,7 @@ class PoolingServer:
         async with contextlib.aclosing(interleave(start, len(wanted), inputs.config.max_num_seqs)) as outputs:
             async for index, output in outputs:
                 if output.finish_reason != STOP:
-                    raise _failure(output)
+                    raise abort_error(output.finish_reason, output.stop_reason)
                 found[index] = output
         return [found[index] for index in range(len(wanted))]
 
@@ -147,12 +147,3 @@ def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:
     """Return OpenAI's usage object with the token counts of all answers together."""
     cached = sum(answer.num_cached_tokens for answer in answers)
     return usage(sum(len(answer.prompt_token_ids) for answer in answers), 0, cached)
-
-
-def _failure(output: PooledAnswer) -> ApiError:
-    """Return the error of a prompt without a result: 504 for a timeout, 409 for an abort, otherwise 500."""
-    if output.stop_reason == "timeout":
-        return ApiError(504, "the request took longer than its timeout")
-    if output.finish_reason == "abort":
-        return ApiError(409, "the request was aborted")
-    return ApiError(500, f"the request has no answer: {output.stop_reason}")

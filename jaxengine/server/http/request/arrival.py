@@ -132,7 +132,7 @@ class LimitsMiddleware:
                     message = await receive()
                     if not message.get("more_body", False):  # its end, or the client has left
                         return
-                    left -= len(message["body"])
+                    left -= len(message.get("body", b""))
         except TimeoutError:
             return
         finally:

@@ -78,6 +78,17 @@ class ApiError(HTTPException):
         self.kept = kept
 
 
+def abort_error(finish_reason: str | None, stop_reason: Any) -> ApiError:
+    """Return (not raise) the error of a request that has no complete answer: 504 for a timeout, 409 for another abort,
+    otherwise 500. finish_reason, stop_reason: of its output.
+    """
+    if stop_reason == "timeout":
+        return ApiError(504, "the request took longer than its timeout")
+    if finish_reason == "abort":
+        return ApiError(409, "the request was aborted")
+    return ApiError(500, f"the request has no answer: {stop_reason}")
+
+
 def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
     """Return the ApiError with which an exception is answered, by its class. An ApiError is returned unchanged.
 

@@ -45,8 +45,12 @@ def config(tmp_path: Path, **more: Any) -> ServerConfig:
     )
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
 def no_space() -> None:
-    raise OSError(errno.ENOSPC, "no space")
+    fail(OSError(errno.ENOSPC, "no space"))
 
 
 def line(custom_id: str, url: str = CHAT, **body: Any) -> bytes:
@@ -136,7 +140,7 @@ async def check_lists(client: openai.AsyncOpenAI, app: Any, file: Any, batch: An
         await client.files.retrieve(file.id)
 
 
-async def test_a_batch_goes_on_where_it_was(chat_engine, tmp_path):
+async def test_a_batch_goes_on_where_it_was(chat_engine, tmp_path, monkeypatch):
     """Whoever takes over asks only for what has no result, also after a full disk; each custom_id is there once."""
     options, engine = config(tmp_path), ScriptedEngine(chat_engine, "Yes.")
     app = create_app(engine, options)
@@ -160,8 +164,11 @@ async def test_a_batch_goes_on_where_it_was(chat_engine, tmp_path):
             (partial,) = tmp_path.rglob("*.partial")
             with partial.open("ab") as file:
                 file.write(b'{"custom_id": "id 3')  # as a killed process leaves it
+    sweep, bugs = BatchStore.sweep, [KeyError("a bug")]
+    monkeypatch.setattr(BatchStore, "sweep", lambda store: sweep(store) if not bugs else fail(bugs.pop()))
     async with running(app, engine, options):
         batch = await ended(client, batch)
+    assert not bugs
     assert batch.status == "completed" and batch.error_file_id is None
     assert [row["custom_id"] for row in await rows(client, batch.output_file_id)] == ids
     assert Counter(call[0]["prompt"] for call in engine.calls).most_common(1)[0][1] <= 3
@@ -354,6 +361,13 @@ def test_a_damaged_record_is_left_out_and_hides_no_other(tmp_path, caplog):
     for content in (whole, whole.partition(b"\n")[0]):
         paths[0].write_bytes(content)
         assert store.file("me", ids[0])["filename"] == "a"
+    store = BatchStore.of(config(tmp_path, max_batches_per_client=1))
+    fields = {"status": "validating", "created_at": 0}
+    lost = paths[0].with_name(f"{store.create('me', fields)['id']}.json")
+    lost.write_bytes(b"")
+    batch = store.create("me", fields)  # what cannot be read takes no place
+    store.sweep()
+    assert not lost.exists() and [each["id"] for each in store.batches("me")] == [batch["id"]]
 
 
 def test_old_things_are_removed(tmp_path, monkeypatch):
@@ -373,6 +387,9 @@ def test_old_things_are_removed(tmp_path, monkeypatch):
         os.utime(each, (1, 1))
     store.sweep()
     assert path.exists() and not Path(left._path).exists() and not lone.exists()  # a batch still reads the first
+    with monkeypatch.context() as ended:
+        ended.setattr(Path, "glob", lambda folder, pattern: [folder / "upload-gone"])  # since it was listed
+        store.sweep()
     with monkeypatch.context() as full, pytest.raises(OSError, match="no space"):
         full.setattr(os, "fsync", lambda _: no_space())
         store.create("me", fields)

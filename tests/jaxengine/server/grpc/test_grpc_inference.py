@@ -200,6 +200,9 @@ async def test_score_is_the_prompts_logprobs(chat_engine):
         answer = await stub.Score(pb.ScoreRequest(text=text, candidates={"top_n": 2}))
         plain = await stub.Score(pb.ScoreRequest(text=text))
         cut = await stub.Score(pb.ScoreRequest(text=text, truncate_prompt_tokens=3))
+        # Of more characters than fit, which are not all read.
+        long = await stub.Score(pb.ScoreRequest(text=text * 500, truncate_prompt_tokens=3))
+        whole = await refusal(stub.Score(pb.ScoreRequest(text=text * 500, truncate_prompt_tokens=1000)))
     scored = [next(iter(position.values())) for position in expected]
     for info in (answer.prompt_info, plain.prompt_info):
         assert info.logprobs[1:] == pytest.approx([score.logprob for score in scored], abs=1e-4)
@@ -207,6 +210,7 @@ async def test_score_is_the_prompts_logprobs(chat_engine):
         assert list(info.token_ids) == chat_engine.inputs.tokenizer.encode(text)
     best = [{token.id for token in candidates.tokens} for candidates in answer.prompt_info.candidate_tokens[1:]]
     assert best == [set(list(position)[1:]) for position in expected] and not plain.prompt_info.candidate_tokens
+    assert long.prompt_info.token_ids == cut.prompt_info.token_ids and "characters" in whole[1]
     assert cut.prompt_info.token_ids == plain.prompt_info.token_ids[-3:] and cut.usage.num_prompt_tokens == 3
 
 

@@ -49,7 +49,7 @@ class Broken:
         yield
 
     async def check_health(self) -> None:
-        if isinstance(self._error, EngineDeadError):
+        if isinstance(self._error, EngineDeadError | ValueError):
             raise self._error
 
     async def utility(self, name: str) -> Any:
@@ -168,9 +168,10 @@ async def test_health_follows_the_engine(chat_engine, monkeypatch):
         for name in ("", INFERENCE.full_name):
             watch = health.Watch(health_pb2.HealthCheckRequest(service=name))
             assert (await watch.read()).status == SERVING
-            for error, status in ((EngineDeadError(), NOT_SERVING), (RuntimeError(), SERVING)):
+            ends = ((EngineDeadError(), NOT_SERVING), (RuntimeError(), SERVING), (ValueError(), NOT_SERVING))
+            for error, status in (*ends, (RuntimeError(), SERVING)):
                 engine._error = error
-                assert (await watch.read()).status == status
+                assert (await asyncio.wait_for(watch.read(), 30)).status == status
                 assert (await health.Check(health_pb2.HealthCheckRequest(service=name))).status == status
                 assert (await health.Check(health_pb2.HealthCheckRequest(service="live"))).status == SERVING
             watch.cancel()

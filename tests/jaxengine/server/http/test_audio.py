@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import re
 import wave
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.requests.media.transcripts import Segment
+from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
@@ -132,6 +135,33 @@ def test_streams(app):
         assert len(deltas) > 3 and "".join(each.delta for each in deltas).rstrip() == done.text
         assert done.text == ask(app, case=case, language="en", **fields).text
         assert done.usage.output_tokens > 20 and done.usage.total_tokens > done.usage.output_tokens
+
+
+def test_a_transcript_that_is_ended_early_is_an_error(app, engine, monkeypatch):
+    """Also before its first token; what there is of it is no transcript."""
+
+    async def stream(*_):
+        yield RequestOutput(
+            "a", None, [1], [CompletionOutput(0, "", ids, finish_reason=reason, stop_reason=about)], True
+        )
+
+    async def run():
+        async with http_client(app) as client:
+            for data in ({}, {"stream": "true"}):
+                files = {"file": ("a", wav(whisper.sound(2, 0.3)))}
+                yield await client.post("/v1/audio/transcriptions", data={"language": "en", **data}, files=files)
+
+    async def codes():
+        return [each.status_code if each.status_code != 200 else error_in(each.text) async for each in run()]
+
+    def error_in(events: str) -> int:
+        (data,) = re.findall(r"data: (\{.*\})\n", events)
+        return json.loads(data)["error"]["code"]
+
+    monkeypatch.setattr(engine, "stream", stream)
+    for reason, about, code in (("abort", "timeout", 504), ("abort", None, 409), ("error", "a fault", 500)):
+        for ids in ([5], []):
+            assert asyncio.run(codes()) == [code, code], (reason, about, ids)
 
 
 def test_answers_are_as_the_document_says(app):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 from typing import Any
@@ -262,7 +263,7 @@ async def test_models(app):
     assert (await post(app, PATH, prompt="x", model="no/such")).error["type"] == "NotFoundError"
 
 
-async def test_tokens_and_back(app, chat_engine):
+async def test_tokens_and_back(app, chat_engine, monkeypatch):
     tokenizer = chat_engine.inputs.tokenizer
     text = "Grüße <|im_end|> 你好"
     answer = (await post(app, "/tokenize", prompt=text, return_token_strs=True)).json
@@ -286,6 +287,10 @@ async def test_tokens_and_back(app, chat_engine):
     ):
         assert (await post(app, "/tokenize", **fields)).error["param"] == param
     assert (await post(app, "/detokenize", tokens=[49152])).error["param"] == "tokens"
+    padded = dataclasses.replace(chat_engine.inputs.model_config, vocab_size=49280)
+    monkeypatch.setattr(chat_engine.inputs, "model_config", padded)
+    assert (await post(app, "/detokenize", tokens=[49279])).json == {"prompt": ""}  # it may be sampled
+    assert "allowed are 0 to 49279" in (await post(app, "/detokenize", tokens=[49280])).error["message"]
 
 
 async def test_a_client_may_learn_of_the_tokenizer_where_that_is_wanted(app, chat_engine):

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import ROUTERS, create_app
+from jaxengine.server.http.request.arrival import LimitsMiddleware
 from jaxengine.server.http.request.auth import OPEN_PATHS
 from jaxengine.server.http.request.limits import read_json
 from jaxengine.server.http.request.not_built import NOT_BUILT, SWITCHED_OFF
@@ -142,6 +143,28 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
     # Some more is read, and dropped, so that a client that sends before it reads sees the answer.
     assert connection.status == 413 and connection.num_bodies_taken == 33 + 64
     assert peak < 40 << 20  # no more than the largest body that is taken
+
+
+async def test_a_part_of_a_body_may_be_empty():
+    """ASGI lets servers leave out `body`."""
+    parts = iter(
+        [{"type": "http.request", "body": b"12345", "more_body": True}, {"type": "http.request", "more_body": True}]
+    )
+    sent = []
+
+    async def receive():
+        return next(parts, {"type": "http.request"})
+
+    async def send(message):
+        sent.append(message)
+
+    async def refuse(scope, receive, send):
+        await send({"type": "http.response.start", "status": 413})
+        await send({"type": "http.response.body"})
+
+    scope = {"type": "http", "path": PATH, "query_string": b"", "headers": []}
+    await LimitsMiddleware(refuse, 100, 100, 10.0)(scope, receive, send)
+    assert [each.get("more_body", False) for each in sent] == [False, True, False] and next(parts, None) is None
 
 
 @each_row(

@@ -8,17 +8,20 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.engine.extensions.adapters import Adapters
 from jaxengine.engine.metrics import HELP, Metrics
 from jaxengine.engine.stats.stats import Histogram, Recent, bounds_up_to
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
+from jaxengine.server.processes import api_process
 from tests.jaxengine.server.asgi_client import Connection, http_client, idle, post
 
 BOARD = Path(__file__).resolve().parents[4] / "docs" / "grafana.json"
@@ -347,3 +350,23 @@ def test_recent_values_are_the_last_ones():
 @pytest.mark.parametrize(("most", "bounds"), [(1, (1,)), (9, (1, 2, 5)), (100, (1, 2, 5, 10, 20, 50, 100))])
 def test_bounds_go_as_far_as_lengths_do(most, bounds):
     assert bounds_up_to(most) == bounds
+
+
+async def test_reports_go_on_after_any_error(monkeypatch, caplog):
+    reports: asyncio.Queue[int] = asyncio.Queue()
+    errors: list[Exception | None] = [ValueError("a"), ValueError("b"), EngineDeadError("c"), None]
+
+    async def report(*_):
+        reports.put_nowait(len(errors))
+        if (error := errors.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(api_process, "report", report)
+    monkeypatch.setattr(api_process, "_REPORT_SECONDS", 0.001)
+    engine: Any = None
+    traffic: Any = SimpleNamespace(http=SimpleNamespace(has_counts=True))
+    task = asyncio.create_task(api_process._report(engine, traffic))
+    assert [await asyncio.wait_for(reports.get(), 10) for _ in range(4)] == [4, 3, 2, 1]
+    task.cancel()
+    await asyncio.wait([task])
+    assert [each.message for each in caplog.records] == ["requests could not be added to the metrics"]

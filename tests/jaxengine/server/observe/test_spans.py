@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import sys
 import types
@@ -35,7 +36,7 @@ def exported():
 def app(chat_engine, exported):
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exported))
-    engine = TracedEngine(chat_engine, provider.get_tracer("test"), ("tiny",))
+    engine = TracedEngine(chat_engine, provider.get_tracer("test"), "tiny")
     return create_app(engine, ServerConfig(served_model_name=("tiny",), otlp_traces_endpoint="http://localhost:4318"))
 
 
@@ -46,7 +47,7 @@ async def test_a_pooling_request_is_a_span(chat_engine, exported, monkeypatch):
     monkeypatch.setattr(chat_engine, "pool", pool)
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exported))
-    engine = TracedEngine(chat_engine, provider.get_tracer("test"), ("tiny",))
+    engine = TracedEngine(chat_engine, provider.get_tracer("test"), "tiny")
     assert [output.request_id async for output in engine.pool({"prompt_token_ids": [5, 6, 7]})] == ["p"]
     (span,) = exported.get_finished_spans()
     assert dict(span.attributes) == {
@@ -160,9 +161,11 @@ async def test_spans_go_to_the_endpoint(chat_engine, monkeypatch, endpoint, opti
     module = types.SimpleNamespace(OTLPSpanExporter=Exporter)
     monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter", module)
     check_endpoint(endpoint)
+    monkeypatch.setattr(chat_engine.inputs, "config", dataclasses.replace(chat_engine.inputs.config, model=None))
     engine = traced(chat_engine, ServerConfig(otlp_traces_endpoint=endpoint))
     async with contextlib.aclosing(engine.stream({"prompt_token_ids": [5, 6]})) as outputs:
         await anext(outputs)
     engine._tracer.span_processor.force_flush()
     assert [span.resource.attributes["service.name"] for span in sent] == ["jaxengine"]
+    assert [span.attributes["gen_ai.response.model"] for span in sent] == ["SmolLM2-135M-Instruct"]  # as in /v1/models
     assert traced(chat_engine, ServerConfig()) is chat_engine

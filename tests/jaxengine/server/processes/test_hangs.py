@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from jaxengine.engine.stats.timeline import StepRecord, Timeline
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.link import messages
+from jaxengine.server.processes.child import Child
 from jaxengine.server.processes.engine_process import EngineServer
 from tests.jaxengine.server.processes.test_processes import LONG, PROMPT, collect, connected, until
 from tests.jaxengine.server.server_process import is_alive
@@ -86,6 +89,17 @@ def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
         server._context.destroy()
     assert [record.message for record in caplog.records] == ["step 7 (decode S=4, 3 rows) was dispatched 3.0 s ago"]
     assert "test_an_engine_that_hangs_says_at_what" in capfd.readouterr().err
+
+
+def test_early_orders_are_followed_once():
+    child: Any = Child.__new__(Child)
+    early, late = list[Any](), list[Any]()
+    child._orders, child._lock, child._early = io.BytesIO(b'{"order": "stop"}\n'), threading.Lock(), []
+    child._handle, child._orphaned = child._early.append, lambda: None
+    child._read()
+    child.follow(early.append)
+    child.follow(late.append)
+    assert (early, late) == ([{"order": "stop"}], [])
 
 
 def test_an_api_process_that_dies_before_it_is_answered_is_dropped(tmp_path, caplog):

@@ -23,7 +23,7 @@ from jaxengine.server.ray import ingress, messages, request_router  # noqa: E402
 from jaxengine.server.ray.ingress import Front  # noqa: E402
 from jaxengine.server.ray.messages import Hint  # noqa: E402
 from jaxengine.server.ray.prompts import PromptReader  # noqa: E402
-from jaxengine.server.ray.replica import Responder  # noqa: E402
+from jaxengine.server.ray.replica import Node, Responder  # noqa: E402
 from jaxengine.server.ray_serve import app  # noqa: E402
 from jaxengine.server.stored.records import StoreBounds  # noqa: E402
 from jaxengine.server.stored.store import ResponseStore  # noqa: E402
@@ -461,3 +461,7 @@ def test_orders_need_a_single_replica(tmp_path):
         app(admin | {"max_replicas": 2})
     for allowed in (admin, admin | {"enable_admin": False, "max_replicas": 2, "max_num_queued_reqs": 9}):
         app(allowed)
+
+
+def test_a_host_that_was_not_started_ends_without_an_error():
+    Node.__new__(Node).__del__()
