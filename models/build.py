@@ -101,7 +101,7 @@ class Build:
         return self if kept else replace(self, scheme=PLAIN)
 
     def as_named(self, quantization: Callable[[str], Any] | None) -> Build:
-        """Return the build for a part of the model outside of its text layers, such as a tower: without adapters, and
+        """Return the build for a part of the model outside of its text layers: without adapters, and
         with each module stored as the checkpoint's quantization defines for its name.
 
         quantization: the model configuration's. The modules are plain if it is not the checkpoint's own, as when the

@@ -22,7 +22,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus
 from jaxengine.scheduler.scheduler import Scheduler
 
-# Longest wait for extensions when the loop has nothing else to do; it also delays new requests.
+# How long the loop waits for extensions when it has nothing else to do: new requests wait so long too.
 _IDLE_SECONDS = 0.005
 
 
@@ -30,18 +30,13 @@ class Engine:
     """Engine that runs requests to their end, step by step. Not thread-safe: one thread adds, aborts and steps.
 
     Attributes:
-      extensions: optional capabilities.
-      stats, request_stats, timeline: counts of steps, counts of requests, and the latest steps.
-      uncounted: requests that have ended but are not yet counted in `request_stats`; `record_finish` counts them.
-      busy_since: time, in seconds of `clock`, of the first request queued after the engine last had no work.
+      extensions: optional capabilities. stats, request_stats, timeline: counts of steps and requests, latest steps.
+      uncounted: requests that have ended but are not yet in `request_stats`: `record_finish` enters them.
+      busy_since: time.monotonic seconds at which the first request came after a time without any.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None, clock: Callable[[], float] = time.monotonic):
-        """Build the loop of a started runner: its extensions and scheduler, without requests.
-
-        inputs: prepares requests; None if requests are token ids. clock: returns seconds. Raises ConfigError if an
-        extension cannot be made with the runner's options.
-        """
+        """Build the loop of a started runner. inputs: prepares requests; None: they are tokens. clock: seconds."""
         self.runner, self._now = runner, clock
         self.extensions = Extensions(runner, inputs)
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
@@ -59,17 +54,13 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work left: requests or steps in flight. While the scheduler is paused: steps in flight, or
-        requests whose deadline is over.
-        """
+        """Whether `step` has work left: requests or steps in flight; in a pause steps, or requests past deadlines."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queue the requests of a caller's n outputs and count them; if one is refused, abort those queued before it
-        and raise its RequestError.
-        """
+        """Queue the requests of a caller's n outputs; if one is refused, end them all and raise its RequestError."""
         added = []
         try:
             for request in requests:
@@ -87,9 +78,7 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request at once, with hooks and counts; do nothing if it has ended. stop_reason: the stop string or
-        token id that ended it, if any.
-        """
+        """End a request at once unless it has ended. stop_reason: the stop string or token id that ended it, if any."""
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
@@ -97,21 +86,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Count the end of a request of `uncounted` and remove it there; do nothing for another request.
-
-        reason, num_output: finish reason and number of output tokens as the caller delivered them; None for the
-        request's.
-        """
+        """Count the end of a request of `uncounted`. reason, num_output: as its caller saw it; None: its own."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step; collect the oldest step if enough are in flight or none was dispatched; return the new
-        results.
-
-        With nothing to dispatch, collect or report, wait up to 5 ms for extensions that expect events.
-        """
+        """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return new results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -127,13 +108,11 @@ class Engine:
             return output
 
     def shutdown(self) -> None:
-        """End the threads and processes of the extensions."""
+        """End the threads and processes that extensions have started."""
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Apply an extension's events: release ready requests, end those rejected or ended, and add rejected and ended
-        ones to `output`.
-        """
+        """Apply an extension's events: release ready requests; end rejected and ended ones, which go to `output`."""
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -145,16 +124,13 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step and dispatch its forward pass; return the step, or None in a pause or if no request can run.
-
-        Adds requests that expired, and ended by extensions, to `output`. Updates the counts of steps and the timeline.
-        """
+        """Schedule a step and dispatch its forward pass; return it, or None in a pause or if no request can run."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
             return None
         newest = self._in_flight[-1] if self._in_flight else None
-        # Time since which the device has been idle, as far as the host can tell; None if it is busy.
+        # Since when the device has had nothing to do, as far as the host can tell; None if it is at work.
         idle_since = self._idle_since if newest is None else start if newest.pending.is_ready() else None
         step, stats, done = self.scheduler.schedule(start), self.stats, None
         output.finished += step.expired
@@ -178,9 +154,7 @@ class Engine:
         return done
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch the newest step's sampler, or the extensions' epilogue in its place. First collects the steps in
-        flight whose tokens the sampler's inputs depend on, and waits for extensions such as token masks.
-        """
+        """Dispatch the newest step's sampler, or what replaces it; first collect the steps whose tokens it needs."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks
@@ -217,12 +191,6 @@ class Engine:
         self.timeline.collected(done.record, result, (start, arrived, updated))
 
     def _ended(self, request: Request) -> None:
-        """Call the `ended` hooks, set the request's finished_time, add it to `uncounted` and record its end in the
-        timeline.
-
-        Counts the end at once for aborted and failed requests, and for those whose text is not checked for stop
-        strings.
-        """
         for ended in self._hooks.ended:
             ended(request)
         request.finished_time = self._now()

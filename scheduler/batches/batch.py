@@ -40,8 +40,8 @@ class ScheduledBatch:
       epochs: i64 [n], Slots.epoch of each slot, by which results that come too late for the slot's owner are
       recognised. num_rows: n.
       num_tokens: sum of num_scheduled.
-      num_decode: number of leading rows whose first token is the last sampled one; their further tokens are drafts to
-        verify.
+      num_decode: number of leading rows whose first token is the last sampled one; their further tokens are
+        verified.
       decode_token_ids: i32, tokens of the decodes, -1 where the device knows the token or proposes it; None if all are
         -1.
       token_ids: for each row after the decodes, its i32 token ids.

@@ -68,9 +68,8 @@ class Results:
         Args:
           batch: the step's, from the replica's `commit`.
           token_ids: i32 [>= rows], or i32 [>= rows, W], of which the first `counts` tokens of each row are valid.
-          counts: i32 [>= rows], at least 1 each, fewer than were scheduled if some drafts were not accepted; None if
-          each row
-            has one token.
+          counts: i32 [>= rows], at least 1 each, fewer than were scheduled if some were not accepted; None if each
+            row has one token.
           result: what is added to: new tokens, intervals, first tokens, tokens to stream or to follow.
           now: when the tokens came, in seconds of the engine's clock.
         """

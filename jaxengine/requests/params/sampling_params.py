@@ -13,25 +13,15 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.params import param_limits as limits
 from jaxengine.requests.params.activations import Steer, captured_fields, read_captured, read_steer
-from jaxengine.requests.params.param_limits import (
-    INT32_MAX,
-    MAX_EXTRA_ARGS,
-    MIN_TEMPERATURE,
-    RequestOutputKind,
-    Rule,
-    flag,
-    integer,
-    optional,
-    read_as,
-    real,
-    refuse,
-)
+from jaxengine.requests.params.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind
 from jaxengine.requests.params.repetition import RepetitionDetectionParams, read_repetition_detection
 from jaxengine.requests.params.stop_after import StopAfter, stop_after
+from jaxengine.requests.params.stop_strings import texts_rule
 from jaxengine.requests.params.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.base.errors import RequestError, show_value
@@ -52,19 +42,75 @@ _ID_FIELDS = (
     "trace_decode_token_ids",
 )
 
+# (name of a field, value) -> the checked and normalised value. Rules raise RequestError for all other values.
+Rule = Callable[[str, Any], Any]
+
+
+def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return a RequestError, which the caller raises, that the field `name` must be `allowed`."""
+    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+
+
+def _int(low: int, high: int, allowed: str) -> Rule:
+    """Return a rule that accepts integers, but no bool, from `low` to `high`, and returns an int. allowed: description
+    for the error; a value above `high` is reported as "at most" instead.
+    """
+
+    def check(name: str, value: Any) -> int:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not integers here
+        if not whole or not low <= int(value) <= high:
+            raise _refuse(name, value, f"at most {high}" if whole and int(value) > high else allowed)
+        return int(value)
+
+    return check
+
+
+def _float(low: float, high: float, allowed: str) -> Rule:
+    """Return a rule that accepts real numbers, but no bool or NaN, from `low` to `high`, and returns a float. allowed:
+    description for the error.
+    """
+
+    def check(name: str, value: Any) -> float:
+        # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
+        inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
+        if not inside:
+            raise _refuse(name, value, allowed)
+        return float(value)
+
+    return check
+
+
+def _of(kind: type, allowed: str) -> Rule:
+    """Return a rule that accepts values of the type `kind` unchanged. allowed: description for the error."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise _refuse(name, value, allowed)
+        return value
+
+    return check
+
+
+def _optional(rule: Rule, none: Any = None) -> Rule:
+    """Return a rule that returns `none` for None and itself, and the result of `rule` for other values."""
+    return lambda name, value: none if value is None or value is none else rule(name, value)
+
+
+def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
+    """Return a rule that checks with `rule`, and returns `meaning` if the checked value equals `value`."""
+    return lambda name, given: meaning if (checked := rule(name, given)) == value else checked
+
 
 def _number(row: Row) -> Rule:
     """Return the rule of a parameter of ROWS: a number from row.low to row.high, of the type of row.neutral; row.off is
     returned as row.neutral.
     """
-    rule = (real if isinstance(row.neutral, float) else integer)(row.low, row.high, row.allowed)  # pyright: ignore
-    return rule if row.off is None else read_as(rule, row.off, row.neutral)
+    rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
+    return rule if row.off is None else _read_as(rule, row.off, row.neutral)
 
 
 def _temperature(name: str, value: Any) -> float:
-    """Return a temperature; log a warning and return MIN_TEMPERATURE for one between 0 and that. Raises RequestError
-    for values out of range.
-    """
+    """Return a temperature; log a warning and return MIN_TEMPERATURE for one between 0 and that."""
     temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
@@ -73,137 +119,104 @@ def _temperature(name: str, value: Any) -> float:
 
 
 def _num_logprobs(name: str, value: Any) -> int:
-    """Return a number of logprobs: an int from -1, 1 for True. Raises RequestError for other values."""
-    if value is True:
-        return 1
-    return integer(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
-
-
-def _texts(at_most: int, max_chars: int) -> Rule:
-    """Return a rule that accepts a string or a list of at most `at_most` non-empty strings with at most `max_chars`
-    characters in total, and returns a tuple; () for None.
-    """
-
-    def check(name: str, value: Any) -> tuple[str, ...]:
-        texts = (value,) if isinstance(value, str) else () if value is None else value
-        whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
-        if not whole or not all(isinstance(text, str) and text for text in texts):
-            raise refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
-        if sum(map(len, texts)) > max_chars:
-            raise refuse(name, value, f"at most {max_chars} characters altogether")
-        return tuple(texts)
-
-    return check
+    """Return a number of logprobs: an int from -1, 1 for True."""
+    return 1 if value is True else _int(-1, INT32_MAX, "None, an int >= 0, -1 (all) or True (1)")(name, value)
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
-    """Return at most `most` token ids, from 0 to 2**31 - 1, as a tuple without repeats; () for None. Raises
-    RequestError for other values.
-    """
+    """Return at most `most` token ids, from 0 to 2**31 - 1, as a tuple without repeats; () for None."""
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
-        raise refuse(name, value, f"a list of at most {most} token ids")
+        raise _refuse(name, value, f"a list of at most {most} token ids")
     # Checking a million ids one by one would take a second.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32_MAX:
         return tuple(dict.fromkeys(ids))
-    allowed_id = integer(0, INT32_MAX, "a list of token ids, each an int >= 0")
+    allowed_id = _int(0, INT32_MAX, "a list of token ids, each an int >= 0")
     return tuple(dict.fromkeys(allowed_id(name, token_id) for token_id in ids))
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple without repeats. Raises RequestError for other values, and for an empty list."""
+    """Return token ids as a tuple without repeats."""
     if not (ids := _token_ids(name, value)):
-        raise refuse(name, value, "None or a list with at least one token id")
+        raise _refuse(name, value, "None or a list with at least one token id")
     return ids
 
 
 def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    """Return at most MAX_LOGPROB_TOKEN_IDS token ids as a tuple without repeats; None if there are none. Raises
-    RequestError for other values.
-    """
+    """Return at most MAX_LOGPROB_TOKEN_IDS token ids as a tuple without repeats; None if there are none."""
     return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
 
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
-    """Return trace_decode_token_ids, a list, tuple, range or array of 1 to MAX_TOKEN_IDS ids, as a tuple with repeats.
-    Raises RequestError for other values.
-    """
+    """Return a list, tuple, range or array of 1 to MAX_TOKEN_IDS token ids as a tuple with repeats."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
-        raise refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
+        raise _refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
     _token_ids(name, ids)
     return tuple(map(int, ids))
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     """Return a copy of a mapping from token id to a finite number, at most 1e20 in size, with int keys and float
-    values. Raises RequestError for other values.
+    values.
     """
     if not isinstance(value, Mapping):
-        raise refuse(name, value, "a dict from token id to a number")
+        raise _refuse(name, value, "a dict from token id to a number")
     if len(value) > limits.MAX_TOKEN_IDS:
-        raise refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
-    token_id = integer(0, INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
-    bias = real(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
+        raise _refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
+    token_id = _int(0, INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
+    bias = _float(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
     return {token_id(name, key): bias(name, added) for key, added in value.items()}
 
 
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a copy of a mapping with at most MAX_EXTRA_ARGS string keys; None if it is empty. Raises RequestError for
-    other values.
-    """
+    """Return a copy of a mapping with at most MAX_EXTRA_ARGS string keys; None if it is empty."""
     if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
-        raise refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
+        raise _refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
     return dict(value) or None
 
 
-def _output_kind(name: str, value: Any) -> RequestOutputKind:
-    """Return a RequestOutputKind unchanged. Raises RequestError for other types."""
-    if not isinstance(value, RequestOutputKind):
-        raise refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
-    return value
-
-
+_flag = _of(bool, "True or False")
 _BUDGET = "an int >= 0, or None or -1 for no limit"
 _SEED = "None or an int of 64 bits (-1 means None)"
 _RULES: dict[str, Rule] = {
     **{name: _number(row) for name, row in ROWS.items()},
     "temperature": _temperature,
-    "n": integer(1, limits.MAX_N, f"an int from 1 to {limits.MAX_N}"),
-    "seed": optional(read_as(integer(-limits.INT64_MAX - 1, limits.INT64_MAX, _SEED), -1, None)),
-    "stop": _texts(limits.MAX_STOP_STRINGS, limits.MAX_STOP_CHARS),
-    "stop_after": optional(stop_after),
+    "n": _int(1, limits.MAX_N, f"an int from 1 to {limits.MAX_N}"),
+    "seed": _optional(_read_as(_int(-limits.INT64_MAX - 1, limits.INT64_MAX, _SEED), -1, None)),
+    "stop": _optional(texts_rule(limits.MAX_STOP_STRINGS, limits.MAX_STOP_CHARS), ()),
+    "stop_after": _optional(stop_after),
     "stop_token_ids": _token_ids,
-    "ignore_eos": flag,
-    "max_tokens": optional(integer(1, INT32_MAX, "an int >= 1, or None for the rest of the context")),
-    "min_tokens": integer(0, INT32_MAX, "an int >= 0"),
-    "logprobs": optional(_num_logprobs),
-    "prompt_logprobs": optional(_num_logprobs),
-    "prompt_logprob_start": optional(integer(0, INT32_MAX, "None or an int >= 0")),
-    "logprob_token_ids": optional(_logprob_token_ids),
-    "prompt_logprob_token_ids": optional(_logprob_token_ids),
-    "return_sampling_mass": flag,
-    "trace_decode_token_ids": optional(_trace),
-    "routed_experts_prompt_start": integer(0, INT32_MAX, "an int >= 0"),
-    "detokenize": flag,
-    "skip_special_tokens": flag,
-    "spaces_between_special_tokens": flag,
-    "include_stop_str_in_output": flag,
-    "output_kind": _output_kind,
-    "logit_bias": optional(_logit_bias),
-    "allowed_token_ids": optional(_allowed_token_ids),
-    "bad_words": _texts(limits.MAX_BAD_WORDS, limits.MAX_BAD_WORDS_CHARS),
-    "structured_outputs": optional(structured_outputs),
-    "thinking_token_budget": optional(read_as(integer(-1, INT32_MAX, _BUDGET), -1, None)),
-    "thinking_words": optional(thinking_words),
-    "extra_args": optional(_extra_args),
-    "return_hidden_states": flag,
-    "capture": optional(read_captured),
-    "steer": optional(read_steer),
-    "stream_interval": optional(integer(1, INT32_MAX, "None or an int >= 1")),
-    "flat_logprobs": flag,
-    "skip_reading_prefix_cache": optional(flag),
-    "repetition_detection": optional(read_repetition_detection),
+    "ignore_eos": _flag,
+    "max_tokens": _optional(_int(1, INT32_MAX, "an int >= 1, or None for the rest of the context")),
+    "min_tokens": _int(0, INT32_MAX, "an int >= 0"),
+    "logprobs": _optional(_num_logprobs),
+    "prompt_logprobs": _optional(_num_logprobs),
+    "prompt_logprob_start": _optional(_int(0, INT32_MAX, "None or an int >= 0")),
+    "logprob_token_ids": _optional(_logprob_token_ids),
+    "prompt_logprob_token_ids": _optional(_logprob_token_ids),
+    "return_sampling_mass": _flag,
+    "trace_decode_token_ids": _optional(_trace),
+    "routed_experts_prompt_start": _int(0, INT32_MAX, "an int >= 0"),
+    "detokenize": _flag,
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
+    "include_stop_str_in_output": _flag,
+    "output_kind": _of(RequestOutputKind, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"),
+    "logit_bias": _optional(_logit_bias),
+    "allowed_token_ids": _optional(_allowed_token_ids),
+    "bad_words": _optional(texts_rule(limits.MAX_BAD_WORDS, limits.MAX_BAD_WORDS_CHARS), ()),
+    "structured_outputs": _optional(structured_outputs),
+    "thinking_token_budget": _optional(_read_as(_int(-1, INT32_MAX, _BUDGET), -1, None)),
+    "thinking_words": _optional(thinking_words),
+    "extra_args": _optional(_extra_args),
+    "return_hidden_states": _flag,
+    "capture": _optional(read_captured),
+    "steer": _optional(read_steer),
+    "stream_interval": _optional(_int(1, INT32_MAX, "None or an int >= 1")),
+    "flat_logprobs": _flag,
+    "skip_reading_prefix_cache": _optional(_flag),
+    "repetition_detection": _optional(read_repetition_detection),
 }
 
 
@@ -309,36 +322,34 @@ class SamplingParams(SamplingFields):
     def __post_init__(self) -> None:
         if self.is_greedy:
             if self.n > 1:
-                raise refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
+                raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
             for name, row in ROWS.items():
                 if row.feature == TRUNCATION:
                     setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         given, most = self.prompt_logprob_token_ids or (), MAX_LOGPROB_TOKEN_IDS - len(self.logprob_token_ids or ())
         if len(given) > most:
-            raise refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
+            raise _refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
         if self.prompt_logprob_start is not None and self.num_prompt_logprobs is None:
-            raise refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
+            raise _refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
         if (trace := self.trace_decode_token_ids) is not None:
             if self.n > 1:
-                raise refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
+                raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
             if self.min_tokens > len(trace):
-                raise refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
+                raise _refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
         if self.thinking_token_budget is not None and self.thinking_words is None:
             allowed = "None without thinking_words, such as {'reasoning_end': '</think>'}"
-            raise refuse("thinking_token_budget", self.thinking_token_budget, allowed)
+            raise _refuse("thinking_token_budget", self.thinking_token_budget, allowed)
         if self.skip_reading_prefix_cache is False and self.num_prompt_logprobs is not None:
             allowed = "None or True with prompt_logprobs (prompt_logprob_start names the tokens that need none)"
-            raise refuse("skip_reading_prefix_cache", False, allowed)
+            raise _refuse("skip_reading_prefix_cache", False, allowed)
         if self.stop and not self.detokenize:
-            raise refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
+            raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field to the checked and normalised value.
-
-        Raises RequestError for an invalid value or an unsupported field, AttributeError, which names a similar field,
-        for an unknown one.
+        """Set a field to the checked and normalised value. Raises RequestError for an invalid value or an unsupported
+        field, AttributeError, which names a similar field, for an unknown one.
         """
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _RULES, 1)
@@ -385,12 +396,10 @@ class SamplingParams(SamplingFields):
         processors: Sequence[type[LogitsProcessor]] = (),
         encode: Callable[[str], Sequence[int]] = lambda text: (),
     ) -> TokenParams:
-        """Return the parameters that the engine needs for a step.
-
-        bad_words: token ids of that field. json_switches: names of fields for StructuredOutputsParams.switched_on.
-        processors: the engine's logits processors. encode: returns the token ids of a text around reasoning, () if the
-        model cannot write it. Raises RequestError for extra_args that the processors do not have, and for a
-        thinking_token_budget that would have no effect.
+        """Return the parameters that the engine needs for a step. bad_words: token ids of that field. json_switches:
+        names of fields for StructuredOutputsParams.switched_on. processors: the engine's logits processors. encode:
+        returns the token ids of a text around reasoning, () if the model cannot write it. Raises RequestError for
+        extra_args that the processors do not have, and for a thinking_token_budget that would have no effect.
         """
         more: dict[str, Any] = {}
         if self.extra_args or processors:
@@ -450,10 +459,9 @@ class SamplingParams(SamplingFields):
     def verify_against(
         self, vocab_size: int, max_logprobs: int, max_model_len: int, has_tokenizer: bool, num_prompt_tokens: int = 1
     ) -> None:
-        """Raise RequestError for valid values that this engine does not support.
-
-        max_logprobs: limit of entries per token, -1 for none. num_prompt_tokens: length of the prompt, if known.
-        max_tokens may exceed what the prompt leaves of max_model_len: the output then ends with "length".
+        """Raise RequestError for valid values that this engine does not support. max_logprobs: limit of entries per
+        token, -1 for none. num_prompt_tokens: length of the prompt, if known. max_tokens may exceed what the prompt
+        leaves of max_model_len: the output then ends with "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
@@ -462,31 +470,31 @@ class SamplingParams(SamplingFields):
                 served = vocab_size <= MAX_LOGPROBS
                 way = "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
                 whole = f"-1, the whole vocabulary of {vocab_size} tokens, {way}"
-                raise refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
+                raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
-                raise refuse(name, asked, f"at most max_logprobs ({most})")
+                raise _refuse(name, asked, f"at most max_logprobs ({most})")
         for name in _ID_FIELDS:
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]
-                raise refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
+                raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
         no_text = {"stop": "empty", "bad_words": "empty", "structured_outputs": "None", "thinking_words": "None"}
         for name, empty in no_text.items():
             if getattr(self, name) and not has_tokenizer:
-                raise refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
+                raise _refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
         if (self.max_tokens or 0) > max_model_len:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
-            raise refuse("max_tokens", self.max_tokens, allowed)
+            raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
         for name in ("prompt_logprob_start", "routed_experts_prompt_start"):
             if (start := getattr(self, name)) and start >= num_prompt_tokens:
-                raise refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
+                raise _refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
         if (trace := self.trace_decode_token_ids) and len(trace) > room:
             allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
-            raise refuse("trace_decode_token_ids", trace, allowed)
+            raise _refuse("trace_decode_token_ids", trace, allowed)
         if self.min_tokens > room:
             allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
-            raise refuse("min_tokens", self.min_tokens, allowed)
+            raise _refuse("min_tokens", self.min_tokens, allowed)
 
 
 _FIELDS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}

@@ -1,10 +1,15 @@
-"""Search for stop strings in text that arrives in pieces of any size.
+"""Search for stop strings in text that arrives in pieces of any size, and the rule of fields that hold strings.
 
 Each stop string has a Knuth-Morris-Pratt automaton, so that results do not depend on where pieces are cut. The automata
 also determine how much of the text may be the beginning of a stop string.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxengine.scheduler.base.errors import RequestError, show_value
 
 
 class _Automaton:
@@ -87,3 +92,22 @@ class StopStrings:
         """Return and clear the held text, at the end of the input."""
         held, self._held = self._held, ""
         return held
+
+
+def texts_rule(at_most: int, max_chars: int) -> Callable[[str, Any], tuple[str, ...]]:
+    """Return a rule that accepts a string or a list of at most `at_most` non-empty strings with at most `max_chars`
+    characters in total, and returns a tuple.
+    """
+
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else value
+        whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
+        if not whole or not all(isinstance(text, str) and text for text in texts):
+            allowed = f"a string or a list of at most {at_most} strings, none of them empty"
+            raise RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+        if sum(map(len, texts)) > max_chars:
+            allowed = f"at most {max_chars} characters altogether"
+            raise RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+        return tuple(texts)
+
+    return check
