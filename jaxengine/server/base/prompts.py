@@ -70,7 +70,7 @@ def check_detokenize(param: str, token_ids: list[int], inputs: InputProcessor) -
     """
     tokenizer = inputs.require_tokenizer()
     if len(token_ids) > MAX_DETOKENIZE:
-        raise RequestError(f"{param} holds {len(token_ids)} ids; allowed are {MAX_DETOKENIZE}", param=param)
+        raise RequestError(f"{param} holds {len(token_ids)} ids; allowed: {MAX_DETOKENIZE}", param=param)
     check_token_ids(param, token_ids, max(inputs.model_config.vocab_size, tokenizer.vocab_size))
 
 

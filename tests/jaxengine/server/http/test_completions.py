@@ -290,7 +290,7 @@ async def test_tokens_and_back(app, chat_engine, monkeypatch):
     padded = dataclasses.replace(chat_engine.inputs.model_config, vocab_size=49280)
     monkeypatch.setattr(chat_engine.inputs, "model_config", padded)
     assert (await post(app, "/detokenize", tokens=[49279])).json == {"prompt": ""}  # it may be sampled
-    assert "allowed are 0 to 49279" in (await post(app, "/detokenize", tokens=[49280])).error["message"]
+    assert "allowed: 0 to 49279" in (await post(app, "/detokenize", tokens=[49280])).error["message"]
 
 
 async def test_a_client_may_learn_of_the_tokenizer_where_that_is_wanted(app, chat_engine):

@@ -86,7 +86,7 @@ def test_views_of_a_storage():
         (archive(b"}Nq\0" + b"h\0h\0\x86q\0" * 64 + b"Ns."), "sets items of what is no dict of names"),  # 2^64 hashes
         (archive(b"}N" + b"\x85" * 60_000 + b"Ns."), "sets items of what is no dict of names"),
         (archive(b"N\x87."), "takes more values than it makes"),
-        (archive(b"NN(RNNt."), "calls what is no tensor"),
+        (archive(b"NN(RNNt."), "calls something that makes no tensor"),
         (archive(b"NN(bbt."), "takes more values than it makes"),
         (archive(b"\x80\x02" + b"K\x01" * 70_000 + b"."), "has an instruction that no tensor needs|damaged"),
         (archive(tensor(offset=1)), "reads past the end of storage 0"),
