@@ -141,10 +141,11 @@ class LLMEngine(VllmMethods):
         reset_connector is true, because files of kv_offloading_path are not deleted.
         """
         done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
-        while self.core.engine.scheduler.paused and self.core.has_unfinished:
-            self._outputs += self.core.step()
-            self._errors += [error for _, error in self.core.pop_rejected()]
-        self.core.rest()
+        if reset_running_requests:  # what is in flight lands first
+            while self.core.engine.scheduler.paused and self.core.has_unfinished:
+                self._outputs += self.core.step()
+                self._errors += [error for _, error in self.core.pop_rejected()]
+            self.core.rest()
         return done
 
     def shutdown(self) -> None:

@@ -229,9 +229,10 @@ class WeightMethods(ABC):
         """
         with self._lock:
             done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
-            while self.core.engine.scheduler.paused and self.core.has_unfinished:
-                self._step()
-            self.core.rest()
+            if reset_running_requests:  # what is in flight lands first
+                while self.core.engine.scheduler.paused and self.core.has_unfinished:
+                    self._step()
+                self.core.rest()
             return done
 
     def is_sleeping(self) -> bool:

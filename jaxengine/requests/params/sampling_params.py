@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.params import param_limits as limits
 from jaxengine.requests.params.activations import Steer, captured_fields, read_captured, read_steer
-from jaxengine.requests.params.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind
+from jaxengine.requests.params.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind, refuse
 from jaxengine.requests.params.repetition import RepetitionDetectionParams, read_repetition_detection
 from jaxengine.requests.params.stop_after import StopAfter, stop_after
 from jaxengine.requests.params.stop_strings import texts_rule
@@ -46,11 +46,6 @@ _ID_FIELDS = (
 Rule = Callable[[str, Any], Any]
 
 
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, that the field `name` must be `allowed`."""
-    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
-
-
 def _int(low: int, high: int, allowed: str) -> Rule:
     """Return a rule that accepts integers, but no bool, from `low` to `high`, and returns an int. allowed: description
     for the error; a value above `high` is reported as "at most" instead.
@@ -59,7 +54,7 @@ def _int(low: int, high: int, allowed: str) -> Rule:
     def check(name: str, value: Any) -> int:
         whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not integers here
         if not whole or not low <= int(value) <= high:
-            raise _refuse(name, value, f"at most {high}" if whole and int(value) > high else allowed)
+            raise refuse(name, value, f"at most {high}" if whole and int(value) > high else allowed)
         return int(value)
 
     return check
@@ -74,7 +69,7 @@ def _float(low: float, high: float, allowed: str) -> Rule:
         # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
         inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
         if not inside:
-            raise _refuse(name, value, allowed)
+            raise refuse(name, value, allowed)
         return float(value)
 
     return check
@@ -85,7 +80,7 @@ def _of(kind: type, allowed: str) -> Rule:
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise _refuse(name, value, allowed)
+            raise refuse(name, value, allowed)
         return value
 
     return check
@@ -120,14 +115,18 @@ def _temperature(name: str, value: Any) -> float:
 
 def _num_logprobs(name: str, value: Any) -> int:
     """Return a number of logprobs: an int from -1, 1 for True."""
-    return 1 if value is True else _int(-1, INT32_MAX, "None, an int >= 0, -1 (all) or True (1)")(name, value)
+    return (
+        1
+        if value is True
+        else _int(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
+    )
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
     """Return at most `most` token ids, from 0 to 2**31 - 1, as a tuple without repeats; () for None."""
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
-        raise _refuse(name, value, f"a list of at most {most} token ids")
+        raise refuse(name, value, f"a list of at most {most} token ids")
     # Checking a million ids one by one would take a second.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32_MAX:
         return tuple(dict.fromkeys(ids))
@@ -138,7 +137,7 @@ def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Return token ids as a tuple without repeats."""
     if not (ids := _token_ids(name, value)):
-        raise _refuse(name, value, "None or a list with at least one token id")
+        raise refuse(name, value, "None or a list with at least one token id")
     return ids
 
 
@@ -151,7 +150,7 @@ def _trace(name: str, value: Any) -> tuple[int, ...]:
     """Return a list, tuple, range or array of 1 to MAX_TOKEN_IDS token ids as a tuple with repeats."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
-        raise _refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
+        raise refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
     _token_ids(name, ids)
     return tuple(map(int, ids))
 
@@ -161,9 +160,9 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     values.
     """
     if not isinstance(value, Mapping):
-        raise _refuse(name, value, "a dict from token id to a number")
+        raise refuse(name, value, "a dict from token id to a number")
     if len(value) > limits.MAX_TOKEN_IDS:
-        raise _refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
+        raise refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
     token_id = _int(0, INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
     bias = _float(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
     return {token_id(name, key): bias(name, added) for key, added in value.items()}
@@ -172,7 +171,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     """Return a copy of a mapping with at most MAX_EXTRA_ARGS string keys; None if it is empty."""
     if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
-        raise _refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
+        raise refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
     return dict(value) or None
 
 
@@ -322,30 +321,30 @@ class SamplingParams(SamplingFields):
     def __post_init__(self) -> None:
         if self.is_greedy:
             if self.n > 1:
-                raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
+                raise refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
             for name, row in ROWS.items():
                 if row.feature == TRUNCATION:
                     setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         given, most = self.prompt_logprob_token_ids or (), MAX_LOGPROB_TOKEN_IDS - len(self.logprob_token_ids or ())
         if len(given) > most:
-            raise _refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
+            raise refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
         if self.prompt_logprob_start is not None and self.num_prompt_logprobs is None:
-            raise _refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
+            raise refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
         if (trace := self.trace_decode_token_ids) is not None:
             if self.n > 1:
-                raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
+                raise refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
             if self.min_tokens > len(trace):
-                raise _refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
+                raise refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
         if self.thinking_token_budget is not None and self.thinking_words is None:
             allowed = "None without thinking_words, such as {'reasoning_end': '</think>'}"
-            raise _refuse("thinking_token_budget", self.thinking_token_budget, allowed)
+            raise refuse("thinking_token_budget", self.thinking_token_budget, allowed)
         if self.skip_reading_prefix_cache is False and self.num_prompt_logprobs is not None:
             allowed = "None or True with prompt_logprobs (prompt_logprob_start names the tokens that need none)"
-            raise _refuse("skip_reading_prefix_cache", False, allowed)
+            raise refuse("skip_reading_prefix_cache", False, allowed)
         if self.stop and not self.detokenize:
-            raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
+            raise refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field to the checked and normalised value. Raises RequestError for an invalid value or an unsupported
@@ -470,31 +469,31 @@ class SamplingParams(SamplingFields):
                 served = vocab_size <= MAX_LOGPROBS
                 way = "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
                 whole = f"-1, the whole vocabulary of {vocab_size} tokens, {way}"
-                raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
+                raise refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
-                raise _refuse(name, asked, f"at most max_logprobs ({most})")
+                raise refuse(name, asked, f"at most max_logprobs ({most})")
         for name in _ID_FIELDS:
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]
-                raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
+                raise refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
         no_text = {"stop": "empty", "bad_words": "empty", "structured_outputs": "None", "thinking_words": "None"}
         for name, empty in no_text.items():
             if getattr(self, name) and not has_tokenizer:
-                raise _refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
+                raise refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
         if (self.max_tokens or 0) > max_model_len:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
-            raise _refuse("max_tokens", self.max_tokens, allowed)
+            raise refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
         for name in ("prompt_logprob_start", "routed_experts_prompt_start"):
             if (start := getattr(self, name)) and start >= num_prompt_tokens:
-                raise _refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
+                raise refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
         if (trace := self.trace_decode_token_ids) and len(trace) > room:
             allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
-            raise _refuse("trace_decode_token_ids", trace, allowed)
+            raise refuse("trace_decode_token_ids", trace, allowed)
         if self.min_tokens > room:
             allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
-            raise _refuse("min_tokens", self.min_tokens, allowed)
+            raise refuse("min_tokens", self.min_tokens, allowed)
 
 
 _FIELDS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}

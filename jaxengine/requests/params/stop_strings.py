@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.requests.params.param_limits import refuse
 
 
 class _Automaton:
@@ -103,11 +103,9 @@ def texts_rule(at_most: int, max_chars: int) -> Callable[[str, Any], tuple[str, 
         texts = (value,) if isinstance(value, str) else value
         whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
         if not whole or not all(isinstance(text, str) and text for text in texts):
-            allowed = f"a string or a list of at most {at_most} strings, none of them empty"
-            raise RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+            raise refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
         if sum(map(len, texts)) > max_chars:
-            allowed = f"at most {max_chars} characters altogether"
-            raise RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+            raise refuse(name, value, f"at most {max_chars} characters altogether")
         return tuple(texts)
 
     return check
