@@ -25,7 +25,7 @@ from jaxengine.scheduler.pages.snapshots import Hits
 
 
 class Offer(NamedTuple):
-    """What a replica would do with a waiting request if it were admitted now.
+    """Treatment that a waiting request would get from a replica if it were admitted now.
 
     Attributes:
       known: i32 [n], the request's known tokens.

@@ -50,7 +50,7 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """What a grammar determines about the tokens that its request has not sampled yet.
+    """Mask and grammar tokens that a grammar determines for the tokens that its request has not sampled yet.
 
     Attributes:
       forced: the next tokens, each the only one allowed at its position.

@@ -16,7 +16,7 @@ QUERY, DOCUMENT = "query", "document"
 
 
 class TokenTask(NamedTuple):
-    """How a task makes answers of the model's rows of a prompt's tokens.
+    """Way in which a task makes answers of the model's rows of a prompt's tokens.
 
     Attributes:
       columns: (first, end) of the columns of the model's rows that belong to the task; the end is excluded.

@@ -24,7 +24,7 @@ _NO_PAGES = np.empty(0, np.int32)
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """How far the experts of one request have been returned.
+    """Progress of returning the experts of one request.
 
     Attributes:
       num_found: number of leading tokens whose experts have been returned, or that the request does not ask for.

@@ -34,7 +34,7 @@ _PARTS = {"facts": object, "options": object, "model": str, "sources": str, "pro
 
 
 class About(NamedTuple):
-    """What programs are compiled for: versions, devices, options and model."""
+    """Description of what programs are compiled for: versions, devices, options and model."""
 
     facts: Mapping[str, Any]  # versions, devices and flags as JSON values by name, of jaxengine.runner.start.bundles
     options: Mapping[str, Any]  # of the engine, as JSON values

@@ -21,7 +21,7 @@ NUM_CUTS, NUM_CUTS_THOROUGH = 150, 10_000
 
 
 def parser_of(name: str) -> tuple[object, ...]:
-    """What tells the parser of one format from that of another: its class and its words."""
+    """Return the class and the words of a format's parser, by which it differs from others."""
     parser = TOOL_PARSERS[name].parser
     return (parser.func, *sorted(parser.keywords.items())) if isinstance(parser, partial) else (parser,)
 
