@@ -90,11 +90,8 @@ class Pauses(LoopExtension):
         """Carry out a pending `recompute` if no step is in flight; return whether that was done now."""
         if _RECOMPUTE not in self._pauses or not self.is_still:
             return False
-        scheduler = self.loop.scheduler
-        scheduler.preempt_all()
-        scheduler.reset_prefix_cache()
-        for extension in scheduler.extensions:
-            extension.reset_cache()
+        self.loop.scheduler.preempt_all()
+        self.loop.scheduler.reset_prefix_cache()
         self.release(_RECOMPUTE)
         return True
 
