@@ -38,7 +38,7 @@ class AskedTranscript(Transcript):
             problem = f"response_format is {shown}; this model gives no times; allowed: json and text"
             raise RequestError(problem, param="response_format")
         if self.body.language not in (None, *processor.languages):
-            allowed = ", ".join(sorted(processor.languages)) or "none, as this model is told no language"
+            allowed = ", ".join(sorted(processor.languages)) or "none, as this model takes no language"
             problem = f"language is {show_value(self.body.language)}; allowed: {allowed}"
             raise RequestError(problem, param="language", value=self.body.language)
         messages = processor.transcription(self.body.language, (self.body.prompt or "").strip())

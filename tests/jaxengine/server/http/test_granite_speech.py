@@ -51,7 +51,7 @@ def test_transcripts_and_the_adapter_of_sounds(engine):
         pieces = [each async for each in await transcribe(stream=True) if each.type == "transcript.text.delta"]
         assert "".join(each.delta for each in pieces) == text_of("asked") and len(pieces) > 1
         for options, message in (
-            ({"language": "en"}, "language is 'en'; allowed: none, as this model is told no language"),
+            ({"language": "en"}, "language is 'en'; allowed: none, as this model takes no language"),
             ({"prompt": "Ann."}, "prompt: this model's request for a transcript has no context"),
             ({"response_format": "srt"}, "this model gives no times"),
         ):
