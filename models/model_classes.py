@@ -1,280 +1,211 @@
-"""The class of each architecture: one row for each. Importing this module imports all families."""
+"""The class of each architecture: one row for each. A family is imported when its class is first looked up: a start
+imports its own model's family and none of the others.
+"""
 
 from __future__ import annotations
 
-from jaxengine.models.causal_lm import CausalLM
-from jaxengine.models.families.albert import AlbertModel
-from jaxengine.models.families.apertus import ApertusForCausalLM
-from jaxengine.models.families.axk2 import AXK2ForCausalLM
-from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM
-from jaxengine.models.families.bert import BertModel
-from jaxengine.models.families.cohere import CohereForCausalLM
-from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
-from jaxengine.models.families.cohere_vision import (
-    AyaVisionForConditionalGeneration,
-    Cohere2VisionForConditionalGeneration,
-)
-from jaxengine.models.families.deberta_v2 import DebertaV2Model
-from jaxengine.models.families.declared import declared_class
-from jaxengine.models.families.declared_alibi import ALIBI_ROWS
-from jaxengine.models.families.declared_dense import DENSE_ROWS
-from jaxengine.models.families.declared_experts import EXPERT_ROWS
-from jaxengine.models.families.declared_hub import HUB_ROWS
-from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
-from jaxengine.models.families.declared_rows import ROWS_BY_NAME
-from jaxengine.models.families.declared_states import STATE_ROWS
-from jaxengine.models.families.deepseek_ocr2 import DeepseekOcr2ForConditionalGeneration
-from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
-from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
-from jaxengine.models.families.deepseek_v4 import DeepseekV4ForCausalLM
-from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
-from jaxengine.models.families.distilbert import DistilBertModel
-from jaxengine.models.families.dots1 import Dots1ForCausalLM
-from jaxengine.models.families.dots_ocr import DotsOCRForCausalLM
-from jaxengine.models.families.electra import ElectraModel
-from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
-from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
-from jaxengine.models.families.exaone4 import Exaone4_5_ForConditionalGeneration, Exaone4ForCausalLM
-from jaxengine.models.families.falcon_h1 import FalconH1ForCausalLM
-from jaxengine.models.families.gemma import GemmaForCausalLM
-from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
-from jaxengine.models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
-from jaxengine.models.families.gemma3n import Gemma3nForCausalLM, Gemma3nForConditionalGeneration
-from jaxengine.models.families.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
-from jaxengine.models.families.gemma4_unified import (
-    Gemma4UnifiedForCausalLM,
-    Gemma4UnifiedForConditionalGeneration,
-)
-from jaxengine.models.families.glm import GlmForCausalLM
-from jaxengine.models.families.glm4 import Glm4ForCausalLM
-from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
-from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
-from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration, Glm4vMoeForConditionalGeneration
-from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
-from jaxengine.models.families.glm_ocr import GlmOcrForConditionalGeneration
-from jaxengine.models.families.got_ocr2 import GotOcr2ForConditionalGeneration
-from jaxengine.models.families.gpt_oss import GptOssForCausalLM
-from jaxengine.models.families.granite import GraniteForCausalLM
-from jaxengine.models.families.granite_moe import (
-    GraniteMoeForCausalLM,
-    GraniteMoeSharedForCausalLM,
-    GraniteMoeSWAForCausalLM,
-)
-from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from jaxengine.models.families.granite_speech import GraniteSpeechForConditionalGeneration
-from jaxengine.models.families.gte import GteModel
-from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
-from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
-from jaxengine.models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
-from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
-from jaxengine.models.families.internvl import InternVLForConditionalGeneration
-from jaxengine.models.families.jina_bert import JinaBertModel
-from jaxengine.models.families.jina_embeddings_v3 import JinaEmbeddingsV3Model
-from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
-from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
-from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
-from jaxengine.models.families.lara_mini import LaraMiniForCausalLM
-from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
-from jaxengine.models.families.lfm2_vl import Lfm2VlForConditionalGeneration
-from jaxengine.models.families.lighton_ocr import LightOnOcrForConditionalGeneration
-from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
-from jaxengine.models.families.llava import (
-    LlavaForConditionalGeneration,
-    LlavaNextForConditionalGeneration,
-    LlavaOnevisionForConditionalGeneration,
-)
-from jaxengine.models.families.longcat_flash import LongcatFlashForCausalLM
-from jaxengine.models.families.minicpm import MiniCPMForCausalLM
-from jaxengine.models.families.minicpm3 import MiniCPM3ForCausalLM
-from jaxengine.models.families.minicpmv import (
-    MiniCPMOcrForConditionalGeneration,
-    MiniCPMV4_6ForConditionalGeneration,
-    MiniCPMV4_7ForConditionalGeneration,
-)
-from jaxengine.models.families.minimax_m2 import MiniMaxM2ForCausalLM
-from jaxengine.models.families.ministral3 import (
-    Ministral3ForCausalLM,
-    Mistral3ForConditionalGeneration,
-    Mistral4ForConditionalGeneration,
-)
-from jaxengine.models.families.mistral import MistralForCausalLM
-from jaxengine.models.families.mixtral import MixtralForCausalLM
-from jaxengine.models.families.modernbert import ModernBertModel
-from jaxengine.models.families.mpnet import MPNetModel
-from jaxengine.models.families.nemotron import NemotronForCausalLM
-from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
-from jaxengine.models.families.nomic_bert import NomicBertModel
-from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
-from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
-from jaxengine.models.families.olmo_hybrid import OlmoHybridForCausalLM
-from jaxengine.models.families.olmoe import OlmoeForCausalLM
-from jaxengine.models.families.paddleocr_vl import PaddleOCRVLForConditionalGeneration
-from jaxengine.models.families.paligemma import (
-    PaliGemma2ForConditionalGeneration,
-    PaliGemmaForConditionalGeneration,
-)
-from jaxengine.models.families.phi3 import Phi3ForCausalLM
-from jaxengine.models.families.phimoe import PhiMoEForCausalLM
-from jaxengine.models.families.qianfan_ocr import QianfanOCRForConditionalGeneration
-from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
-from jaxengine.models.families.qwen2_audio import (
-    Qwen2AudioForConditionalGeneration,
-    VoxtralForConditionalGeneration,
-)
-from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM
-from jaxengine.models.families.qwen2_vl import Qwen2_5_VLForConditionalGeneration, Qwen2VLForConditionalGeneration
-from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
-from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
-from jaxengine.models.families.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration
-from jaxengine.models.families.qwen3_asr import Qwen3ASRForConditionalGeneration
-from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM
-from jaxengine.models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
-from jaxengine.models.families.qwen_omni import (
-    Qwen2_5OmniThinkerForConditionalGeneration,
-    Qwen3OmniMoeThinkerForConditionalGeneration,
-)
-from jaxengine.models.families.roberta import RobertaModel, XLMRobertaModel
-from jaxengine.models.families.seed_oss import SeedOssForCausalLM
-from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
-from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
-from jaxengine.models.families.t5 import T5EncoderModel, UMT5EncoderModel
-from jaxengine.models.families.whisper import WhisperForConditionalGeneration
-from jaxengine.models.layers.encoder import Encoder
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
 
-_ROWS = (ROWS_BY_NAME, DENSE_ROWS, EXPERT_ROWS, MIXTURE_ROWS, HUB_ROWS, STATE_ROWS, ALIBI_ROWS)
+from jaxengine.models.causal_lm import CausalLM
+
+if TYPE_CHECKING:
+    from jaxengine.models.layers.encoder import Encoder
+
+_Model = TypeVar("_Model")
+
+
+class ClassTable(MutableMapping[str, type[_Model]]):
+    """Classes by name, imported at the first look-up of each; iterating over values imports them one by one, in order.
+
+    modules: class name -> module in jaxengine.models.families, or "module:class" where the class has another name.
+    further: returns classes of further names; called when a name is not in `modules`, or all are asked for.
+    """
+
+    def __init__(self, modules: Mapping[str, str], further: Callable[[], Mapping[str, type[_Model]]] = dict):
+        self._rows: dict[str, type[_Model] | str] = dict(modules)
+        self._further = further
+
+    def __getitem__(self, name: str) -> type[_Model]:
+        if name not in self:
+            raise KeyError(name)
+        if isinstance(row := self._rows[name], str):
+            module, _, attribute = row.partition(":")
+            row = self._rows[name] = getattr(import_module(f"jaxengine.models.families.{module}"), attribute or name)
+        return row
+
+    def __setitem__(self, name: str, model: type[_Model]) -> None:
+        self._rows[name] = model
+
+    def __delitem__(self, name: str) -> None:
+        del self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows or name in self._all()
+
+    def __iter__(self) -> Iterator[str]:
+        listed = dict.fromkeys(self._rows)
+        yield from listed
+        yield from [name for name in self._all() if name not in listed]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, type[_Model] | str]:
+        """Return all rows, with those of `further`."""
+        further, self._further = self._further, dict
+        self._rows |= {name: model for name, model in further().items() if name not in self._rows}
+        return self._rows
+
+
+def _declared() -> dict[str, type[CausalLM]]:
+    """Return the classes of families that are rows of jaxengine.models.families.declared."""
+    from jaxengine.models.families.declared import declared_class
+    from jaxengine.models.families.declared_alibi import ALIBI_ROWS
+    from jaxengine.models.families.declared_dense import DENSE_ROWS
+    from jaxengine.models.families.declared_experts import EXPERT_ROWS
+    from jaxengine.models.families.declared_hub import HUB_ROWS
+    from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
+    from jaxengine.models.families.declared_rows import ROWS_BY_NAME
+    from jaxengine.models.families.declared_states import STATE_ROWS
+
+    tables = (ROWS_BY_NAME, DENSE_ROWS, EXPERT_ROWS, MIXTURE_ROWS, HUB_ROWS, STATE_ROWS, ALIBI_ROWS)
+    return {name: declared_class(name, row) for rows in tables for name, row in rows.items()}
+
+
 # Keys are the class names that config.json lists under "architectures".
-MODELS: dict[str, type[CausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "GemmaForCausalLM": GemmaForCausalLM,
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
-    "GraniteForCausalLM": GraniteForCausalLM,
-    "SeedOssForCausalLM": SeedOssForCausalLM,
-    "InternLM3ForCausalLM": InternLM3ForCausalLM,
-    "MiniCPMForCausalLM": MiniCPMForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
-    "Gemma3nForCausalLM": Gemma3nForCausalLM,
-    "Gemma3nForConditionalGeneration": Gemma3nForConditionalGeneration,
-    "Gemma4ForCausalLM": Gemma4ForCausalLM,
-    "Gemma4ForConditionalGeneration": Gemma4ForConditionalGeneration,
-    "Gemma4UnifiedForCausalLM": Gemma4UnifiedForCausalLM,
-    "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedForConditionalGeneration,
-    "Olmo2ForCausalLM": Olmo2ForCausalLM,
-    "Olmo3ForCausalLM": Olmo3ForCausalLM,
-    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
-    "CohereForCausalLM": CohereForCausalLM,
-    "Cohere2ForCausalLM": Cohere2ForCausalLM,
-    "Exaone4ForCausalLM": Exaone4ForCausalLM,
-    "Exaone4_5_ForConditionalGeneration": Exaone4_5_ForConditionalGeneration,
-    "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
-    "WhisperForConditionalGeneration": WhisperForConditionalGeneration,
-    "Qwen2AudioForConditionalGeneration": Qwen2AudioForConditionalGeneration,
-    "VoxtralForConditionalGeneration": VoxtralForConditionalGeneration,
-    "Qwen3ASRForConditionalGeneration": Qwen3ASRForConditionalGeneration,
-    "GraniteSpeechForConditionalGeneration": GraniteSpeechForConditionalGeneration,
-    "Qwen2_5OmniThinkerForConditionalGeneration": Qwen2_5OmniThinkerForConditionalGeneration,
-    "Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForConditionalGeneration,
-    "NemotronForCausalLM": NemotronForCausalLM,
-    "ApertusForCausalLM": ApertusForCausalLM,
-    "GptOssForCausalLM": GptOssForCausalLM,
-    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
-    "Dots1ForCausalLM": Dots1ForCausalLM,
-    "OlmoeForCausalLM": OlmoeForCausalLM,
-    "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
-    "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
-    "HunYuanMoEV1ForCausalLM": HunYuanMoEV1ForCausalLM,
-    "Llama4ForCausalLM": Llama4ForCausalLM,
-    "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
-    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
-    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
-    "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
-    "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
-    "AXK2ForCausalLM": AXK2ForCausalLM,
-    "DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
-    "LongcatFlashForCausalLM": LongcatFlashForCausalLM,
-    "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
-    "MiniCPM3ForCausalLM": MiniCPM3ForCausalLM,
-    "GlmForCausalLM": GlmForCausalLM,
-    "Glm4ForCausalLM": Glm4ForCausalLM,
-    "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
-    "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
-    "Ministral3ForCausalLM": Ministral3ForCausalLM,
-    "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
-    "Mistral4ForConditionalGeneration": Mistral4ForConditionalGeneration,
-    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
-    "LaraMiniForCausalLM": LaraMiniForCausalLM,
-    "Lfm2ForCausalLM": Lfm2ForCausalLM,
-    "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
-    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
-    "FalconH1ForCausalLM": FalconH1ForCausalLM,
-    "NemotronHForCausalLM": NemotronHForCausalLM,
-    "KimiLinearForCausalLM": KimiLinearForCausalLM,
-    "BailingHybridForCausalLM": BailingHybridForCausalLM,
-    "OlmoHybridForCausalLM": OlmoHybridForCausalLM,
-    "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
-    "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
-    "GraniteMoeSWAForCausalLM": GraniteMoeSWAForCausalLM,
-    "PhiMoEForCausalLM": PhiMoEForCausalLM,
-    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
-    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
-    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
-    "LlavaForConditionalGeneration": LlavaForConditionalGeneration,
-    "Qwen2VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
-    "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLForConditionalGeneration,
-    "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
-    "LlavaNextForConditionalGeneration": LlavaNextForConditionalGeneration,
-    "LlavaOnevisionForConditionalGeneration": LlavaOnevisionForConditionalGeneration,
-    "PaliGemmaForConditionalGeneration": PaliGemmaForConditionalGeneration,
-    "PaliGemma2ForConditionalGeneration": PaliGemma2ForConditionalGeneration,
-    "AyaVisionForConditionalGeneration": AyaVisionForConditionalGeneration,
-    "Cohere2VisionForConditionalGeneration": Cohere2VisionForConditionalGeneration,
-    "InternVLForConditionalGeneration": InternVLForConditionalGeneration,
-    "Idefics3ForConditionalGeneration": Idefics3ForConditionalGeneration,
-    "SmolVLMForConditionalGeneration": SmolVLMForConditionalGeneration,
-    "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeForConditionalGeneration,
-    "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
-    "Glm4vMoeForConditionalGeneration": Glm4vMoeForConditionalGeneration,
-    "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
-    "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
-    "LightOnOcrForConditionalGeneration": LightOnOcrForConditionalGeneration,
-    "PaddleOCRVLForConditionalGeneration": PaddleOCRVLForConditionalGeneration,
-    "GlmOcrForConditionalGeneration": GlmOcrForConditionalGeneration,
-    "DotsOCRForCausalLM": DotsOCRForCausalLM,
-    "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
-    "QianfanOCRForConditionalGeneration": QianfanOCRForConditionalGeneration,
-    "Lfm2VlForConditionalGeneration": Lfm2VlForConditionalGeneration,
-    "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
-    "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
-    "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,
-    "MiniCPMOcrForConditionalGeneration": MiniCPMOcrForConditionalGeneration,
-    **{name: declared_class(name, row) for rows in _ROWS for name, row in rows.items()},
+_MODULES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "GraniteForCausalLM": "granite",
+    "SeedOssForCausalLM": "seed_oss",
+    "InternLM3ForCausalLM": "internlm3",
+    "MiniCPMForCausalLM": "minicpm",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma3nForCausalLM": "gemma3n",
+    "Gemma3nForConditionalGeneration": "gemma3n",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2",
+    "Exaone4ForCausalLM": "exaone4",
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "WhisperForConditionalGeneration": "whisper",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
+    "VoxtralForConditionalGeneration": "qwen2_audio",
+    "Qwen3ASRForConditionalGeneration": "qwen3_asr",
+    "GraniteSpeechForConditionalGeneration": "granite_speech",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "qwen_omni",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen_omni",
+    "NemotronForCausalLM": "nemotron",
+    "ApertusForCausalLM": "apertus",
+    "GptOssForCausalLM": "gpt_oss",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Dots1ForCausalLM": "dots1",
+    "OlmoeForCausalLM": "olmoe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "AXK2ForCausalLM": "axk2",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
+    "LongcatFlashForCausalLM": "longcat_flash",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    "MiniCPM3ForCausalLM": "minicpm3",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_dense",
+    "Ministral3ForCausalLM": "ministral3",
+    "Mistral3ForConditionalGeneration": "ministral3",
+    "Mistral4ForConditionalGeneration": "ministral3",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "LaraMiniForCausalLM": "lara_mini",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2",
+    "GraniteMoeHybridForCausalLM": "granite_moe_hybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "NemotronHForCausalLM": "nemotron_h",
+    "KimiLinearForCausalLM": "kimi_linear",
+    "BailingHybridForCausalLM": "bailing_hybrid",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
+    "GraniteMoeForCausalLM": "granite_moe",
+    "GraniteMoeSharedForCausalLM": "granite_moe",
+    "GraniteMoeSWAForCausalLM": "granite_moe",
+    "PhiMoEForCausalLM": "phimoe",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "LlavaForConditionalGeneration": "llava",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "LlavaNextForConditionalGeneration": "llava",
+    "LlavaOnevisionForConditionalGeneration": "llava",
+    "PaliGemmaForConditionalGeneration": "paligemma",
+    "PaliGemma2ForConditionalGeneration": "paligemma",
+    "AyaVisionForConditionalGeneration": "cohere_vision",
+    "Cohere2VisionForConditionalGeneration": "cohere_vision",
+    "InternVLForConditionalGeneration": "internvl",
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "SmolVLMForConditionalGeneration": "idefics3",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v",
+    "KimiVLForConditionalGeneration": "kimi_vl",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "LightOnOcrForConditionalGeneration": "lighton_ocr",
+    "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
+    "GlmOcrForConditionalGeneration": "glm_ocr",
+    "DotsOCRForCausalLM": "dots_ocr",
+    "GotOcr2ForConditionalGeneration": "got_ocr2",
+    "QianfanOCRForConditionalGeneration": "qianfan_ocr",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
+    "MiniCPMV4_6ForConditionalGeneration": "minicpmv",
+    "MiniCPMV4_7ForConditionalGeneration": "minicpmv",
+    "MiniCPMOcrForConditionalGeneration": "minicpmv",
 }
+MODELS: ClassTable[CausalLM] = ClassTable(_MODULES, _declared)
 # The classes of architectures that only pool.
-ENCODERS: dict[str, type[Encoder]] = {
-    "BertModel": BertModel,
-    "RobertaModel": RobertaModel,
-    "XLMRobertaModel": XLMRobertaModel,
-    "DistilBertModel": DistilBertModel,
-    "ModernBertModel": ModernBertModel,
-    "NomicBertModel": NomicBertModel,
-    "GteModel": GteModel,
-    "NewModel": GteModel,
-    "JinaBertModel": JinaBertModel,
-    "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
-    "MPNetModel": MPNetModel,
-    "ElectraModel": ElectraModel,
-    "DebertaV2Model": DebertaV2Model,
-    "AlbertModel": AlbertModel,
-    "T5EncoderModel": T5EncoderModel,
-    "UMT5EncoderModel": UMT5EncoderModel,
+_ENCODER_MODULES = {
+    "BertModel": "bert",
+    "RobertaModel": "roberta",
+    "XLMRobertaModel": "roberta",
+    "DistilBertModel": "distilbert",
+    "ModernBertModel": "modernbert",
+    "NomicBertModel": "nomic_bert",
+    "GteModel": "gte",
+    "NewModel": "gte:GteModel",
+    "JinaBertModel": "jina_bert",
+    "JinaEmbeddingsV3Model": "jina_embeddings_v3",
+    "MPNetModel": "mpnet",
+    "ElectraModel": "electra",
+    "DebertaV2Model": "deberta_v2",
+    "AlbertModel": "albert",
+    "T5EncoderModel": "t5",
+    "UMT5EncoderModel": "t5",
 }
+ENCODERS: ClassTable[Encoder] = ClassTable(_ENCODER_MODULES)

@@ -79,20 +79,22 @@ def model_for_hf(architecture: str) -> type[CausalLM]:
     registered, with the name of the nearest one if any is similar.
     """
     family, _ = family_of(architecture)
-    known = {**MODELS, **ENCODERS}
-    if family not in known:
-        raise ModelConfigError(_unsupported(architecture, known))
-    return known[family]
+    model = MODELS.get(family) or ENCODERS.get(family)
+    if model is None:
+        raise ModelConfigError(_unsupported(architecture, [*MODELS, *ENCODERS]))
+    return model
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
     """Return the class that reads files of this general.architecture. Raises ModelConfigError if no class reads it,
     with the name of the nearest one if any is similar.
     """
-    by_name = {model.gguf_architecture: model for model in MODELS.values() if model.gguf_architecture is not None}
-    if architecture not in by_name:
-        raise ModelConfigError(_unsupported(architecture, by_name))
-    return by_name[architecture]
+    # Only as many families are imported as come before the one that reads the file.
+    for model in MODELS.values():
+        if model.gguf_architecture == architecture:
+            return model
+    known = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture is not None}
+    raise ModelConfigError(_unsupported(architecture, sorted(known)))
 
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:

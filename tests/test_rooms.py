@@ -184,7 +184,7 @@ ROOMS = {
     ),
     "media": (
         "models.config models.config.readers scheduler.base jaxengine:base config.inputs media.base "
-        "media.processors media.decoding media.fetching"
+        "media.decoding media.fetching"
     ),
     "parsers.scan": "jaxengine:base",
     "parsers.reasoning": "parsers.scan",

@@ -33,12 +33,12 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
         raise ConfigError("model_class", model_class.__name__, f"a CausalLM; it lacks {', '.join(lacking)}")
     if architecture != model_class.__name__:
         raise ConfigError("architecture", architecture, f"the name of its class, {model_class.__name__!r}")
-    taken = {**MODELS, **ENCODERS}.get(architecture)
+    taken = MODELS.get(architecture) or ENCODERS.get(architecture)
     if taken is not None and not (is_custom(taken) and taken.__module__ == model_class.__module__):
         raise ConfigError("architecture", architecture, f"a name that is free; {taken.__module__} has this one")
     gguf = model_class.gguf_architecture
-    for name, other in MODELS.items():
-        if gguf is not None and gguf == other.gguf_architecture and name != architecture:
+    for name, other in MODELS.items() if gguf is not None else ():
+        if gguf == other.gguf_architecture and name != architecture:
             raise ConfigError("gguf_architecture", gguf, f"None, or a name that is free; {name} reads these files")
     MODELS[architecture] = model_class
 

@@ -1,103 +1,70 @@
-"""Table of processors, one row for each multimodal architecture."""
+"""Table of processors, one row for each multimodal architecture. A processor is imported at its first use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import MediaProcessor
-from jaxengine.media.processors.cohere_vision import AyaVisionProcessor, Cohere2VisionProcessor
-from jaxengine.media.processors.deepseek_ocr2 import DeepseekOcr2Processor
-from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
-from jaxengine.media.processors.gemma3 import Gemma3Processor
-from jaxengine.media.processors.gemma4_sounds import gemma4
-from jaxengine.media.processors.glm4v import Glm4vProcessor, GlmOcrProcessor
-from jaxengine.media.processors.got_ocr2 import GotOcr2Processor
-from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
-from jaxengine.media.processors.idefics3 import Idefics3Processor
-from jaxengine.media.processors.internvl import internvl
-from jaxengine.media.processors.kimi_k25 import KimiK25Processor
-from jaxengine.media.processors.kimi_vl import KimiVLProcessor
-from jaxengine.media.processors.lfm2_vl import Lfm2VlProcessor
-from jaxengine.media.processors.lighton_ocr import LightOnOcrProcessor
-from jaxengine.media.processors.llama4 import Llama4Processor
-from jaxengine.media.processors.llava import LlavaProcessor
-from jaxengine.media.processors.llava_next import LlavaNextProcessor
-from jaxengine.media.processors.llava_onevision import LlavaOnevisionProcessor
-from jaxengine.media.processors.minicpmv import MiniCPMVProcessor
-from jaxengine.media.processors.paddleocr_vl import PaddleOcrVLProcessor
-from jaxengine.media.processors.paligemma import PaliGemmaProcessor
-from jaxengine.media.processors.pixtral import PixtralProcessor
-from jaxengine.media.processors.qianfan_ocr import QianfanOCRProcessor
-from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
-from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
-from jaxengine.media.processors.qwen_omni import qwen2_5_omni, qwen3_omni
-from jaxengine.media.processors.smolvlm import SmolVLMProcessor
-from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3ASRProcessor, VoxtralProcessor
-from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.models.config.model_config import ModelConfig
 
-
-def llava_or_pixtral(
-    folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
-) -> MediaProcessor:
-    """Return the processor of a LLaVA checkpoint: a PixtralProcessor if its vision tower is Pixtral's, which takes
-    images of any aspect ratio, else a LlavaProcessor.
-
-    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
-    ModelFileError and ModelConfigError for missing or invalid files and settings.
-    """
-    kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
-    return kind(folder, config_json, model_config, tokenizer)
-
-
-# Keys are the class names of jaxengine.models.model_classes.MODELS.
-PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]] = {
-    "LlavaForConditionalGeneration": llava_or_pixtral,
-    "LlavaNextForConditionalGeneration": LlavaNextProcessor,
-    "LlavaOnevisionForConditionalGeneration": LlavaOnevisionProcessor,
-    "PaliGemmaForConditionalGeneration": PaliGemmaProcessor,
-    "PaliGemma2ForConditionalGeneration": PaliGemmaProcessor,
-    "AyaVisionForConditionalGeneration": AyaVisionProcessor,
-    "Cohere2VisionForConditionalGeneration": Cohere2VisionProcessor,
-    "InternVLForConditionalGeneration": internvl,
-    "Gemma3ForConditionalGeneration": Gemma3Processor,
-    "Gemma4ForConditionalGeneration": gemma4,
-    "Idefics3ForConditionalGeneration": Idefics3Processor,
-    "Llama4ForConditionalGeneration": Llama4Processor,
-    "SmolVLMForConditionalGeneration": SmolVLMProcessor,
-    "Glm4vForConditionalGeneration": Glm4vProcessor,
-    "Glm4vMoeForConditionalGeneration": Glm4vProcessor,
-    "KimiVLForConditionalGeneration": KimiVLProcessor,
-    "KimiK25ForConditionalGeneration": KimiK25Processor,
-    "LightOnOcrForConditionalGeneration": LightOnOcrProcessor,
-    "PaddleOCRVLForConditionalGeneration": PaddleOcrVLProcessor,
-    "GlmOcrForConditionalGeneration": GlmOcrProcessor,
-    "DotsOCRForCausalLM": DotsOcrProcessor,
-    "GotOcr2ForConditionalGeneration": GotOcr2Processor,
-    "QianfanOCRForConditionalGeneration": QianfanOCRProcessor,
-    "Lfm2VlForConditionalGeneration": Lfm2VlProcessor,
-    "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
-    "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
-    "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,
-    "MiniCPMOcrForConditionalGeneration": MiniCPMVProcessor,
-    "Mistral3ForConditionalGeneration": PixtralProcessor,
-    "Mistral4ForConditionalGeneration": PixtralProcessor,
-    "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
-    "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,
-    "Qwen3VLForConditionalGeneration": Qwen3VLProcessor,
-    "Qwen3VLMoeForConditionalGeneration": Qwen3VLProcessor,
-    "Qwen3_5ForConditionalGeneration": Qwen3VLProcessor,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3VLProcessor,
-    "Qwen2_5OmniThinkerForConditionalGeneration": qwen2_5_omni,
-    "Qwen3OmniMoeThinkerForConditionalGeneration": qwen3_omni,
-    "WhisperForConditionalGeneration": WhisperProcessor,
-    "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
-    "VoxtralForConditionalGeneration": VoxtralProcessor,
-    "Qwen3ASRForConditionalGeneration": Qwen3ASRProcessor,
-    "GraniteSpeechForConditionalGeneration": GraniteSpeechProcessor,
+# Class name of jaxengine.models.model_classes.MODELS -> "module:name" in jaxengine.media.processors of its processor's
+# class, or of a function that chooses one.
+PROCESSORS = {
+    "LlavaForConditionalGeneration": "pixtral:llava_or_pixtral",
+    "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
+    "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
+    "PaliGemmaForConditionalGeneration": "paligemma:PaliGemmaProcessor",
+    "PaliGemma2ForConditionalGeneration": "paligemma:PaliGemmaProcessor",
+    "AyaVisionForConditionalGeneration": "cohere_vision:AyaVisionProcessor",
+    "Cohere2VisionForConditionalGeneration": "cohere_vision:Cohere2VisionProcessor",
+    "InternVLForConditionalGeneration": "internvl:internvl",
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3Processor",
+    "Gemma4ForConditionalGeneration": "gemma4_sounds:gemma4",
+    "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
+    "Llama4ForConditionalGeneration": "llama4:Llama4Processor",
+    "SmolVLMForConditionalGeneration": "smolvlm:SmolVLMProcessor",
+    "Glm4vForConditionalGeneration": "glm4v:Glm4vProcessor",
+    "Glm4vMoeForConditionalGeneration": "glm4v:Glm4vProcessor",
+    "KimiVLForConditionalGeneration": "kimi_vl:KimiVLProcessor",
+    "KimiK25ForConditionalGeneration": "kimi_k25:KimiK25Processor",
+    "LightOnOcrForConditionalGeneration": "lighton_ocr:LightOnOcrProcessor",
+    "PaddleOCRVLForConditionalGeneration": "paddleocr_vl:PaddleOcrVLProcessor",
+    "GlmOcrForConditionalGeneration": "glm4v:GlmOcrProcessor",
+    "DotsOCRForCausalLM": "dots_ocr:DotsOcrProcessor",
+    "GotOcr2ForConditionalGeneration": "got_ocr2:GotOcr2Processor",
+    "QianfanOCRForConditionalGeneration": "qianfan_ocr:QianfanOCRProcessor",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VlProcessor",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2:DeepseekOcr2Processor",
+    "MiniCPMV4_6ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
+    "MiniCPMV4_7ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
+    "MiniCPMOcrForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
+    "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
+    "Mistral4ForConditionalGeneration": "pixtral:PixtralProcessor",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLProcessor",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2_5VLProcessor",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
+    "Qwen3_5ForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "qwen_omni:qwen2_5_omni",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen_omni:qwen3_omni",
+    "WhisperForConditionalGeneration": "whisper:WhisperProcessor",
+    "Qwen2AudioForConditionalGeneration": "sounds:Qwen2AudioProcessor",
+    "VoxtralForConditionalGeneration": "sounds:VoxtralProcessor",
+    "Qwen3ASRForConditionalGeneration": "sounds:Qwen3ASRProcessor",
+    "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeechProcessor",
 }
+
+
+def processor_class(architecture: str) -> Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]:
+    """Return what makes the processor of an architecture, with the arguments of `processor_for`. Raises KeyError for an
+    architecture without a row.
+    """
+    module, _, name = PROCESSORS[architecture].partition(":")
+    return getattr(import_module(f"jaxengine.media.processors.{module}"), name)
 
 
 def processor_for(
@@ -116,4 +83,4 @@ def processor_for(
     """
     if model_config.tower is None:
         return None
-    return PROCESSORS[model_config.architecture](folder, config_json, model_config, tokenizer)
+    return processor_class(model_config.architecture)(folder, config_json, model_config, tokenizer)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, MediaProcessor, Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
+from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.settings import (
     CLIP_MEAN,
     CLIP_STD,
@@ -178,3 +179,16 @@ def _read_longest(fields: ConfigFields) -> int:
     if type(longest) is not int or not 1 <= longest <= MAX_SIDE:
         raise fields.fail("size", f"a mapping with longest_edge, 1 to {MAX_SIDE} pixels")
     return longest
+
+
+def llava_or_pixtral(
+    folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
+) -> MediaProcessor:
+    """Return the processor of a LLaVA checkpoint: a PixtralProcessor if its vision tower is Pixtral's, which takes
+    images of any aspect ratio, else a LlavaProcessor.
+
+    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
+    ModelFileError and ModelConfigError for missing or invalid files and settings.
+    """
+    kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
+    return kind(folder, config_json, model_config, tokenizer)

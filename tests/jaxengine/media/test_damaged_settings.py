@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.media.registry import PROCESSORS
+from jaxengine.media.registry import processor_class
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.params.errors import ModelFileError
@@ -57,7 +57,7 @@ def maker(folder: Path) -> Make:
         else:
             contents[name].write_text(json.dumps(content))
         try:
-            made = PROCESSORS[config.architecture](folder, own, config, tokenizer)
+            made = processor_class(config.architecture)(folder, own, config, tokenizer)
             return [(made.placeholder(modality), made.largest(modality)) for modality in made.modalities]
         finally:
             contents[name].write_text(before)

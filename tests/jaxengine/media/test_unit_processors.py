@@ -20,7 +20,7 @@ from jaxengine.media.base.frames import Video
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.media.processors.llava_onevision import LlavaOnevisionProcessor
 from jaxengine.media.processors.smolvlm import in_words
-from jaxengine.media.registry import PROCESSORS
+from jaxengine.media.registry import processor_class
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
@@ -36,7 +36,7 @@ def processor(folder, name: str, **changes: Any):
     write_files(folder, name)
     (folder / "preprocessor_config.json").write_text(json.dumps(CASES[name]["images"] | changes))
     raw = read_config_json(FOLDER / name)
-    return PROCESSORS[raw["architectures"][0]](folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
+    return processor_class(raw["architectures"][0])(folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
 
 
 def as_units(made, processed) -> np.ndarray:
@@ -107,7 +107,7 @@ def test_what_paligemma_adds_to_a_prompt(tmp_path, monkeypatch):
         assert made.expand(prompt, {"image": [item]}).token_ids == wanted
     raw = read_config_json(FOLDER / "paligemma_vision")
     with pytest.raises(ModelConfigError, match="bos_token_id must be a token"):
-        PROCESSORS[raw["architectures"][0]](tmp_path, raw, replace(read_hf(raw), bos_token_id=None), made.tokenizer)
+        processor_class(raw["architectures"][0])(tmp_path, raw, replace(read_hf(raw), bos_token_id=None), made.tokenizer)
 
 
 def test_placeholders_of_aya_are_found_in_text(tmp_path):
@@ -127,7 +127,7 @@ def test_qianfan_without_a_placeholder_in_config_json(tmp_path):
     wanted, raw = processor(tmp_path, "qianfan_ocr_vision"), read_config_json(FOLDER / "qianfan_ocr_vision")
     config = read_hf(raw)
     left = {name: value for name, value in raw.items() if name != "image_token_id"}
-    made = PROCESSORS[config.architecture](tmp_path, left, config, wanted.tokenizer)
+    made = processor_class(config.architecture)(tmp_path, left, config, wanted.tokenizer)
     assert made.image_id == wanted.image_id == 127
     written = ["w3 <image> w4<IMG_CONTEXT>", "w3 <IMG_CONTEXT> w4<image>"]
     assert [made.encode(text, made.tokenizer.encode(text)) for text in written] == [[3, 127, 4, 127]] * 2
@@ -148,11 +148,11 @@ def test_texts_of_tokens_may_be_described(tmp_path):
         raw, shown = read_config_json(FOLDER / name), made.process("image", picture(0), {})
         for text, first in (("w7", 7), ({"content": "w7", "special": True}, 7), (None, 126)):
             file.write_text(json.dumps({token: text}))
-            again = PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+            again = processor_class(raw["architectures"][0])(tmp_path, raw, read_hf(raw), made.tokenizer)
             assert again.pieces(shown)[0] == first
         file.write_text(json.dumps({token: {"content": 7}}))
         with pytest.raises(ModelFileError, match=f"{token} must be a text, got '7'"):
-            PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+            processor_class(raw["architectures"][0])(tmp_path, raw, read_hf(raw), made.tokenizer)
 
 
 def test_tilings_by_default_are_those_of_transformers():
@@ -236,12 +236,12 @@ def test_settings_of_transformers_5_are_in_one_file(tmp_path):
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings | {"resample": 0}}))
     raw = read_config_json(FOLDER / "llava_vision")
-    again = PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+    again = processor_class(raw["architectures"][0])(tmp_path, raw, read_hf(raw), made.tokenizer)
     assert (made.pixels.resample, again.pixels.resample) == (3, 0) and made.settings != again.settings
     (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "processor_config.json").unlink()
     with pytest.raises(ModelFileError, match=r"has no preprocessor_config\.json"):
-        PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+        processor_class(raw["architectures"][0])(tmp_path, raw, read_hf(raw), made.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_deepseek_ocr2_of_its_first_files_of_strips_and_of_embeddings(tmp_path):
     path.unlink()
     config = replace(read_hf(raw), vocab_size=129280)
     first = {name: value for name, value in raw.items() if name != "image_token_id"}
-    made = PROCESSORS[config.architecture](tmp_path, first, config, wanted.tokenizer)
+    made = processor_class(config.architecture)(tmp_path, first, config, wanted.tokenizer)
     assert made.settings == wanted.settings and (made.image_id, wanted.image_id) == (128815, 126)
     whole, tile = 16, 9
     for count in (whole + 1, whole + 1 + 2 * tile, tile + 1):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxengine.media.registry import PROCESSORS
+from jaxengine.media.registry import processor_class
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.layers.pictures import IN_PREFIX, Pictures
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ def open_case(name: str, folder: Path) -> SimpleNamespace:
     write_checkpoint(folder, name, checkpoint(name))
     case, raw = load_recorded(name), read_config_json(folder)
     tokenizer = Tokenizer.from_hf_folder(folder)
-    made = PROCESSORS[raw["architectures"][0]](folder, raw, case.config, tokenizer)
+    made = processor_class(raw["architectures"][0])(folder, raw, case.config, tokenizer)
     with np.load(Path(__file__).parents[2] / "fixtures" / "models" / name / "pictures.npz") as recorded:
         rows = dict(recorded)
     return SimpleNamespace(
