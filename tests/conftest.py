@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(config, items):
     chosen, thorough = config.getoption("--tier"), config.getoption("--thorough")
 
     def is_selected(item) -> bool:
-        return chosen in (None, _tier(item)) and (thorough or not item.get_closest_marker("thorough"))
+        return chosen in (None, _tier(item)) and (thorough or not _is_thorough(item))
 
     config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
     items[:] = filter(is_selected, items)
@@ -139,6 +139,13 @@ def pytest_collection_modifyitems(config, items):
         return is_interpreted, not file.startswith(DEFAULT_MODEL_FILES), -long if long >= LONG else 0.0, file
 
     items.sort(key=place)
+
+
+def _is_thorough(item) -> bool:
+    """Whether a test is of the marker `thorough`, and none of its parameters is one that always runs."""
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    always = [mark.kwargs.get("but", ()) for mark in item.iter_markers("thorough")]
+    return any(not any(param in names for param in params) for names in always)
 
 
 def pytest_collection_finish(session):

@@ -205,9 +205,8 @@ def test_the_model_is_one_that_fits_the_devices():
     }  # fmt: skip
 
 
-def test_attention_rows_compare_with_measured_limits(tmp_path, thorough):
-    if not thorough:
-        pytest.skip("a fifth of a minute: --thorough")
+@pytest.mark.thorough("a fifth of a minute")
+def test_attention_rows_compare_with_measured_limits(tmp_path):
     rows = gpu_check(tmp_path, "attention")["rows"]
     limit = rows["copy bandwidth"]["bytes_per_s"]
     for case in (*decode_cases(tiny=True), *prefill_cases(tiny=True)):
@@ -221,9 +220,8 @@ def test_attention_rows_compare_with_measured_limits(tmp_path, thorough):
     assert again == rows, "a second run takes the rows as they were"
 
 
-def test_engine_section_reports_steps_and_idle_time(tmp_path, thorough):
-    if not thorough:
-        pytest.skip("half a minute of compiling: --thorough")
+@pytest.mark.thorough("half a minute of compiling")
+def test_engine_section_reports_steps_and_idle_time(tmp_path):
     rows = gpu_check(tmp_path, "engine")["rows"]
     assert rows["start"]["steps"] == 2 and rows["start"]["programs_compiled"] >= 2
     row = rows["2 sequences"]
@@ -231,9 +229,8 @@ def test_engine_section_reports_steps_and_idle_time(tmp_path, thorough):
     assert 0 <= row["idle_percent"] <= 100
 
 
-def test_conformance_section_counts_what_the_suite_found(tmp_path, thorough):
-    if not thorough:
-        pytest.skip("half a minute of compiling: --thorough")
+@pytest.mark.thorough("half a minute of compiling")
+def test_conformance_section_counts_what_the_suite_found(tmp_path):
     found = gpu_check(tmp_path, "conformance")
     (row,) = found["rows"].values()
     assert found["status"] == "complete" and row["passed"] >= 2 and not row["failed"]

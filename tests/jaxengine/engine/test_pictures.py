@@ -117,13 +117,14 @@ def check_idle(llm: LLM) -> None:
     assert all(rows.num_used == 0 for rows in scheduler.extension("pictures").rows)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough("a further family"))
-        for name in (*SEGMENTED, *UNITS)
-    ],
-)
+FAMILIES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough("a further family"))
+    for name in (*SEGMENTED, *UNITS)
+]
+OF_QWEN = [each for each in FAMILIES if str(each.values[0]).startswith("qwen")]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request, tmp_path_factory):
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -181,11 +182,10 @@ def test_a_picture_seen_before_is_not_encoded_again(case, tight):
         assert rows.num_queries - rows.num_hits == before
 
 
+@pytest.mark.parametrize("case", OF_QWEN, indirect=True)
 def test_the_processor_is_told_of_one_prompt(case, tight):
-    """What it is told makes other embeddings of the same picture; what is larger than any is refused before its pixels
-    are made."""
-    if not case.name.startswith("qwen"):
-        pytest.skip("Qwen's bounds of pixels")
+    """What it is told, Qwen's bounds of pixels, makes other embeddings of the same picture; what is larger than any is
+    refused before its pixels are made."""
     llm = tight
     write, picture = llm.core.inputs.media.processor.placeholder, picture_checkpoints.picture(3, 24, 40)
     prompt = {"prompt": write("image"), "multi_modal_data": {"image": [picture]}}
@@ -240,10 +240,9 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
     return given, [case.answers[name] for name in names]
 
 
-def test_embeddings_in_the_place_of_pictures(case, executables_dir, thorough):
+@pytest.mark.thorough("a further family", but=QUICK[:1])
+def test_embeddings_in_the_place_of_pictures(case, executables_dir):
     """What the tower made of pictures, given as such: the same answers, and nothing encoded."""
-    if case.name != QUICK[0] and not thorough:
-        pytest.skip("a further family: --thorough")
     llm = case.start(**options_of(case), compile_cache_dir=executables_dir, enable_mm_embeds=True)
     processor, (given, wanted) = llm.core.inputs.media.processor, embedded(case, llm)
     stats = llm.core.engine.extensions.media_stats()
@@ -334,10 +333,9 @@ def step_of_text(llm: LLM) -> tuple[dict[str, int], str]:
     return {str(bucket): runner.packer.layouts[bucket].size for bucket in buckets}, lowered.as_text()
 
 
-def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
+@pytest.mark.thorough("a further family", but=QUICK[1:])
+def test_a_model_that_is_not_to_see(case, tight, executables_dir):
     """It has no tower then, and no programs for pictures; steps of text are the same in a model that does."""
-    if case.name != QUICK[1] and not thorough:
-        pytest.skip("a further family: --thorough")
     says = {"language_model_only": True, "limit_mm_per_prompt": {"image": 2}, "compile_cache_dir": executables_dir}
     llm = LLM(str(case.folder), **{**OPTIONS, **options_of(case), **says})
     (sizes, program), (own_sizes, own_program) = step_of_text(llm), step_of_text(tight)

@@ -179,9 +179,8 @@ def compare_on_two_devices(folder: str) -> None:
         llm.shutdown()
 
 
-def test_two_devices_and_preemption(tiny_model, thorough):
-    if not thorough:
-        pytest.skip("further engines: --thorough")
+@pytest.mark.thorough("further engines")
+def test_two_devices_and_preemption(tiny_model):
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.jaxengine.engine.test_prompt_embeds", str(tiny_model)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)

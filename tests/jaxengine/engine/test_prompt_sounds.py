@@ -96,9 +96,9 @@ def test_answers_are_those_of_transformers_out_of_a_crowd_in_a_small_pool(llm):
     assert media.num_items >= 2 and media.num_hits > 0
 
 
-def test_preempted_requests_go_on_as_they_would_have(llm, executables_dir, thorough):
-    if not thorough or llm.name not in ("gemma4_sound", "granite_speech_sound"):
-        pytest.skip("a further engine: --thorough")
+@pytest.mark.thorough("a further engine")
+@pytest.mark.parametrize("llm", ["gemma4_sound", "granite_speech_sound"], indirect=True)
+def test_preempted_requests_go_on_as_they_would_have(llm, executables_dir):
     options = {**OPTIONS, **tight(llm.name), "async_scheduling": False, "compile_cache_dir": executables_dir}
     other = LLM(llm.core.config.model, **options)
     scheduler, calls, preempted = other.core.engine.scheduler, itertools.count(1), 0
@@ -211,9 +211,8 @@ def compare_on_two_devices(folder: str) -> None:
             print(name, options, flush=True)
 
 
-def test_two_devices(tmp_path, thorough):
-    if not thorough:
-        pytest.skip("further engines: --thorough")
+@pytest.mark.thorough("further engines")
+def test_two_devices(tmp_path):
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.jaxengine.engine.test_prompt_sounds", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1000)

@@ -229,9 +229,8 @@ def compare_on_two_devices(folder: str) -> None:
         llm.shutdown()
 
 
-def test_two_devices(tmp_path, thorough):
-    if not thorough:
-        pytest.skip("two more engines: --thorough")
+@pytest.mark.thorough("two more engines")
+def test_two_devices(tmp_path):
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.jaxengine.engine.test_sounds", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)

@@ -66,10 +66,9 @@ def test_prompts_and_positions_are_those_of_transformers(case):
             assert {expanded.token_ids[place] for place in positions.tolist()} == {token}
 
 
-def test_embeddings_are_those_of_transformers(case, thorough):
+@pytest.mark.thorough("a second shape, or what tests/jaxengine/engine/test_omni.py runs", but=["qwen2_5_omni"])
+def test_embeddings_are_those_of_transformers(case):
     """Of an image, which fits into one call, and of a sound of several windows."""
-    if case.name != "qwen2_5_omni" and not thorough:
-        pytest.skip("a second shape, or what tests/jaxengine/engine/test_omni.py runs: --thorough")
     source = SafetensorsCheckpoint(case.folder)
     model: Any = build_model(case.config, Build("float32"))
     nnx.update(model, load_params(model, source))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.picture_cases import PROMPTS, SECOND_SHAPES
+from tests.fixtures.picture_checkpoints import golden_path
 from tests.models.families.pictures import Run, load, prepared, see
 from tests.models.families.test_golden import assert_close
 
@@ -19,6 +20,10 @@ FURTHER = frozenset(
         "gemma4_pictures_vision",
     )
 )
+WITH_EMBEDDINGS = []  # of a video; of the others logits show them
+for _name in PROMPTS:
+    with np.load(golden_path(_name), allow_pickle=False) as _golden:
+        WITH_EMBEDDINGS += [_name] * ("video_seen" in _golden.files)
 # With windows, and with learned positions; the others' patches know less of their neighbours.
 PACKED = frozenset(("qwen2_5_vl_vision", "qwen3_vl_vision"))
 
@@ -42,17 +47,15 @@ def test_prompts_are_those_of_transformers(case):
             assert {tuple(np.round(patch, 3)) for patch in wanted} <= ours
 
 
+@pytest.mark.parametrize("case", WITH_EMBEDDINGS, indirect=True)
 def test_embeddings_of_a_video_are_those_of_transformers(case):
-    if "video_seen" not in case.goldens:
-        pytest.skip("not recorded: logits show it")
     _, items = prepared(case, PROMPTS[case.name]["video"])
     (ours,), wanted = see(case, items["video"]), case.goldens["video_seen"]
     np.testing.assert_allclose(ours[::3], wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_logits_and_answers_are_those_of_transformers(case, thorough):
-    if case.name in FURTHER and not thorough:
-        pytest.skip("made of other families' parts: --thorough")
+@pytest.mark.thorough("made of other families' parts", but=PROMPTS.keys() - FURTHER)
+def test_logits_and_answers_are_those_of_transformers(case):
     for name, prompt in PROMPTS[case.name].items():
         run = Run(case, prompt)
         wanted = case.goldens[f"{name}_logits"]
@@ -65,10 +68,9 @@ def test_logits_and_answers_are_those_of_transformers(case, thorough):
         np.testing.assert_array_equal(answer, case.goldens[f"{name}_greedy"])
 
 
-def test_what_a_picture_becomes_does_not_depend_on_its_neighbours(case, thorough):
+@pytest.mark.thorough("packed as another family's patches are", but=PACKED)
+def test_what_a_picture_becomes_does_not_depend_on_its_neighbours(case):
     """Not by a bit, wherever in a call of as many patches it begins, at multiples of the tower's unit."""
-    if case.name not in PACKED and not thorough:
-        pytest.skip("packed as another family's patches are: --thorough")
     _, items = prepared(case, PROMPTS[case.name]["both"])
     second, first = sorted(items["image"], key=lambda item: len(item.patches))
     unit = case.config.tower.unit

@@ -23,13 +23,26 @@ from jaxengine.models.weights.load import load_params
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.unit_pictures import CASES, SIZES, picture, text_of, video, video_text, write_checkpoint
 from tests.models.conftest import forward
-from tests.models.families.unit_runs import open_case, run_prompt
+from tests.models.families.unit_runs import open_case, recorded_path, run_prompt
 
 PROMPTS = ((), (0,), (1,), (0, 2), (3, 1))
 POSITION_STEP, PIXEL_STEP = 6, 13
 TOLERANCE = 1e-4
 # What the others have too; those in a thorough run.
 ALWAYS = ("llava_next_vision", "internvl_rms_vision", "gemma3_sees_vision")
+
+
+def recorded_with(name: str) -> list[str]:
+    """Cases of which an array of this name is recorded."""
+    found = []
+    for case in CASES:
+        with np.load(recorded_path(case)) as arrays:
+            found += [case] * (name in arrays.files)
+    return found
+
+
+WITH_VIDEO = recorded_with("tokens_video")
+FURTHER_VIDEOS = frozenset(("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision"))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -39,6 +52,7 @@ def case(request, tmp_path_factory):
 
 
 def test_pixels(case):
+    assert ("video" in case.processor.modalities) == (case.name in WITH_VIDEO)
     for index in range(len(SIZES)):
         units = squares(case.model.config.tower, case.processor.process("image", picture(index), {}))
         assert len(units) == case.recorded[f"units_{index}"]
@@ -56,10 +70,9 @@ def squares(tower, item):
     return [unit.transpose(2, 0, 3, 1, 4).reshape(3, len(unit) * patch, -1) for unit in corners]
 
 
-def test_logits_and_answers(case, thorough):
+@pytest.mark.thorough("a further shape of a tower", but=ALWAYS)
+def test_logits_and_answers(case):
     """Of prompts without a picture, with one, with two, each with the answer that transformers gave behind it."""
-    if case.name not in ALWAYS and not thorough:
-        pytest.skip("a further shape of a tower: --thorough")
     placeholder = case.processor.placeholder("image")
     for number, pictures in enumerate(PROMPTS):
         answer = case.recorded[f"greedy_{number}"]
@@ -80,11 +93,9 @@ def test_a_prefix_sees_all_of_itself():
     assert picture_limits(jnp.asarray(index), jnp.asarray(positions)).tolist() == [4, 4, 4, 4, 5, 6, 2, 2]
 
 
-def test_a_video_before_a_picture(case, thorough):
-    if "video" not in case.processor.modalities:
-        pytest.skip("takes no videos")
-    if case.name in ("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision") and not thorough:
-        pytest.skip("a further shape of a tower: --thorough")
+@pytest.mark.thorough("a further shape of a tower", but=frozenset(WITH_VIDEO) - FURTHER_VIDEOS)
+@pytest.mark.parametrize("case", WITH_VIDEO, indirect=True)
+def test_a_video_before_a_picture(case):
     token_ids, logits = run_prompt(case, video_text(case.name), (3,), np.zeros(0, np.int32), video())
     assert token_ids == case.recorded["tokens_video"].tolist()
     golden = case.recorded["logits_video"]

@@ -27,11 +27,16 @@ def open_case(name: str, folder: Path) -> SimpleNamespace:
     case, raw = load_recorded(name), read_config_json(folder)
     tokenizer = Tokenizer.from_hf_folder(folder)
     made = processor_class(raw["architectures"][0])(folder, raw, case.config, tokenizer)
-    with np.load(Path(__file__).parents[2] / "fixtures" / "models" / name / "pictures.npz") as recorded:
+    with np.load(recorded_path(name)) as recorded:
         rows = dict(recorded)
     return SimpleNamespace(
         name=name, folder=folder, model=case.model, processor=made, tokenizer=tokenizer, recorded=rows
     )
+
+
+def recorded_path(name: str) -> Path:
+    """What transformers makes of a case."""
+    return Path(__file__).parents[2] / "fixtures" / "models" / name / "pictures.npz"
 
 
 def encode(model, items) -> list[np.ndarray]:
