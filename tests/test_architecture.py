@@ -71,7 +71,7 @@ MODULES = {
 # package -> prefixes of our own modules it may import, itself aside.
 ARROWS = {
     "jaxengine": ("jaxengine.scheduler", "jaxengine.models", "jaxengine.sharding"),
-    "scheduler": ("jaxengine.models.forward_batch", "jaxengine.models.adapters"),
+    "scheduler": ("jaxengine.models.forward_batch", "jaxengine.models.adapters", "jaxengine.models.config.tower"),
     "models": ("jaxengine.pallas_kernels", "jaxengine.sharding"),
     "pallas_kernels": (),
     "sharding": (),

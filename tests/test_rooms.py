@@ -155,7 +155,7 @@ ROOMS = {
     "scheduler.pages": "scheduler.base",
     "scheduler.policy": "scheduler.base",
     "scheduler": "scheduler.base scheduler.batches scheduler.pages scheduler.policy",
-    "scheduler.extensions": "models scheduler.base scheduler.batches scheduler.pages scheduler",
+    "scheduler.extensions": "models models.config scheduler.base scheduler.batches scheduler.pages scheduler",
     "jaxengine:base": "",
     "workers": "jaxengine:base",
     "grammars": "scheduler.base workers",

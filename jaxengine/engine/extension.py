@@ -157,6 +157,16 @@ class LoopExtension:
         return {}
 
 
+def reset_caches(scheduler: Scheduler, *, prefixes: bool = True) -> None:
+    """Drop what only later requests could use: all cached prefixes, if `prefixes`, and the cached state of the
+    scheduler's extensions. Running requests keep what they have.
+    """
+    if prefixes:
+        scheduler.reset_prefix_cache()
+    for extension in scheduler.extensions:
+        extension.reset_cache()
+
+
 class Hooks:
     """Hooks of a step that the active extensions override, in the order of the extensions, so that a step calls no
     others.

@@ -38,7 +38,7 @@ from jaxengine.runner.programs.state_changes import (
     rows_name,
 )
 from jaxengine.runner.programs.step import Forwarded
-from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
+from jaxengine.runner.stage_runner import StageRunner, estimated_needs
 from jaxengine.runner.warm_up import Progress, warm_up
 from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS
@@ -98,7 +98,7 @@ class ModelRunner:
                 self.extensions[name] = own
         return_free_memory()
         before = self.memory_in_use()
-        plan = self._plan_memory(foreseen_needs(stages, config))
+        plan = self._plan_memory(estimated_needs(stages, config))
         facts = [(stage.programs.description, sorted(stage.executables.unused)) for stage in stages]
         programs = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))

@@ -29,7 +29,7 @@ from jaxengine.runner.base.memory import (
 from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
-from jaxengine.runner.programs.program_needs import foresee, held_by
+from jaxengine.runner.programs.program_needs import estimate_memory, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.programs.step_programs import StepPrograms
 from jaxengine.scheduler.batches.buckets import Bucket
@@ -141,7 +141,7 @@ class StageRunner:
         own = sum(each.program_bytes for each in self.extensions.values())
         return sum(forwards) + own + self._held_beside_forwards
 
-    def foresee_needs(self) -> StageNeeds:
+    def estimate_needs(self) -> StageNeeds:
         """Return an estimate of the most memory that programs will need, in bytes on one device, before the pool's size
         is known.
 
@@ -151,7 +151,7 @@ class StageRunner:
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
         program = programs.forward(max(programs.packer.buckets), self.params, kv)
-        needs = foresee(program, self.executables, programs.description, self._backend)
+        needs = estimate_memory(program, self.executables, programs.description, self._backend)
         own = [each.estimate(self.params) for each in self.extensions.values()]
         forward = max([needs.workspace, *(workspace for _, workspace in own)])
         for name, size in programs.epilogue_sizes():
@@ -378,14 +378,14 @@ class StageRunner:
         return self._shared, self.programs.shared_description
 
 
-def foreseen_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
+def estimated_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
     """Return the memory needs of each stage's programs on a device, before the pools' sizes are known.
 
     If options fix the number of pages, programs count as 0 and nothing is compiled, except with enforce_eager; the
     needs are then only the memory of extensions.
     """
     late = config.fixes_pages and not config.enforce_eager
-    return [StageNeeds(0, 0, stage.programs.memory) if late else stage.foresee_needs() for stage in stages]
+    return [StageNeeds(0, 0, stage.programs.memory) if late else stage.estimate_needs() for stage in stages]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:

@@ -12,6 +12,8 @@ TOWER = "tower"
 TOWERS = (TOWER, "sound_tower")
 # Columns of patches are integers, so that positions between two rows are in units of 1 / SHARES.
 SHARES = 1 << 24
+# In a step's index of embeddings: a token without one that sees all of its prompt.
+IN_PREFIX = -2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,6 @@ from jax import lax
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.base.section import Section
 
-IN_PREFIX = -2
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

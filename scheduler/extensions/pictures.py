@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from jaxengine.models.config.tower import IN_PREFIX
 from jaxengine.scheduler.base.media import AUDIO, Media, MediaItem
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.batches.batch import ScheduledBatch
@@ -23,8 +24,6 @@ from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "pictures"
-# In messages: a token without a row that sees all of its prompt (jaxengine.models.layers.pictures has the same).
-IN_PREFIX = -2
 
 
 @dataclass(frozen=True)

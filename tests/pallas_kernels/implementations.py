@@ -6,13 +6,14 @@ a row refuses must raise ValueError; nothing is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
@@ -285,3 +286,9 @@ IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL, BLACKWELL_ATTENTION)
 }
+
+
+def each_on_card(cases: Iterable[str], is_here: bool) -> pytest.MarkDecorator:
+    """Run a test for each case, its argument `name`, on the card here. Without one a skipped test stands for all."""
+    skipped = pytest.param("all", marks=pytest.mark.skip(reason="there is no card here that the kernels are for"))
+    return pytest.mark.parametrize("name", list(cases) if is_here else [skipped])

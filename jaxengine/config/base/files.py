@@ -30,6 +30,12 @@ def named_path(option: str, value: str | os.PathLike[str]) -> Path:
     raise ConfigError.because(option, f"{option} {text!r} cannot be the name of a file ({why})", "give another one")
 
 
+def is_writable_folder(path: Path) -> bool:
+    """Whether there is a folder at `path` in which this process may write."""
+    # os.path, unlike Path, does not raise for a folder without permission to search it.
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+
+
 def writable_folder(option: str, value: str | os.PathLike[str]) -> Path:
     """Return the path of the folder that an option names, with "~" expanded. Creates nothing.
 
@@ -37,8 +43,7 @@ def writable_folder(option: str, value: str | os.PathLike[str]) -> Path:
     Raises ConfigError, which names the option, otherwise.
     """
     path = named_path(option, value)
-    # os.path, unlike Path, does not raise for a folder without permission to search it.
     there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
-    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+    if not is_writable_folder(there):
         raise ConfigError(option, str(path), "a folder that can be written")
     return path

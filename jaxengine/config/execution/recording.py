@@ -8,14 +8,13 @@ long they were, for `jaxengine simulate`.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
-from jaxengine.config.base.files import named_path, writable_folder
+from jaxengine.config.base.files import is_writable_folder, named_path, writable_folder
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
@@ -97,8 +96,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
     several pipeline stages or nodes.
     """
     if (trace := options["record_trace"]) is not None:
-        parent = named_path("record_trace", trace).absolute().parent
-        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        if not is_writable_folder(named_path("record_trace", trace).absolute().parent):
             raise ConfigError("record_trace", trace, "a new file in a folder that can be written")
         if model.pooler is not None:
             problem = f"record_trace is given, but {model.architecture} pools and generates nothing"

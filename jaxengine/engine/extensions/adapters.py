@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
+from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension, reset_caches
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.stats.metric_types import Gauge
 from jaxengine.engine.weight_types import KVMode
@@ -132,9 +132,7 @@ class Adapters(LoopExtension):
         for extension in scheduler.extensions:
             extension.weights_replaced()
         if kv == "drop":
-            scheduler.reset_prefix_cache()
-            for extension in scheduler.extensions:
-                extension.reset_cache()
+            reset_caches(scheduler)
 
     def _unload(self, name: str) -> None:
         """Remove an adapter's name, so that no further request can use it; unfinished requests keep the adapter to

@@ -11,7 +11,7 @@ from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import Executable, serialized_bytes
 
 
-class Foreseen(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Memory estimate of a program, in bytes of one device."""
 
     held: int  # bytes that it will hold as long as it is loaded
@@ -19,7 +19,7 @@ class Foreseen(NamedTuple):
     workspace: int  # bytes that it needs besides its arguments while it runs
 
 
-def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
+def estimate_memory(program: Program, executables: ExecutableCache, description: str, backend: str) -> MemoryEstimate:
     """Estimate the bytes on one device that a program will take. It is compiled for this, and discarded, unless the
     numbers are stored; new numbers are stored.
 
@@ -39,7 +39,7 @@ def foresee(program: Program, executables: ExecutableCache, description: str, ba
     key = program.arguments, description
     held = executables.get_number("held", *key, lambda: _held_bytes(stand_in(), backend)[0])
     whole = executables.get_number("held as a whole", *key, lambda: _held_bytes(stand_in(), backend)[1])
-    return Foreseen(held, whole, executables.get_number("workspace", *key, workspace))
+    return MemoryEstimate(held, whole, executables.get_number("workspace", *key, workspace))
 
 
 def held_by(
@@ -48,7 +48,7 @@ def held_by(
     """Return the bytes on one device that a compiled program holds as long as it is loaded; measured once, and stored
     in the cache.
 
-    compiled: the executable of `program`. The other arguments are those of `foresee`.
+    compiled: the executable of `program`. The other arguments are those of `estimate_memory`.
     """
 
     def measure() -> int:

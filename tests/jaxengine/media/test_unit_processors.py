@@ -106,8 +106,9 @@ def test_what_paligemma_adds_to_a_prompt(tmp_path, monkeypatch):
     ):
         assert made.expand(prompt, {"image": [item]}).token_ids == wanted
     raw = read_config_json(FOLDER / "paligemma_vision")
+    config = replace(read_hf(raw), bos_token_id=None)
     with pytest.raises(ModelConfigError, match="bos_token_id must be a token"):
-        processor_class(raw["architectures"][0])(tmp_path, raw, replace(read_hf(raw), bos_token_id=None), made.tokenizer)
+        processor_class(raw["architectures"][0])(tmp_path, raw, config, made.tokenizer)
 
 
 def test_placeholders_of_aya_are_found_in_text(tmp_path):

@@ -1,4 +1,4 @@
-"""The memory plan beside what is held: every program counts, and what was foreseen is enough."""
+"""The memory plan beside what is held: every program counts, and what was estimated is enough."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, 
     assert loaded == held(**{**options, "compile_cache_dir": ""})
 
 
-def test_what_is_foreseen_is_enough(make_llm):
+def test_the_estimate_is_enough(make_llm):
     runner = make_llm().core.engine.runner
     (stage,) = runner.stages
-    foreseen = stage.foresee_needs()
-    assert foreseen.programs >= stage.program_bytes
-    assert foreseen.workspace >= 0.98 * stage.workspace_bytes
+    estimated = stage.estimate_needs()
+    assert estimated.programs >= stage.program_bytes
+    assert estimated.workspace >= 0.98 * stage.workspace_bytes
 
 
 def test_a_plan_on_a_cpu_adds_up_to_what_the_process_held(make_llm):

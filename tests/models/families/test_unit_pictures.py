@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.media.registry import processor_for
 from jaxengine.models.build import Build
 from jaxengine.models.config.readers.hf import read_config_json
-from jaxengine.models.layers.pictures import IN_PREFIX, picture_limits
+from jaxengine.models.config.tower import IN_PREFIX
+from jaxengine.models.layers.pictures import picture_limits
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params

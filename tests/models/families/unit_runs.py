@@ -11,7 +11,8 @@ from flax import nnx
 
 from jaxengine.media.registry import processor_class
 from jaxengine.models.config.readers.hf import read_config_json
-from jaxengine.models.layers.pictures import IN_PREFIX, Pictures
+from jaxengine.models.config.tower import IN_PREFIX
+from jaxengine.models.layers.pictures import Pictures
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.unit_pictures import picture, write_checkpoint

@@ -30,7 +30,7 @@ from jaxengine.pallas_kernels.registry import platform_of
 from jaxengine.pallas_kernels.tuning import HopperProducts, LoraTiles, tuning_of
 from tests.pallas_kernels import lora_products
 from tests.pallas_kernels.hopper_products import GROUPS, PRODUCTS, hopper_grouped, hopper_product, silu_times
-from tests.pallas_kernels.implementations import IMPLEMENTATIONS
+from tests.pallas_kernels.implementations import IMPLEMENTATIONS, each_on_card
 from tests.pallas_kernels.lora_products import HOPPER
 from tests.tables import each_row
 
@@ -44,20 +44,17 @@ CARDS |= dict.fromkeys(OTHERS, (False, False))
 MULTIPLIES = HERE is not None and HERE.multiplies
 
 
-@pytest.mark.skipif(not MULTIPLIES, reason="there is no card here that the kernels are for")
-@pytest.mark.parametrize("name", PRODUCTS)
+@each_on_card(PRODUCTS, MULTIPLIES)
 def test_products_on_the_device(name):
     hopper_product(name, replace(IMPLEMENTATIONS["device"], platform="gpu"))
 
 
-@pytest.mark.skipif(not MULTIPLIES, reason="there is no card here that the kernels are for")
-@pytest.mark.parametrize("name", GROUPS)
+@each_on_card(GROUPS, MULTIPLIES)
 def test_products_of_groups_on_the_device(name):
     hopper_grouped(name, replace(IMPLEMENTATIONS["device"], platform="gpu"))
 
 
-@pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
-@pytest.mark.parametrize("name", HOPPER)
+@each_on_card(HOPPER, HERE is not None and HERE.hopper)
 def test_products_with_adapters_on_the_device(name):
     lora_products.lora_product(name, IMPLEMENTATIONS["device"])
 

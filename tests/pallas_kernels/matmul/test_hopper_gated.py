@@ -13,12 +13,11 @@ from jaxengine.pallas_kernels.matmul.grouped import gated_matmul
 from jaxengine.pallas_kernels.matmul.hopper.gated import why_not_fused
 from jaxengine.pallas_kernels.matmul.quantized import quantized_gated_matmul
 from tests.pallas_kernels.hopper_products import GATED, hopper_gated, silu_times
-from tests.pallas_kernels.implementations import IMPLEMENTATIONS
+from tests.pallas_kernels.implementations import IMPLEMENTATIONS, each_on_card
 from tests.pallas_kernels.matmul.test_hopper import B200, H100, HERE, mesh_of
 
 
-@pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
-@pytest.mark.parametrize("name", GATED)
+@each_on_card(GATED, HERE is not None and HERE.hopper)
 def test_gates_and_ups_on_the_device(name):
     hopper_gated(name, IMPLEMENTATIONS["device"])
 

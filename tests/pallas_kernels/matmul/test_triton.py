@@ -23,7 +23,7 @@ from jaxengine.pallas_kernels.matmul.triton.quantized import Shape, why_xla
 from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, platform_rows
 from jaxengine.pallas_kernels.triton import widened, widened_pairs
 from jaxengine.pallas_kernels.tuning import TritonProducts, tuning_of
-from tests.pallas_kernels.implementations import IMPLEMENTATIONS
+from tests.pallas_kernels.implementations import IMPLEMENTATIONS, each_on_card
 from tests.pallas_kernels.matmul.test_hopper import mesh_of
 from tests.pallas_kernels.triton_products import PRODUCTS, triton_product
 from tests.tables import each_row
@@ -43,8 +43,7 @@ HERE = card_of_trace()
 needs_lowering = pytest.mark.skipif(not lowers_triton(), reason="this jax compiles Triton kernels while it lowers them")
 
 
-@pytest.mark.skipif(HERE is None or not HERE.triton, reason="there is no card here that the kernels are for")
-@pytest.mark.parametrize("name", PRODUCTS)
+@each_on_card(PRODUCTS, HERE is not None and HERE.triton)
 def test_products_on_the_device(name):
     triton_product(name, IMPLEMENTATIONS["device"])
 

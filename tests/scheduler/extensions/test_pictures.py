@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxengine.models.config.tower import IN_PREFIX
 from jaxengine.scheduler.base.media import Media, MediaItem
 from jaxengine.scheduler.base.request import FinishReason
-from jaxengine.scheduler.extensions.pictures import IN_PREFIX, EncoderRows, PictureOptions
+from jaxengine.scheduler.extensions.pictures import EncoderRows, PictureOptions
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
-from jaxengine.engine.extension import Events, Loop
+from jaxengine.engine.extension import Events, Loop, reset_caches
 from jaxengine.engine.extensions.weights.pauses import Pauses
 from jaxengine.engine.extensions.weights.weight_orders import WeightOrders
 from jaxengine.engine.stats.metric_types import Gauge, Histogram, Metric
@@ -164,11 +164,9 @@ class Weights(Pauses):
         # The digest counts switches: a caller may use a version again for other weights.
         scheduler.replace_weights(hashlib.sha256(self._num_switches.to_bytes(8, "big")).digest())
         new.put()
-        if kv == "drop":
-            scheduler.reset_prefix_cache()
         for extension in scheduler.extensions:
             extension.weights_replaced()
-            extension.reset_cache()
+        reset_caches(scheduler, prefixes=kv == "drop")
         if sleep.are_present(self.loop.runner):  # otherwise other arrays, such as adapters, are still in host memory
             self._asleep.discard(WEIGHTS)
         self.version = version
@@ -220,9 +218,7 @@ class Weights(Pauses):
         if KV_CACHE in parts - asleep:
             scheduler.preempt_all()
             with self._keep_pages(scheduler.ranks) if keep_kv and self._keep_pages else nullcontext():
-                scheduler.reset_prefix_cache()
-            for extension in scheduler.extensions:
-                extension.reset_cache()
+                reset_caches(scheduler)
             everywhere(runner, sleep.release_pools)
         if WEIGHTS in parts:
             self._level = max(level, self._level) if WEIGHTS in asleep else level

@@ -30,7 +30,7 @@ class ChatAnswer:
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
         self._body = body
         self._config = server.config
-        self._run = ChatRun(server, body, name, options)
+        self._run = ChatRun(server, body, name, options, is_stream=bool(body.stream))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         last = body.messages[-1]

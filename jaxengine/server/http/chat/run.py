@@ -77,14 +77,14 @@ class ChatRun:
       body: the request.
       params: the engine's sampling parameters.
       prompt: text and token ids; empty before `prepare`.
-      is_stream: whether the answer is counted as streamed among parsed outputs; `body.stream` unless it is set.
       num_completion_tokens, num_reasoning_tokens, num_cached_tokens: numbers of tokens so far.
     """
 
-    def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions):
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions, *, is_stream: bool):
         """Create the sampling parameters and parsers of a request; nothing runs before `pieces`.
 
-        name: the request's id in the engine. options: its scheduling options. Raises RequestError, with the field names
+        name: the request's id in the engine. options: its scheduling options. is_stream: whether the answer is counted
+        as streamed among parsed outputs. Raises RequestError, with the field names
         of `body`, for fields that this model or server cannot serve.
         """
         self._server = server
@@ -106,7 +106,7 @@ class ChatRun:
         self.prompt: dict[str, Any] = {}
         self._parsers: dict[int, MessageParser] = {}
         self._reasoning_texts: dict[int, list[str]] = {}
-        self._count_parsed, self._calling, self.is_stream = COUNT_PARSED.get(), set[int](), bool(body.stream)
+        self._count_parsed, self._calling, self._is_stream = COUNT_PARSED.get(), set[int](), is_stream
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
@@ -233,7 +233,7 @@ class ChatRun:
         for each in output.outputs:
             if each.finish_reason is not None:
                 outcome = "tool_call" if each.index in self._calling else "no_tool_call"
-                self._count_parsed("streaming" if self.is_stream else "non_streaming", outcome)
+                self._count_parsed("streaming" if self._is_stream else "non_streaming", outcome)
 
     def _open_parser(self) -> MessageParser:
         """Return a new parser for one completion, in the state in which the prompt ends."""

@@ -45,8 +45,7 @@ class _Message:
             chat = body.chat_request()
             if chat.thinking_token_budget is None and _limits(server, body):
                 chat.thinking_token_budget = body.asked_budget
-            self._run = ChatRun(server, chat, name, options)
-            self._run.is_stream = bool(body.stream)
+            self._run = ChatRun(server, chat, name, options, is_stream=bool(body.stream))
         except RequestError as error:
             raise body.as_asked(error) from None
 

@@ -91,8 +91,8 @@ class _Making:
         self._tokenizer = server.engine.inputs.require_tokenizer()
         self._num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         try:
-            self._run = ChatRun(server, body.chat_request([*earlier, *question]), response_id, options)
-            self._run.is_stream = bool(body.stream)
+            chat = body.chat_request([*earlier, *question])
+            self._run = ChatRun(server, chat, response_id, options, is_stream=bool(body.stream))
         except RequestError as error:
             raise as_response_error(error) from None
         head = _head(body, response_id, model, store, self._run.params)
