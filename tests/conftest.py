@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests import tiers
 from tests.durations import NUM_SHOWN, RECORD, Durations, growth, recorded
@@ -110,6 +111,10 @@ def pytest_configure(config):
     if not config.getoption("--thorough"):
         hypothesis.settings.register_profile("few", hypothesis.settings(max_examples=30))
         hypothesis.settings.load_profile("few")
+        # It would parse all of our modules for constants to draw, which takes as long as importing all tests.
+        if hasattr(providers, "_get_local_constants"):
+            providers._get_local_constants = providers.Constants
+    gc.disable()  # until everything is imported, of which nothing is garbage: a third of the time
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -157,6 +162,7 @@ def pytest_collection_finish(session):
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(100_000, 10, 10)
 
 

@@ -52,10 +52,12 @@ _LOOK_SECONDS = 1.0
 _LONGEST_FOLDER = 70
 # The same sources in every process, whatever else is installed. A folder already on sys.path keeps its place after
 # the standard library.
+# Collections during imports free nothing, and take a sixth of their time. What is imported stays, so that later ones
+# need not look at it.
 _START = (
-    "import sys; {home!r} in sys.path or sys.path.insert(0, {home!r}); "
+    "import gc, sys; gc.disable(); {home!r} in sys.path or sys.path.insert(0, {home!r}); "
     "from jaxengine.server.processes.child import Child; child = Child(); "
-    "from jaxengine.server.processes.{module} import main; main(child)"
+    "from jaxengine.server.processes.{module} import main; gc.freeze(); gc.enable(); main(child)"
 )
 
 

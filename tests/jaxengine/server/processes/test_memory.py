@@ -1,13 +1,17 @@
-"""What a process that speaks with clients does with the memory of large bodies."""
+"""What a process that speaks with clients does with the memory of large bodies, and of what it imports."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from jaxengine.server.processes import child, supervisor
 
 # Large blocks, between which small ones are made that stay, as a log line or a route of the framework does.
 BODIES = """
@@ -42,3 +46,16 @@ def test_large_bodies_leave_nothing_in_the_heap():
 
     assert left(True) < 10 << 20
     assert left(False) > 20 << 20  # what it is for
+
+
+def test_what_a_child_imports_is_left_out_of_collections(monkeypatch):
+    found = []
+
+    def main(_child):
+        found.append((gc.isenabled(), any(each is role for each in gc.get_objects())))
+
+    role = SimpleNamespace(main=main)
+    monkeypatch.setitem(sys.modules, "jaxengine.server.processes.role", role)
+    monkeypatch.setattr(child, "Child", object)
+    exec(supervisor._START.format(home=str(supervisor.HOME), module="role"), {})  # noqa: S102
+    assert found == [(True, False)]
