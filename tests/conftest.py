@@ -114,7 +114,16 @@ def pytest_configure(config):
         # It would parse all of our modules for constants to draw, which takes as long as importing all tests.
         if hasattr(providers, "_get_local_constants"):
             providers._get_local_constants = providers.Constants
-    gc.disable()  # until everything is imported, of which nothing is garbage: a third of the time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import all tests without collecting garbage, of which there is none: it takes a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -162,7 +171,6 @@ def pytest_collection_finish(session):
     """
     gc.collect()
     gc.freeze()
-    gc.enable()
     gc.set_threshold(100_000, 10, 10)
 
 

@@ -1,4 +1,4 @@
-"""What XLA makes of the matrix products of CUDA cards, counted in what it compiles for one; without a card."""
+"""What a target's compiler, where one is installed, makes of matrix products; what `jaxengine check` finds in that."""
 
 from __future__ import annotations
 
@@ -15,23 +15,29 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxengine.check import inspect
 from jaxengine.check.compiled import counts, hlo
 from jaxengine.check.devices import target_devices
-from jaxengine.check.targets import TARGETS, require_compiler
+from jaxengine.check.targets import TARGETS, Target, find_target, require_compiler
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.models.cache import plain_cards
 from jaxengine.pallas_kernels.matmul.dense import matmul
 from jaxengine.pallas_kernels.matmul.grouped import grouped_matmul
 from jaxengine.pallas_kernels.matmul.hopper.grouped import most_tiles_of, tile_rows_of
+from tests.jaxengine.check.seeded_faults import FAULTS, faulty_source, judgement
 
 SM_90 = TARGETS["sm_90"]
+
+
+def require(target: Target) -> None:
+    """Skip the test without the target's compiler."""
+    try:
+        require_compiler(target)
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """compiled(function, (shape, dtype), ...) for an H100: (module, bytes of memory that are neither in nor out)."""
-    try:
-        require_compiler(SM_90)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    require(SM_90)
     here = NamedSharding(Mesh(np.array(target_devices(SM_90)), ("card",)), PartitionSpec())
 
     def compile(function, *arrays, plain=False):
@@ -82,3 +88,15 @@ def test_experts_of_a_hopper_card_are_copied_nowhere(compiled, tokens):
     assert not counts.operations(module)
     in_tiles = most_tiles_of(rows, groups, tile := tile_rows_of(rows, groups, 128)) * tile
     assert workspace < 1.05 * 2 * (in_tiles * (size + out) + rows * out) + (1 << 20)  # the result's among them
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_pattern_occurs_once(name):
+    compile(faulty_source(FAULTS[name]), FAULTS[name].file, "exec")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_seeded_fault_is_found(name):
+    fault = FAULTS[name]
+    require(find_target(fault.target))
+    assert judgement(fault) is not None
