@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxengine.models.causal_lm import CausalLM
 
@@ -24,7 +24,7 @@ class ClassTable(MutableMapping[str, type[_Model]]):
     """
 
     def __init__(self, modules: Mapping[str, str], further: Callable[[], Mapping[str, type[_Model]]] = dict):
-        self._rows: dict[str, type[_Model] | str] = dict(modules)
+        self._rows: dict[str, Any] = dict(modules)  # a class once it has been looked up
         self._further = further
 
     def __getitem__(self, name: str) -> type[_Model]:
@@ -52,10 +52,11 @@ class ClassTable(MutableMapping[str, type[_Model]]):
     def __len__(self) -> int:
         return len(self._all())
 
-    def _all(self) -> dict[str, type[_Model] | str]:
+    def _all(self) -> dict[str, Any]:
         """Return all rows, with those of `further`."""
-        further, self._further = self._further, dict
-        self._rows |= {name: model for name, model in further().items() if name not in self._rows}
+        for name, model in self._further().items():
+            self._rows.setdefault(name, model)
+        self._further = dict  # after that: another thread may look up a name meanwhile
         return self._rows
 
 

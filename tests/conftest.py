@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal import constants_ast
 from hypothesis.internal.conjecture import providers
 
 from tests import tiers
@@ -113,7 +114,7 @@ def pytest_configure(config):
         hypothesis.settings.load_profile("few")
         # It would parse all of our modules for constants to draw, which takes as long as importing all tests.
         if hasattr(providers, "_get_local_constants"):
-            providers._get_local_constants = providers.Constants
+            providers._get_local_constants = constants_ast.Constants
 
 
 @pytest.hookimpl(wrapper=True)
