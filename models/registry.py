@@ -79,7 +79,7 @@ def model_for_hf(architecture: str) -> type[CausalLM]:
     registered, with the name of the nearest one if any is similar.
     """
     family, _ = family_of(architecture)
-    model = MODELS.get(family) or ENCODERS.get(family)
+    model: Any = MODELS.get(family) or ENCODERS.get(family)
     if model is None:
         raise ModelConfigError(_unsupported(architecture, [*MODELS, *ENCODERS]))
     return model
