@@ -98,11 +98,6 @@ class PoolingModel:
         return (*([] if self.own_task is None else [self.own_task]), *self.tokens)
 
     @property
-    def interacts_late(self) -> bool:
-        """Whether pairs of texts are scored by the embeddings of their tokens (ColBERT)."""
-        return self.task == TOKEN_EMBED
-
-    @property
     def cut_side(self) -> str:
         """Side on which a prompt that is too long loses tokens unless the request says otherwise: "left" or "right"."""
         return "left" if self.token_rows is None else "right"

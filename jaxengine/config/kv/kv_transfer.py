@@ -64,11 +64,6 @@ class KVHandover:
         """Whether the engine sends pages."""
         return self.kv_role != CONSUMER
 
-    @property
-    def consumes(self) -> bool:
-        """Whether the engine receives pages."""
-        return self.kv_role != PRODUCER
-
 
 def _is_number(low: float, high: float, kinds: tuple[type, ...]) -> Callable[[Any], bool]:
     """Return a predicate: whether a value's type is one of `kinds` and the value is from `low` to `high`, both

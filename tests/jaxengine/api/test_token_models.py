@@ -95,7 +95,7 @@ def test_labels_of_tokens_are_probabilities(case, goldens):
 
 def test_pairs_are_scored_by_their_tokens(case, goldens):
     name, llm = case
-    if not llm.core.inputs.pooling.interacts_late:
+    if llm.core.inputs.pooling.task != "token_embed":
         return
     ends = np.cumsum([len(text.split()) + 2 for text in TEXTS])[:-1]
     prefixed = np.cumsum([len(text.split()) + 3 for text in TEXTS])[:-1]

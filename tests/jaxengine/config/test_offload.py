@@ -136,7 +136,7 @@ def test_pages_for_other_engines():
     assert found is not None and found.handover is not None and config.hands_over_kv
     assert config.kv_offloading_bytes == 5 * 10**8 and config.kv_offloading_folder is None
     assert (found.handover.kv_port, found.handover.kv_ip, found.handover.kv_lease_duration) == (7, "::1", 5)
-    assert found.handover.produces and found.handover.consumes and found.handover.kv_load_failure_policy == "recompute"
+    assert found.handover.produces and found.handover.kv_load_failure_policy == "recompute"
     again = EngineConfig.from_options(**given | {"kv_transfer_config": dataclasses.asdict(found)})
     assert again.kv_transfer_config == found  # as another process gets it
     folder = EngineConfig.from_options(**nixl({"transport": "folder", "shared_storage_path": "/tmp"}))
