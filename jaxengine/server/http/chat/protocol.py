@@ -201,6 +201,15 @@ class ChatRequest(TextRequest, ConversationRequest):
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
+    def num_listed(self) -> int | None:
+        """Number of likeliest tokens in each position's top_logprobs, -1 for all that the engine returns; None without
+        logprobs. With logprob_token_ids the engine returns these and the sampled token.
+        """
+        if not self.logprobs:
+            return None
+        return -1 if self.logprob_token_ids else self.top_logprobs or 0
+
+    @property
     def continues(self) -> bool:
         """Whether the model continues the last message."""
         return bool(self.continue_final_message)

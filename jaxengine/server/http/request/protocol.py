@@ -308,8 +308,10 @@ class TextRequest(GenerationRequest):
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
       prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
-      logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
-      prompt_logprob_token_ids: the same for each position of the prompt that has log-probabilities.
+      logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, with the sampled
+        token's, in place of the likeliest.
+      prompt_logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the prompt
+        that has any.
       return_sampling_mass: also return what sampling made of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       routed_experts_prompt_start: the prompt's tokens up to this one, from 0, are left out of routed_experts.
@@ -437,6 +439,8 @@ class TextRequest(GenerationRequest):
         given["extra_args"] = with_kv_transfer(self.vllm_xargs, self.kv_transfer_params, bool(self.stream))
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         given = {name: value for name, value in given.items() if value is not None}
+        if self.use_beam_search:  # temperature 0 allows n > 1 here; beam_params checks it
+            changes["temperature"] = 1.0
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
 
     def names_tokens_by_id(self, config: ServerConfig) -> bool:

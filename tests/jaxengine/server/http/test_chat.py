@@ -117,13 +117,15 @@ async def test_logprobs_without_top_and_tokens_by_id(client):
     assert all(token.top_logprobs == [] for token in choice.logprobs.content)
     for streams in (False, True):
         fields = {"return_tokens_as_token_ids": True, "logprob_token_ids": [6, 5]}
-        given = await client.chat.completions.create(**ASK, logprobs=True, stream=streams, extra_body=fields)
+        given = await client.chat.completions.create(
+            **ASK, logprobs=True, top_logprobs=3, stream=streams, extra_body=fields
+        )
         parts = [part async for part in given] if streams else [given]
         tokens = [token for part in parts for each in part.choices if each.logprobs for token in each.logprobs.content]
         assert [token.token for token in tokens] == [token.token for token in choice.logprobs.content]
         for token in tokens:
             values = [other.logprob for other in token.top_logprobs]
-            assert {other.token for other in token.top_logprobs} == {"token_id:5", "token_id:6"}
+            assert {other.token for other in token.top_logprobs} == {"token_id:5", "token_id:6", token.token}
             assert values == sorted(values, reverse=True) and max(values) <= 0
 
 

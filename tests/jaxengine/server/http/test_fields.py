@@ -141,12 +141,12 @@ CASES: dict[str, Case] = {
     "logprob_token_ids": Case(
         [5, 6],
         lambda before, after: all(
-            {"token_id:5", "token_id:6"} <= set(top) and set(less) <= set(top)
-            for less, top in zip(
-                before.choice["logprobs"]["top_logprobs"], after.choice["logprobs"]["top_logprobs"], strict=True
+            set(top) == {"token_id:5", "token_id:6", token}
+            for token, top in zip(
+                after.choice["logprobs"]["tokens"], after.choice["logprobs"]["top_logprobs"], strict=True
             )
         ),
-        {"logprobs": 1, "return_tokens_as_token_ids": True},
+        {"logprobs": 2, "return_tokens_as_token_ids": True},
     ),
     # Only of an engine with these options; what they do, tests/jaxengine/server/http/test_captured.py shows.
     "capture": Case(["residual:1"], lambda before, after: after.answer.error["param"] == "capture"),
