@@ -344,7 +344,7 @@ ROOMS = {
         "server.weights server.http.request server.http.answer"
     ),
     "server.http.chat": (
-        "scheduler.base jaxengine:base tokens parsers.scan parsers.tools parsers requests.structured "
+        "scheduler.base config.base jaxengine:base tokens parsers.scan parsers.tools parsers requests.structured "
         "requests.media requests.params requests.output requests api server.base server.http.request "
         "server.http.answer server.http"
     ),

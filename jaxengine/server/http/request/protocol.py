@@ -308,8 +308,7 @@ class TextRequest(GenerationRequest):
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
       prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
-      logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, with the sampled
-        token's, in place of the likeliest.
+      logprob_token_ids: tokens that each position of the output lists with the sampled one, in place of the likeliest.
       prompt_logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the prompt
         that has any.
       return_sampling_mass: also return what sampling made of each token.

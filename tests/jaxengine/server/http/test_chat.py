@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
@@ -197,6 +198,22 @@ async def test_templates_of_requests(chat_engine, recorder):
     assert (await post(closed, PATH, messages=HI, chat_template_kwargs={"mood": "!"})).error["param"] == (
         "chat_template_kwargs"
     )
+    defaults = {"mood": "?", "enable_thinking": True, "reasoning_effort": "high"}
+    app = create_app(recorder, ServerConfig(trust_request_chat_template=True, default_chat_template_kwargs=defaults))
+    for changes, expected in (
+        ({}, "Hi![{'title': 'T', 'text': 'x'}]noneFalse"),
+        ({"chat_template_kwargs": None, "reasoning_effort": None}, "Hi?[{'title': 'T', 'text': 'x'}]highTrue"),
+    ):
+        assert (await post(app, PATH, **{**fields, **changes})).status == 200
+        assert recorder.calls[-1][0]["prompt"] == expected
+    tools = {"tools": [{"type": "function", "function": {"name": "now"}}], "tool_choice": "none"}
+    asked = {"messages": HI, "max_tokens": 1, "chat_template": "{{ tools | length if tools else 'no' }}", **tools}
+    for excluded, expected in ((False, "1"), (True, "no")):
+        config = ServerConfig(trust_request_chat_template=True, exclude_tools_when_tool_choice_none=excluded)
+        assert (await post(create_app(recorder, config), PATH, **asked)).status == 200
+        assert recorder.calls[-1][0]["prompt"] == expected
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs has 'messages', a name that is reserved"):
+        create_app(recorder, ServerConfig(default_chat_template_kwargs={"messages": []}))
     hostile = {"messages": HI, "chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"}
     assert (await post(app, PATH, **hostile)).status == 400
 
