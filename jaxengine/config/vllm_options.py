@@ -135,7 +135,7 @@ _UNSET = """
     video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
     fingerprint_value prompt_adapters reasoning_effort_map ssl_ciphers tool_parser_plugin
-    tool_server tool_strict_level uds
+    tool_server tool_strict_level
 """
 # Name -> values that have no effect, besides None, False and empty ones.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {

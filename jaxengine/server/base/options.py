@@ -70,6 +70,7 @@ class ServerConfig:
     Attributes:
       host: the address to listen on; use api_key with any other than loopback.
       port: port of HTTP; 0 takes a free one and prints it.
+      uds: path of a Unix domain socket that HTTP listens on, instead of host and port.
       grpc_port: port of gRPC; None for no gRPC, 0 takes a free one.
       metrics_port: port that serves /metrics and /health alone, without a key and without TLS, for pickers and
         collectors; None: only `port` serves them.
@@ -162,6 +163,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
     grpc_port: int | None = None
     metrics_port: int | None = None
     api_server_count: int = 1
