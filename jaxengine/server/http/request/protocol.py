@@ -56,7 +56,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_offsets": (False,),
     "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),
-    "session_id": (),
     "steer": ([],),
     "stream_interval": (1,),
     "trace_decode_token_ids": (),
@@ -67,7 +66,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 # Fields of REFUSED that text requests support.
 _OF_TEXT = frozenset(
-    (
+    [
         "capture",
         "kv_transfer_params",
         "length_penalty",
@@ -83,7 +82,7 @@ _OF_TEXT = frozenset(
         "stream_interval",
         "trace_decode_token_ids",
         "use_beam_search",
-    )
+    ]
 )
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
 
@@ -250,12 +249,12 @@ class NamedRequest(RequestModel):
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
         """Return the request's scheduling options: its priority, but not more urgent than `request.state.priority`; its
-        timeout, or else the server's; and the client, arrival, owner and X-Session-Id of `request`. lora: name of the
-        adapter, or None.
+        timeout, or else the server's; the client, arrival and owner of `request`; and the session, session_id or else
+        X-Session-Id. lora: name of the adapter, or None.
         """
         state, timeout = request.state, self.timeout or config.request_timeout
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
-        own = state.owner_tag, request.headers.get("x-session-id")
+        own = state.owner_tag, getattr(self, "session_id", None) or request.headers.get("x-session-id")
         return RequestOptions(priority, timeout, state.client, state.arrival, lora, *own)
 
     def register(self, prefix: str, request: Request) -> str:
@@ -274,7 +273,11 @@ _Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
 
 
 class GenerationRequest(_Numbers, NamedRequest):
-    """Fields of every request that generates text, besides SamplingFields. None: the model's default or else vLLM's."""
+    """Fields of every request that generates text, besides SamplingFields. None: the model's default or else vLLM's.
+
+    Attributes:
+      session_id: the request's conversation, in place of X-Session-Id; lora_routes go by the header alone.
+    """
 
     ignored = HINTS
 
@@ -287,6 +290,7 @@ class GenerationRequest(_Numbers, NamedRequest):
     structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     vllm_xargs: ExtraArgs | None = None
     stream: bool | None = None
+    session_id: str | None = None
 
 
 class ConversationRequest(GenerationRequest):

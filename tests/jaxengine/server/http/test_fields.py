@@ -48,6 +48,7 @@ class Seen(NamedTuple):
     special: list[bool]
     log: str
     answer: Answer
+    sessions: list[str | None]
 
     @property
     def prompt(self) -> Any:
@@ -223,6 +224,7 @@ CASES: dict[str, Case] = {
             1 <= len(after.answer.events) <= 3 and after.params.output_kind is RequestOutputKind.DELTA
         ),
     ),
+    "session_id": Case("talk", lambda before, after: (before.sessions, after.sessions) == ([None], ["talk"])),
     "stream_options": Case(
         {"include_usage": True, "continuous_usage_stats": True},
         lambda before, after: (
@@ -272,11 +274,11 @@ def ask(chat_engine, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG, "jaxengine.server.http")
 
     async def send(fields: dict[str, Any]) -> Seen:
-        for record in (recorder.calls, special, caplog.records):
+        for record in (recorder.calls, recorder.sessions, special, caplog.records):
             record.clear()
         caplog.clear()
         answer = await post(app, PATH, **fields)
-        return Seen(list(recorder.calls), special[:1], caplog.text, answer)
+        return Seen(list(recorder.calls), special[:1], caplog.text, answer, list(recorder.sessions))
 
     return send
 
