@@ -65,25 +65,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 # Fields of REFUSED that text requests support.
-_OF_TEXT = frozenset(
-    [
-        "capture",
-        "kv_transfer_params",
-        "length_penalty",
-        "logprob_token_ids",
-        "prompt_logprob_start",
-        "prompt_logprob_token_ids",
-        "repetition_detection",
-        "return_hidden_states",
-        "return_sampling_mass",
-        "return_weight_versions",
-        "routed_experts_prompt_start",
-        "steer",
-        "stream_interval",
-        "trace_decode_token_ids",
-        "use_beam_search",
-    ]
-)
+_OF_TEXT = {
+    *("capture", "kv_transfer_params", "length_penalty", "logprob_token_ids", "prompt_logprob_start"),
+    *("prompt_logprob_token_ids", "repetition_detection", "return_hidden_states", "return_sampling_mass"),
+    *("return_weight_versions", "routed_experts_prompt_start", "steer", "stream_interval"),
+    *("trace_decode_token_ids", "use_beam_search"),
+}
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
 
 # Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'
