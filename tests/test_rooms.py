@@ -366,7 +366,7 @@ ROOMS = {
     ),
     "server.http.pooling": (
         "scheduler.base requests.pooling requests.params api server.base server.http.request server.http.answer "
-        "server.http"
+        "server.http server.http.chat"
     ),
     "server.batch:base": "scheduler.base config.base server.base server.http.request",
     "server.http.batches": ("scheduler.base api server.base server.http.request server.http.answer server.batch:base"),
