@@ -344,7 +344,7 @@ ROOMS = {
         "server.weights server.http.request server.http.answer"
     ),
     "server.http.chat": (
-        "scheduler.base jaxengine:base tokens parsers.scan parsers.tools parsers requests.structured "
+        "scheduler.base config.base jaxengine:base tokens parsers.scan parsers.tools parsers requests.structured "
         "requests.media requests.params requests.output requests api server.base server.http.request "
         "server.http.answer server.http"
     ),
@@ -366,7 +366,7 @@ ROOMS = {
     ),
     "server.http.pooling": (
         "scheduler.base requests.pooling requests.params api server.base server.http.request server.http.answer "
-        "server.http"
+        "server.http server.http.chat"
     ),
     "server.batch:base": "scheduler.base config.base server.base server.http.request",
     "server.http.batches": ("scheduler.base api server.base server.http.request server.http.answer server.batch:base"),

@@ -21,9 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of each request")
     parser.add_argument("--output-len", type=positive_int, default=128, help="new tokens of each request")
     parser.add_argument(
-        "--num-runs", type=positive_int, default=5, help="number of runs; percentiles are over the requests of all runs"
+        "--num-runs",
+        "--num-iters",
+        type=positive_int,
+        default=5,
+        help="number of runs; percentiles are over the requests of all runs",
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
+    parser.add_argument("--json", "--output-json", type=output_file, metavar="FILE", help="write the result there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.bench.serve_address import add_address, settle
 from jaxengine.config.base.key_file import read_api_key
 from jaxengine.config.command_line import output_file, positive_int
 
@@ -30,8 +31,7 @@ class BenchError(OSError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser, with `run` as the function that executes it."""
-    parser.add_argument("--url", required=True, help="base URL of the server, such as http://127.0.0.1:8000/v1")
-    parser.add_argument("--route", choices=("completions", "chat/completions"), default="completions")
+    add_address(parser, _share)
     parser.add_argument("--model", help="name of the model (default: the first one that the server lists)")
     parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the API key")
     parser.add_argument("--ca-file", metavar="FILE", help="certificates to trust instead of the system's, PEM")
@@ -43,8 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--burstiness", type=_positive, default=1.0, help="shape of the gamma-distributed gaps; 1 is Poisson"
     )
     parser.add_argument("--max-concurrency", type=positive_int, help="requests open at once; others wait")
-    parser.add_argument("--input-len", type=positive_int, default=256, help="prompt tokens after the prefix")
-    parser.add_argument("--output-len", type=positive_int, default=128, help="new tokens of each request")
+    parser.add_argument(
+        "--input-len", "--random-input-len", type=positive_int, default=256, help="prompt tokens after the prefix"
+    )
+    parser.add_argument(
+        "--output-len", "--random-output-len", type=positive_int, default=128, help="new tokens of each request"
+    )
     parser.add_argument(
         "--lengths",
         choices=LENGTHS,
@@ -85,6 +89,10 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.bench.serve_report import picture, sweep_table, text
     from jaxengine.results import write_json
 
+    try:
+        settle(args)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
     if bool(args.num_prefixes) != bool(args.prefix_len):
         given = f"--num-prefixes {args.num_prefixes} and --prefix-len {args.prefix_len}"
         raise BenchError(f"{given}: give both or neither")
@@ -147,7 +155,7 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
 
     try:
         key = None if args.api_key_file is None else read_api_key(args.api_key_file)
-        server = Server.at(args.url, key, args.ca_file)
+        server = Server.at(args.url, key, args.ca_file, insecure=args.insecure)
     except BadUrlError as error:
         raise BenchError(str(error)) from None
     model, longest = args.model, args.max_model_len

@@ -46,12 +46,12 @@ class Server:
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None) -> Server:
+    def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None, *, insecure: bool = False) -> Server:
         """Return the Server of a base URL such as http://127.0.0.1:8000/v1.
 
         api_key: sent as a bearer token; None or "" for none. ca_file: PEM file of certificates to trust instead of the
-        system's; None for the system's. Raises BadUrlError for a URL of another form, and OSError for a `ca_file` that
-        cannot be read.
+        system's; None for the system's. insecure: accept every certificate. Raises BadUrlError for a URL of another
+        form, and OSError for a `ca_file` that cannot be read.
         """
         try:
             parts = urlsplit(url)
@@ -61,6 +61,8 @@ class Server:
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             raise BadUrlError(f"url is {url!r}; allowed: http://HOST:PORT/PATH or https://HOST:PORT/PATH")
         tls = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
+        if tls is not None and insecure:
+            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
         netloc = parts.netloc.rpartition("@")[2]
         headers = [("Host", netloc), ("User-Agent", "jaxengine-bench"), ("Accept-Encoding", "identity")]
         if api_key:

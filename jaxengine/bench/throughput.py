@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-runs", type=positive_int, default=2, help="number of runs, each with an empty cache; the fastest counts"
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
+    parser.add_argument("--json", "--output-json", type=output_file, metavar="FILE", help="write the result there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 

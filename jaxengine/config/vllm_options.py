@@ -115,7 +115,7 @@ _SWITCHES = """
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
     allow_credentials disable_fastapi_docs enable_log_outputs enable_per_request_metrics enable_ssl_refresh
-    exclude_tools_when_tool_choice_none headless
+    headless
 """
 _UNSET = """
     additional_config attention_backend attention_config
@@ -134,8 +134,8 @@ _UNSET = """
     reasoning_config reasoning_parser_plugin scheduler_cls sleep_preserve_parameter_names
     video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
-    default_chat_template_kwargs fingerprint_value prompt_adapters reasoning_effort_map ssl_ciphers tool_parser_plugin
-    tool_server tool_strict_level uds
+    fingerprint_value prompt_adapters reasoning_effort_map ssl_ciphers tool_parser_plugin
+    tool_server tool_strict_level
 """
 # Name -> values that have no effect, besides None, False and empty ones.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {

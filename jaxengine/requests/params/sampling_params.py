@@ -243,10 +243,10 @@ class SamplingParams(SamplingFields):
         one's.
       prompt_logprobs: the same for the tokens of the prompt.
       prompt_logprob_start: prompt tokens up to this one, from 0, have none, and may come from the prefix cache.
-      logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
-        those of `logprobs`, or of logprobs=0 where that is None.
-      prompt_logprob_token_ids: the same at each position of the prompt that has log-probabilities, in addition to those
-        of `prompt_logprobs`, or of prompt_logprobs=0 where that is None; at most 128 together with logprob_token_ids.
+      logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, with the sampled
+        token's, in place of the likeliest tokens that `logprobs` would list.
+      prompt_logprob_token_ids: tokens to list at each position of the prompt that has log-probabilities, in addition to
+        those of `prompt_logprobs`, 0 where that is None; at most 128 together with logprob_token_ids.
       return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
         probability that truncation kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
       trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
@@ -377,9 +377,9 @@ class SamplingParams(SamplingFields):
     @property
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
-        if no token has any.
+        if no token has any. It is 0 with logprob_token_ids, which replace the likeliest tokens.
         """
-        return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
+        return 0 if self.logprob_token_ids or (self.return_sampling_mass and not self.logprobs) else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:

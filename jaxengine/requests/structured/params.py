@@ -7,6 +7,7 @@ by a process that can be killed (jaxengine.grammars).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,6 +30,7 @@ WHITE_SPACE = r"[ \t]{0,2}|\r?\n[ \t]{0,40}"
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_OBJECT = '{"type":"object"}'
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient")
+_SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 # Keywords whose values are data, not schemas.
 _DATA = frozenset(("const", "enum", "default", "examples"))
 
@@ -174,7 +176,18 @@ class StructuredOutputsParams:
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
-        """Return the body of a Lark rule equivalent to `json` or `json_object`; only valid for these constraints."""
+        """Return the body of a Lark rule equivalent to the constraint. Raises RequestError for a grammar, which has
+        rules of its own.
+        """
+        if self.kind == "choice":
+            assert self.choice is not None
+            return "(" + " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice) + ")"
+        if self.kind == "regex":
+            escaped = _SLASH_OR_ESCAPE.sub(lambda found: r"\/" if found[0] == "/" else found[0], str(self.regex))
+            return "/" + escaped.replace("\n", r"\n") + "/"
+        if self.kind == "grammar":
+            text = "structured_outputs.grammar is only allowed without tools, or with tool_choice 'none'"
+            raise RequestError(text, param="structured_outputs", value=self.grammar)
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}

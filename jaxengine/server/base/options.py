@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
+from typing import Any
 
 from jaxengine.config.base.files import named_path
 from jaxengine.config.engine_config import ConfigError
@@ -69,6 +70,7 @@ class ServerConfig:
     Attributes:
       host: the address to listen on; use api_key with any other than loopback.
       port: port of HTTP; 0 takes a free one and prints it.
+      uds: path of a Unix domain socket that HTTP listens on, instead of host and port.
       grpc_port: port of gRPC; None for no gRPC, 0 takes a free one.
       metrics_port: port that serves /metrics and /health alone, without a key and without TLS, for pickers and
         collectors; None: only `port` serves them.
@@ -93,7 +95,7 @@ class ServerConfig:
       ssl_certfile: certificate chain for TLS, PEM.
       ssl_keyfile: its private key.
       ssl_ca_certs: certificate authorities; clients must present a certificate that one of them signed (mTLS).
-      allowed_origins: origins that browsers may call from (CORS); "*" for all.
+      allowed_origins: origins that browsers may call from (CORS), or a JSON list of them; "*" for all.
       root_path: prefix under which a proxy offers this server.
       max_num_queued_reqs: requests that may wait for a free slot; None: four times max_num_seqs. With scheduling_policy
         "fair" one client may have half of them.
@@ -125,11 +127,14 @@ class ServerConfig:
       max_prompts: largest number of prompts in a request.
       max_captured_bytes: most bytes of activations in an answer, before base64 (capture, return_hidden_states).
       chat_template_kwargs_allowed: whether requests may set variables of the chat template.
+      default_chat_template_kwargs: variables of the chat template for all requests, such as {"enable_thinking": false};
+        those that a request sets replace them.
       trust_request_chat_template: whether requests may include their own chat template.
+      exclude_tools_when_tool_choice_none: leave the tools of a request with tool_choice "none" out of its prompt.
       enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
       tool_call_parser: the model's format of tool calls, a name of docs/parsers.md; auto: by its chat template. None:
         tool calls are not parsed.
-      reasoning_parser: the model's format of reasoning, likewise. None: it stays in the content.
+      reasoning_parser: the model's format of reasoning, likewise. None, or the text "none": it stays in the content.
       response_role: the role of answers.
       enable_batch_api: serve /v1/files and /v1/batches; needs batch_storage_dir.
       batch_storage_dir: the folder that keeps files and batches, also over restarts. Servers of the same model may
@@ -158,6 +163,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
     grpc_port: int | None = None
     metrics_port: int | None = None
     api_server_count: int = 1
@@ -198,7 +204,9 @@ class ServerConfig:
     max_prompts: int = 1024
     max_captured_bytes: int = 64 * MIB
     chat_template_kwargs_allowed: bool = True
+    default_chat_template_kwargs: dict[str, Any] | None = None
     trust_request_chat_template: bool = False
+    exclude_tools_when_tool_choice_none: bool = False
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -225,6 +233,7 @@ class ServerConfig:
         if isinstance(self.lora_routes, dict):
             with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is then refused as a dict
                 object.__setattr__(self, "lora_routes", json.dumps(self.lora_routes))
+        self._take_vllm_forms()
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if kind.startswith("tuple"):
@@ -264,13 +273,24 @@ class ServerConfig:
             raise ConfigError("log_format", self.log_format, "text, json")
         self._check_store()
         for origin in self.allowed_origins:
-            if origin.startswith("["):
-                problem = f"allowed_origins has {origin!r}, a list in one text"
-                raise ConfigError.because("allowed_origins", problem, "give --allowed-origins once for each origin")
             if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):  # no browser sends it
                 raise ConfigError("allowed_origins", origin, '"*", or SCHEME://HOST[:PORT] without a path or a slash')
         tool_format(self.tool_call_parser)
         reasoning_format(self.reasoning_parser)
+
+    def _take_vllm_forms(self) -> None:
+        """Replace values in forms that vLLM's command line has: "none" for no reasoning parser, an empty text for no
+        adapters, and a JSON list of origins in one text. Other values stay as they are, to be checked later.
+        """
+        if isinstance(self.reasoning_parser, str) and self.reasoning_parser.lower() == "none":
+            object.__setattr__(self, "reasoning_parser", None)
+        if self.lora_modules in ("", [""], ("",)):
+            object.__setattr__(self, "lora_modules", ())
+        given = self.allowed_origins
+        (only,) = given if isinstance(given, (list, tuple)) and len(given) == 1 else (given,)
+        if isinstance(only, str) and only.startswith("["):
+            with contextlib.suppress(ValueError, RecursionError):  # it is then refused as an origin
+                object.__setattr__(self, "allowed_origins", tuple(json.loads(only)))
 
     def store_bounds(self) -> dict[str, int]:
         """Return the bounds of the store of responses as keyword arguments of StoreBounds, sizes in bytes. An option
@@ -339,10 +359,12 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
 
 
 def _is(value: object, kind: str) -> bool:
-    """Whether a value's type has exactly this name; "float" accepts an integer too, and a bool is not an integer."""
+    """Whether a value's type has exactly this name, without parameters in brackets; "float" accepts an integer too, and
+    a bool is not an integer.
+    """
     if kind == "float":
         return type(value) in (int, float)
-    return type(value).__name__ == kind
+    return type(value).__name__ == kind.partition("[")[0]
 
 
 def is_loopback(host: str) -> bool:

@@ -27,6 +27,8 @@ SERVER_OPTIONS = (
     "max_captured_bytes",
     "max_request_bytes",
     "chat_template_kwargs_allowed",
+    "default_chat_template_kwargs",
+    "exclude_tools_when_tool_choice_none",
     "trust_request_chat_template",
     "enable_auto_tool_choice",
     "tool_call_parser",

@@ -187,7 +187,7 @@ class RequestReader:
             messages,
             add_generation_prompt=chat.add_generation_prompt if given else not chat.continue_final_message,
             continue_final_message=chat.continue_final_message,
-            chat_template_kwargs=variables,
+            chat_template_kwargs={**(self._config.default_chat_template_kwargs or {}), **(variables or {})},
         )
         return prompt["prompt_token_ids"], parts
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import socket
+import stat
 
 from jaxengine.config.engine_config import ConfigError
 
@@ -19,6 +21,30 @@ def listen(host: str, port: int) -> socket.socket:
     made = _bind("port", host, port)
     made.listen(_BACKLOG)
     return made
+
+
+def listen_at(path: str) -> socket.socket:
+    """Return a Unix domain socket that listens at a path. A socket there that no program listens at any more, as a
+    killed server leaves it, is replaced. Raises ConfigError, naming uds, if the path cannot be bound.
+    """
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        if _is_left_over(path):
+            os.unlink(path)
+        made.bind(path)
+    except (OSError, ValueError) as error:
+        made.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        advice = "name a file that does not exist, of at most 107 bytes, in a folder that may be written"
+        raise ConfigError.because("uds", f"uds {path!r} cannot be bound ({reason})", advice) from None
+    made.listen(_BACKLOG)
+    return made
+
+
+def _is_left_over(path: str) -> bool:
+    """Whether a path is that of a Unix domain socket that no program listens at."""
+    with socket.socket(socket.AF_UNIX) as trial:
+        return trial.connect_ex(path) == errno.ECONNREFUSED and stat.S_ISSOCK(os.stat(path).st_mode)
 
 
 def reserve_port(option: str, host: str, port: int) -> socket.socket:
@@ -47,10 +73,10 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
     """Make the system drop connections accepted by `listener` whose clients acknowledge no sent data for `seconds`
     (TCP_USER_TIMEOUT, rounded up to milliseconds).
 
-    A server can only close such a connection, and closing waits for the client too. Does nothing on systems without
-    this socket option (all but Linux).
+    A server can only close such a connection, and closing waits for the client too. Does nothing for Unix domain
+    sockets, and on systems without this socket option (all but Linux).
     """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
+    if hasattr(socket, "TCP_USER_TIMEOUT") and listener.family != socket.AF_UNIX:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
 
 

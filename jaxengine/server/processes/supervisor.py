@@ -26,7 +26,7 @@ from typing import Any
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.paths import HOME
 from jaxengine.server.base.options import ServerConfig, is_loopback
-from jaxengine.server.processes.sockets import listen, reserve_port
+from jaxengine.server.processes.sockets import listen, listen_at, reserve_port
 
 logger = logging.getLogger(__name__)
 
@@ -119,15 +119,17 @@ class Supervisor:
     """Supervisor that runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
-        """Bind the HTTP port and, if they are not None, the gRPC and metrics ports. Port 0 takes a free one. The HTTP
-        socket listens; the others are only reserved. Starts no process. Raises ConfigError for an unusable host or
-        port.
+        """Bind the HTTP port, or the Unix domain socket, and, if they are not None, the gRPC and metrics ports. Port 0
+        takes a free one. The HTTP socket listens; the others are only reserved. Starts no process. Raises ConfigError
+        for an unusable host, port or path.
         """
-        self._listener = listen(server.host, server.port)
+        self._listener = listen(server.host, server.port) if server.uds is None else listen_at(server.uds)
         asked = {name: port for name in _SHARED_PORTS if (port := getattr(server, name)) is not None}
         self._reserved = {name: reserve_port(name, server.host, port) for name, port in asked.items()}
         ports = {name: each.getsockname()[1] for name, each in self._reserved.items()}
-        self._server = dataclasses.replace(server, port=self._listener.getsockname()[1], **ports)
+        if server.uds is None:
+            ports["port"] = self._listener.getsockname()[1]
+        self._server = dataclasses.replace(server, **ports)
         self._engine = engine
         self._children: list[_Child] = []
         self._deaths: dict[tuple[str, int], list[float]] = {}
@@ -179,6 +181,8 @@ class Supervisor:
                     child.process.kill()
                 for child in self._children:
                     child.process.wait()
+                if self._server.uds is not None:
+                    Path(self._server.uds).unlink(missing_ok=True)
         return self._status
 
     def _wait(self, awake: socket.socket) -> None:
@@ -363,7 +367,8 @@ class Supervisor:
         grpc = "" if server.grpc_port is None else f", gRPC at {host}:{server.grpc_port}"
         if server.metrics_port is not None:
             grpc += f", metrics at http://{host}:{server.metrics_port}/metrics"
-        return f"{scheme}://{host}:{server.port}{grpc}"
+        http = f"{scheme}://{host}:{server.port}" if server.uds is None else f"{scheme} at unix:{server.uds}"
+        return http + grpc
 
     def _warn(self) -> None:
         """Log a warning for each key file that every user may read, and one if the server's address is not loopback and
@@ -374,7 +379,8 @@ class Supervisor:
             # Not an error: Kubernetes mounts secrets so, in containers with no other users.
             if path is not None and os.stat(path).st_mode & stat.S_IROTH:
                 logger.warning("WARNING: anybody on this machine may read the keys in %s (%s): chmod 600", path, name)
-        if not is_loopback(self._listener.getsockname()[0]) and not self._server.api_keys():
+        is_open = self._server.uds is None and not is_loopback(self._listener.getsockname()[0])
+        if is_open and not self._server.api_keys():
             logger.warning(
                 "WARNING: anybody who can reach %s may use this server: set --api-key or --api-key-file", self.urls()
             )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import math
+import ssl
 import threading
 import xml.etree.ElementTree
 
 import numpy as np
 import pytest
 
+from jaxengine.bench.serve import add_arguments
+from jaxengine.bench.serve_address import settle
 from jaxengine.bench.serve_client import BadUrlError, Connections, Sample, Server, stream
 from jaxengine.bench.serve_load import Load, LoadResult, arrivals, plan
 from jaxengine.bench.serve_report import meets, picture, series, summary
@@ -158,9 +162,42 @@ def test_chat_and_a_server_without_token_ids_get_text(tmp_path):
         assert found["load"]["text"] and found["results"][0]["total_input_tokens"] == 27
         options = ["--route", "chat/completions", "--num-prompts", "2", "--input-len", "9", "--output-len", "4"]
         _, found = bench(server, tmp_path, *options)
-    result = found["results"][0]
-    assert server.bodies[-1]["messages"][0]["role"] == "user"
-    assert result["total_generated_tokens"] == 8 and result["successful_requests"] == 2
+        result = found["results"][0]
+        assert server.bodies[-1]["messages"][0]["role"] == "user"
+        assert result["total_generated_tokens"] == 8 and result["successful_requests"] == 2
+        file = tmp_path / "vllm.json"
+        address = ["--host", "127.0.0.1", "--port", server.url.rpartition(":")[2].removesuffix("/v1")]
+        lengths = ["--random-input-len", "9", "--random-output-len", "4", "--num-prompts", "2"]
+        more = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--dataset-name", "random"]
+        assert main(["bench", "serve", *address, *lengths, *more, "--json", str(file)]) == 0
+        again = json.loads(file.read_text())
+    assert {**again["load"], "seed": 0} == {**found["load"], "seed": 0} and again["url"] == found["url"]
+
+
+def test_flags_of_vllms_command():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for words, expected in (
+        ("", {"url": "http://127.0.0.1:8000/v1", "route": "completions"}),
+        ("--url http://a/v2 --backend openai-chat", {"url": "http://a/v2", "route": "chat/completions"}),
+        ("--base-url https://a:1/ --insecure", {"url": "https://a:1/v1", "insecure": True}),
+        ("--port 9 --endpoint /x/v1/chat/completions", {"url": "http://127.0.0.1:9/x/v1", "route": "chat/completions"}),
+        ("--random-range-ratio 0.25", {"lengths": "uniform", "range_ratio": 0.25}),
+        ("--random-range-ratio 0 --random-prefix-len 5", {"lengths": "fixed", "num_prefixes": 1, "prefix_len": 5}),
+    ):
+        args = parser.parse_args(words.split())
+        settle(args)
+        assert expected.items() <= vars(args).items(), words
+    for words, said in (
+        ("--url http://a/v1 --port 9", "--url and --port are both given"),
+        ("--base-url http://a --host b", "--base-url and --host or --port are both given"),
+        ("--endpoint /v1/embeddings", "--endpoint is '/v1/embeddings'; allowed: a path that ends with /completions"),
+        ("--route completions --backend openai-chat", "--route and --backend name different routes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            settle(parser.parse_args(words.split()))
+    context = Server.at("https://a/v1", insecure=True).tls
+    assert context is not None and context.verify_mode is ssl.CERT_NONE and not context.check_hostname
 
 
 def test_errors_are_told_apart(tmp_path, capsys):

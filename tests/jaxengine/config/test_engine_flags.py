@@ -210,8 +210,8 @@ def test_a_model_may_have_several_names(tmp_path, capsys):
 
 def test_short_form_of_the_servers_processes_and_origins():
     assert parse("serve a/b -asc 4") == {"model": "a/b", "api_server_count": 4}
-    with pytest.raises(ConfigError, match="once for each origin"):
-        ServerConfig(**parse("serve --allowed-origins '[\"*\"]'"))
+    assert ServerConfig(**parse("serve --allowed-origins '[\"*\"]'")).allowed_origins == ("*",)
+    assert parse("serve --default-chat-template-kwargs '{\"a\": 1}'") == {"default_chat_template_kwargs": {"a": 1}}
     for origin in ("https://a.example/", "a.example", "https://a.example/chat"):
         with pytest.raises(ConfigError, match="allowed_origins"):
             ServerConfig(allowed_origins=(origin,))

@@ -17,6 +17,7 @@ from jaxengine.parsers.scan.call_grammar import CallGrammar
 from jaxengine.parsers.scan.events import message_of
 from jaxengine.parsers.tools.argument_forms import argument_forms
 from jaxengine.requests.structured.params import StructuredOutputsParams
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row
 
@@ -280,6 +281,24 @@ def test_a_grammar_takes_what_its_parser_reads(vocabulary, case):
     for other in (*wrong, '{"no"', "Yes."):
         # What is cut off before it goes wrong may have every token allowed, but cannot end.
         assert taken(backend, matcher, other) == (False, False), other
+
+
+def test_answers_of_a_choice_and_a_pattern_beside_calls(vocabulary):
+    kind, words, call, _ = CASES["hermes"]
+    backend, tokens = vocabulary(words)
+    calls = list(TOOL_PARSERS[kind].grammar(call_grammar(backend, words)))
+    for form, right, wrong in (
+        ({"choice": ["yes", 'a "b" / c']}, ("yes", 'a "b" / c'), ("no", "yes/")),
+        ({"regex": r"[a-c]//\/\d+\n?x"}, ("b///12x",), ("b//12x", "")),
+    ):
+        rules = ["start: answer | calls", f"answer: {StructuredOutputsParams(**form).in_lark()}", *calls]
+        matcher = matcher_of(tokens, rules)
+        for text in (*right, call):
+            assert taken(backend, matcher, text) == (True, True), (form, text)
+        for text in wrong:
+            assert taken(backend, matcher, text)[1] is False, (form, text)
+    with pytest.raises(RequestError, match="structured_outputs.grammar is only allowed without tools"):
+        StructuredOutputsParams(grammar="start: /a/").in_lark()
 
 
 @pytest.mark.parametrize("case", CASES)

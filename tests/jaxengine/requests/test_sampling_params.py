@@ -194,8 +194,9 @@ def test_tokens_with_logprobs_by_id():
         ([], None, None),
         ([5, 3, 5], None, 0),
         ([5, 3], 0, 0),
-        ([5, 3], 2, 2),
-        ([5, 3], -1, -1),
+        ([5, 3], 2, 0),
+        ([5, 3], -1, 0),
+        ([], 2, 2),
     ):
         params = SamplingParams(logprob_token_ids=ids, logprobs=logprobs)
         own = params.token_params()

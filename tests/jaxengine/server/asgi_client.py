@@ -135,7 +135,7 @@ class Recorder:
 
     Attributes:
       calls: (prompt, params, request_id, priority, timeout) of every `generate`.
-      clients, arrivals: its client, and when it came.
+      clients, arrivals, sessions: its client, when it came, and its conversation.
       aborted: ids.
       fail_after: outputs after which `generate` raises `failure`; None for never.
     """
@@ -147,6 +147,7 @@ class Recorder:
         self.calls: list[tuple[Any, Any, str, int, float | None]] = []
         self.clients: list[str | None] = []
         self.arrivals: list[float] = []
+        self.sessions: list[str | None] = []
         self.aborted: list[str] = []
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("nothing yet")
@@ -156,6 +157,7 @@ class Recorder:
         self.calls.append((prompt, sampling_params, request_id, options.priority, options.timeout))
         self.clients.append(options.client)
         self.arrivals.append(options.arrival)
+        self.sessions.append(options.session)
         outputs = self._engine.stream(prompt, sampling_params, request_id, options)
         async with contextlib.aclosing(outputs):
             count = 0

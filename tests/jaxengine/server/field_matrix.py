@@ -15,6 +15,7 @@ _NEW_IDS = re.compile(r"[0-9a-f]{8,}|(created(_at)?\": )\d+")
 async def outcome(app: Any, engine: ScriptedEngine, path: str, fields: dict[str, Any], caplog: Any) -> str:
     """All that can be seen of a request: what the engine is asked, what is answered, what is logged of it."""
     engine.calls.clear()
+    engine.sessions.clear()
     with caplog.at_level(logging.DEBUG, "jaxengine"):
         caplog.clear()
         answer = await post(app, path, **fields)
@@ -23,7 +24,7 @@ async def outcome(app: Any, engine: ScriptedEngine, path: str, fields: dict[str,
         (prompt, params, priority, timeout and round(timeout)) for prompt, params, _, priority, timeout in engine.calls
     ]
     # Of a stream: how it is cut is seen, too.
-    return _NEW_IDS.sub("*", repr((calls, answer.body.decode(), caplog.messages)))
+    return _NEW_IDS.sub("*", repr((calls, engine.sessions, answer.body.decode(), caplog.messages)))
 
 
 async def check_acts(

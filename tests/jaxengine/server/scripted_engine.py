@@ -32,6 +32,7 @@ class ScriptedEngine(Recorder):
         self.calls.append((prompt, sampling_params, request_id, options.priority, options.timeout))
         self.clients.append(options.client)
         self.arrivals.append(options.arrival)
+        self.sessions.append(options.session)
         assert sampling_params is not None
         texts = [self._texts[min(index, len(self._texts) - 1)] for index in range(sampling_params.n)]
         outputs = [self._completion(index, text, sampling_params) for index, text in enumerate(texts)]

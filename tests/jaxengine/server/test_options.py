@@ -46,6 +46,18 @@ def test_a_wrong_option_is_named(options, param):
     assert caught.value.param == param
 
 
+def test_forms_of_vllms_command_line():
+    config = ServerConfig(
+        reasoning_parser="None", lora_modules=("",), allowed_origins=('["http://a.example", "null"]',)
+    )
+    assert (config.reasoning_parser, config.lora_modules) == (None, ())
+    assert config.allowed_origins == ("http://a.example", "null")
+    for wrong in ('["*"', "[3]", '["a/b"]'):
+        with pytest.raises(ConfigError) as caught:
+            ServerConfig(allowed_origins=(wrong,))
+        assert caught.value.param == "allowed_origins"
+
+
 def test_bounds_of_the_store_follow_from_each_other():
     for options, bounds in (
         ({}, (2000, 256, 1000, 128, 64)),

@@ -13,6 +13,7 @@ from jaxengine.server.http.chat.answers import ChatCompletion, ChatCompletionChu
 from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatServer
+from jaxengine.server.http.load_header import with_load
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.limits import JsonRoute
 
@@ -35,6 +36,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         await completion.prepare(request.state.ignored_fields)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)
-        return await answer(request, completion.whole())
+        return await with_load(engine, request, await answer(request, completion.whole()))
 
     return routes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.parsers.scan.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
@@ -24,8 +24,8 @@ class ChatChoiceWriter:
     Args:
       role: role of the answer.
       before: text with which the answer begins, for `echo`.
-      logprobs: number of likeliest tokens with log-probabilities; None for no log-probabilities.
-      logprob_token_ids: other tokens with log-probabilities.
+      logprobs: number of likeliest tokens with log-probabilities, -1 for all that the engine returns; None for no
+        log-probabilities.
       as_token_ids: whether tokens are written as token_id:N.
       with_token_ids: whether choices have token_ids.
       with_versions: whether choices have weight_versions.
@@ -40,7 +40,6 @@ class ChatChoiceWriter:
         before: str,
         logprobs: int | None,
         *,
-        logprob_token_ids: Sequence[int] = (),
         as_token_ids: bool,
         with_token_ids: bool,
         with_versions: bool,
@@ -49,7 +48,7 @@ class ChatChoiceWriter:
         self._tokenizer = tokenizer
         self._role = role
         self._before = before
-        self._logprobs, self._given_ids = logprobs, frozenset(logprob_token_ids)
+        self._logprobs = logprobs
         self._as_token_ids = as_token_ids
         self._with_token_ids = with_token_ids
         self._spans = SpanWriter() if with_versions else None
@@ -131,7 +130,7 @@ class ChatChoiceWriter:
         "tool_calls" if the output has tool calls and the request did not name the function.
         """
         reason, calls = output.finish_reason, output.index in self._calling and not self._is_named
-        logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids, self._given_ids)
+        logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids)
         choice = {
             "index": output.index,
             kind: said,
@@ -147,11 +146,9 @@ def token_logprobs(
     output: CompletionOutput,
     count: int | None,
     as_token_ids: bool = False,
-    given_ids: Collection[int] = (),
 ) -> list[dict[str, Any]] | None:
     """Return the log-probability of each token of `output` in OpenAI's chat format. Each entry lists the `count`
-    likeliest tokens (-1: all) and those of `given_ids`, likeliest first, as far as the engine returned their
-    log-probabilities.
+    likeliest tokens, likeliest first; -1: all whose log-probabilities the engine returned.
 
     None if `count` is None or the output has no log-probabilities. as_token_ids: whether tokens are written as
     token_id:N in place of their text.
@@ -171,7 +168,7 @@ def token_logprobs(
     for token_id, position in zip(output.token_ids, output.logprobs, strict=True):
         best = sorted(position.items(), key=lambda item: -item[1].logprob)
         most = len(best) if count == -1 else count
-        tops = [one(other, entry) for at, (other, entry) in enumerate(best) if at < most or other in given_ids]
+        tops = [one(other, entry) for other, entry in best[:most]]
         found.append({**one(token_id, position[token_id]), "top_logprobs": tops})
     return found
 

@@ -12,22 +12,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.requests.run_in_thread import with_media
 from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.tokens.chat_template import OWN_NAMES
 
 _NUM_THREADS = 4
 _THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
 class ChatRenderer:
-    """Renderer of conversations to prompts, with its own threads for chat templates."""
+    """Renderer of conversations to prompts, with its own threads for chat templates. Raises ConfigError for names in
+    default_chat_template_kwargs that templates use otherwise.
+    """
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self._inputs = engine.inputs
         self._config = config
+        if wrong := sorted(OWN_NAMES.intersection(config.default_chat_template_kwargs or ())):
+            problem = f"default_chat_template_kwargs has {wrong[0]!r}, a name that is reserved"
+            raise ConfigError.because("default_chat_template_kwargs", problem, "leave it out")
         self._encoder = PromptEncoder(engine.inputs)
         # Separate threads: templates that take seconds must not delay tokenization.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
@@ -95,11 +102,12 @@ class ChatRenderer:
             raise RequestError("chat_template_kwargs are not allowed by this server", param="chat_template_kwargs")
         tokenizer = self._inputs.require_tokenizer()
         template = body.chat_template or self._inputs.config.chat_template
+        has_tools = body.tools and not (body.choice == "none" and config.exclude_tools_when_tool_choice_none)
         return tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=not body.continues and body.add_generation_prompt is not False,
             continue_final_message=body.continues,
-            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if has_tools else None,
             chat_template=template,
             chat_template_kwargs=self._variables(body, self._template(body)),
             placeholder=self._inputs.media_reader.placeholder,
@@ -122,7 +130,8 @@ class ChatRenderer:
 
     def _variables(self, body: ChatRequest, template: str) -> dict[str, Any]:
         """Return the template's variables: chat_template_kwargs, then the request's reasoning fields under each name
-        that `template` uses and chat_template_kwargs does not set, and the documents.
+        that `template` uses and chat_template_kwargs does not set, and the documents. They replace those of the
+        server's default_chat_template_kwargs.
 
         Raises RequestError for documents if `template` does not use them.
         """
@@ -135,7 +144,7 @@ class ChatRenderer:
             if "documents" not in template:
                 raise RequestError("documents are not used by this model's chat template", param="documents")
             given["documents"] = body.documents
-        return given
+        return {**(self._config.default_chat_template_kwargs or {}), **given}
 
 
 def _num_chars(message: dict[str, Any]) -> int:

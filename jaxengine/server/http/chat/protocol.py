@@ -168,7 +168,7 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     def _check_tools(self) -> None:
         """Raise RequestError for a tool_choice that does not fit the tools, for an empty list of tools, two functions
-        of the same name, and structured_outputs together with tools that may be called.
+        of the same name, and structured_outputs together with a call that tool_choice forces.
         """
         if self.tools is not None and not self.tools:
             text = f"tools is empty; allowed: 1 to {MAX_TOOLS}, or to omit the field"
@@ -182,8 +182,8 @@ class ChatRequest(TextRequest, ConversationRequest):
             raise RequestError("tool_choice is only allowed with tools", param="tool_choice")
         if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
             raise RequestError("tool_choice names a function that is not among tools", param="tool_choice")
-        if self.structured_outputs is not None:
-            text = "structured_outputs is only allowed without tools, or with tool_choice 'none'"
+        if self.structured_outputs is not None and self.choice != "auto":
+            text = "structured_outputs is only allowed without tools, or with tool_choice 'auto' or 'none'"
             raise RequestError(text, param="structured_outputs")
 
     @property
@@ -199,6 +199,15 @@ class ChatRequest(TextRequest, ConversationRequest):
         if self.thinking is not None:
             return self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+
+    @property
+    def num_listed(self) -> int | None:
+        """Number of likeliest tokens in each position's top_logprobs, -1 for all that the engine returns; None without
+        logprobs. With logprob_token_ids the engine returns these and the sampled token.
+        """
+        if not self.logprobs:
+            return None
+        return -1 if self.logprob_token_ids else self.top_logprobs or 0
 
     @property
     def continues(self) -> bool:

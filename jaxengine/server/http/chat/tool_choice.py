@@ -1,8 +1,8 @@
 """Meaning of a request's tools and tool_choice: a constraint on the output, and the parser of its calls.
 
 If the model chooses, it writes calls in its own format, which the server's parser reads; a grammar constrains them if
-the answer has a response_format. A forced call follows a JSON schema or, for models that need it, the model's own
-format.
+the answer has a response_format or structured_outputs. A forced call follows a JSON schema or, for models that need it,
+the model's own format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import OutputParser
 from jaxengine.parsers.tools.forced import NamedTextParser, NamedToolParser, RequiredTextParser, RequiredToolParser
 from jaxengine.requests.structured.closed_objects import lists_all
-from jaxengine.requests.structured.params import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.schema_references import Place, SchemaDocument, UnresolvedError, moved, with_definitions
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
@@ -63,8 +63,9 @@ def tool_use(
     """Return how a request's tools affect its answer: ToolUse() if no tool may be called.
 
     A forced call is constrained by a grammar of body.text_forms, else by the forced_grammar of the model's own format,
-    else by a JSON schema of the functions. With "auto", calls are in the model's format; a response_format adds a
-    grammar for an answer or calls or, if the format has no grammar, constrains the answer only. auto: whether the
+    else by a JSON schema of the functions. With "auto", calls are in the model's format; a response_format, or
+    structured_outputs, adds a grammar for an answer or calls or, if the format has no grammar, constrains the
+    answer only. auto: whether the
     server lets models choose. tool_format, reasoning_format: formats of the model, None if the server has no parser.
     switches: options of structured outputs that are on by default. Raises RequestError for tools, or a tool_choice,
     that these formats cannot serve.
@@ -94,21 +95,25 @@ def tool_use(
         stop_words=tool_format.stop_words,
         calls=tool_format.call_starts([each.name for each in functions]),
     )
-    answer = None if body.response_format is None else body.response_format.structured_outputs()
+    field = "response_format" if body.structured_outputs is None else "structured_outputs"
+    answer = body.structured_outputs
+    if answer is None and body.response_format is not None:
+        answer = body.response_format.structured_outputs()
     if answer is None:
         return read
     if tool_format.grammar is None:
         if reasoning_format is None or not reasoning_format.holds_calls:
-            text = "response_format with tools needs a server with the --reasoning-parser of this model's format"
-            raise RequestError(text, param="response_format")
-        return replace(read, structure=answer, asked_by="response_format")
+            text = f"{field} with tools needs a server with the --reasoning-parser of this model's format"
+            raise RequestError(text, param=field)
+        return replace(read, structure=answer, asked_by=field)
     try:
-        answer_rule = StructuredOutputsParams(**answer).switched_on(switches).in_lark()
+        answer_rule = structured_outputs("structured_outputs", answer).switched_on(switches).in_lark()
     except RequestError as error:
-        raise renamed(error, "response_format") from None
+        raise renamed(error, field) from None
     calls_rules = _rules(tool_format.grammar, body, functions, tokenizer, switches)
     rules = ("start: answer | calls", f"answer: {answer_rule}", *calls_rules)
-    return replace(read, structure={"grammar": "\n".join(rules)}, asked_by="response_format")
+    around = {name: answer[name] for name in ("reasoning_begin", "reasoning_end") if name in answer}
+    return replace(read, structure={"grammar": "\n".join(rules), **around}, asked_by=field)
 
 
 def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:

@@ -32,6 +32,7 @@ from jaxengine.server.http.answer.sse import answer, event, json_response, strea
 from jaxengine.server.http.completions.answers import Completion, CompletionChunk
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.load_header import with_load
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import NULL_CHOICE, usage
@@ -236,6 +237,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         await completion.read_prompts(encoder)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)
-        return await answer(request, completion.whole())
+        return await with_load(engine, request, await answer(request, completion.whole()))
 
     return routes

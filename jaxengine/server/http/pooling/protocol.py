@@ -8,7 +8,8 @@ from pydantic import Field, SkipValidation, model_validator
 
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.server.http.request.fields import Texts
+from jaxengine.server.http.chat.protocol import Messages
+from jaxengine.server.http.request.fields import TemplateVariables, Texts
 from jaxengine.server.http.request.protocol import HINTS, NamedRequest
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
@@ -71,21 +72,36 @@ class InputBody(PoolingBody):
 
     Attributes:
       input: a text, a list of token ids, or a list of texts or of lists of token ids.
-      add_special_tokens: whether the tokenizer adds special tokens to texts; default true.
+      messages: a conversation instead of input, of texts alone, which the model's chat template makes a prompt;
+        add_generation_prompt, continue_final_message and chat_template_kwargs are of the template.
+      add_special_tokens: whether the tokenizer adds special tokens to texts; default true, false for messages.
     """
 
-    refused = {
-        **_REFUSED,
-        "add_generation_prompt": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
-        "messages": (),
-    }
+    refused = {**_REFUSED, "chat_template": ()}
 
     # Checked by read_prompts: pydantic would try the union's lists item by item.
-    input: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+    input: Annotated[str | list[str] | list[int] | list[list[int]] | None, SkipValidation] = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_input(self) -> Self:
+        """Return this request after checking it. Raises RequestError unless it has either input or messages, and for
+        fields that only messages can have.
+        """
+        if (self.input is None) == (self.messages is None):
+            problem = "input is missing" if self.input is None else "input and messages are both given"
+            raise RequestError(f"{problem}; give one of input and messages", param="input")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name):
+                raise RequestError(f"{name} is only allowed with messages", param=name)
+        if self.add_generation_prompt and self.continue_final_message:
+            problem = "continue_final_message cannot be combined with add_generation_prompt"
+            raise RequestError(problem, param="continue_final_message")
+        return self
 
 
 class EmbeddingRequest(InputBody):

@@ -34,16 +34,49 @@ class PoolingServer:
         self._encoder = PromptEncoder(engine.inputs)
 
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Return the token ids of each prompt of `input`, truncated if the request has truncate_prompt_tokens. The
-        model's prompt that `params` name is prepended to texts.
+        """Return the token ids of each prompt of `input`, or of the one that `messages` make, truncated if the request
+        has truncate_prompt_tokens. The model's prompt that `params` name is prepended to texts, not to messages.
 
         Raises RequestError for another form of input, for too many prompts and for prompts that are too long,
         OverloadedError.
         """
         inputs = self.engine.inputs
+        if body.messages is not None:
+            return [await self._encode_messages(body, body.messages)]
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
         given = read_prompts(body.input, self.config.max_prompts, inputs, longest, param="input")
         return await self.encode_given(given, body, params, special=body.add_special_tokens is not False)
+
+    async def _encode_messages(self, body: InputBody, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation by the chat template, truncated if the request has
+        truncate_prompt_tokens. Raises RequestError for one that cannot be rendered, for media, and for variables of the
+        template that the server does not allow; OverloadedError.
+        """
+        inputs, variables = self.engine.inputs, body.chat_template_kwargs
+        if variables and not self.config.chat_template_kwargs_allowed:
+            raise RequestError("chat_template_kwargs are not allowed by this server", param="chat_template_kwargs")
+        texts, parts = inputs.media_reader.collect(messages)
+        if parts:
+            raise RequestError("messages have media; allowed here: texts alone", param="messages")
+
+        def render() -> list[str]:
+            """Return the text of the conversation, alone in a list."""
+            return [
+                inputs.require_tokenizer().apply_chat_template(
+                    texts,
+                    add_generation_prompt=bool(body.add_generation_prompt),
+                    continue_final_message=bool(body.continue_final_message),
+                    chat_template=inputs.config.chat_template,
+                    chat_template_kwargs={**(self.config.default_chat_template_kwargs or {}), **(variables or {})},
+                )
+            ]
+
+        rendered, side = await self._encoder.run(render), None
+        if body.truncate_prompt_tokens is not None:
+            side = body.truncation_side or inputs.require_pooling().cut_side
+        special = bool(body.add_special_tokens)
+        (ids,) = await self._encoder.encode(rendered, add_special_tokens=special, param="messages", cut_side=side)
+        return self._cut(ids, body)
 
     async def encode_given(
         self, given: Sequence[str | list[int]], body: PoolingBody, params: PoolingParams, *, special: bool = True

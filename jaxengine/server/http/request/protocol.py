@@ -56,7 +56,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_offsets": (False,),
     "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),
-    "session_id": (),
     "steer": ([],),
     "stream_interval": (1,),
     "trace_decode_token_ids": (),
@@ -66,25 +65,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 # Fields of REFUSED that text requests support.
-_OF_TEXT = frozenset(
-    (
-        "capture",
-        "kv_transfer_params",
-        "length_penalty",
-        "logprob_token_ids",
-        "prompt_logprob_start",
-        "prompt_logprob_token_ids",
-        "repetition_detection",
-        "return_hidden_states",
-        "return_sampling_mass",
-        "return_weight_versions",
-        "routed_experts_prompt_start",
-        "steer",
-        "stream_interval",
-        "trace_decode_token_ids",
-        "use_beam_search",
-    )
-)
+_OF_TEXT = {
+    *("capture", "kv_transfer_params", "length_penalty", "logprob_token_ids", "prompt_logprob_start"),
+    *("prompt_logprob_token_ids", "repetition_detection", "return_hidden_states", "return_sampling_mass"),
+    *("return_weight_versions", "routed_experts_prompt_start", "steer", "stream_interval"),
+    *("trace_decode_token_ids", "use_beam_search"),
+}
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
 
 # Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'
@@ -250,12 +236,12 @@ class NamedRequest(RequestModel):
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
         """Return the request's scheduling options: its priority, but not more urgent than `request.state.priority`; its
-        timeout, or else the server's; and the client, arrival, owner and X-Session-Id of `request`. lora: name of the
-        adapter, or None.
+        timeout, or else the server's; the client, arrival and owner of `request`; and the session, session_id or else
+        X-Session-Id. lora: name of the adapter, or None.
         """
         state, timeout = request.state, self.timeout or config.request_timeout
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
-        own = state.owner_tag, request.headers.get("x-session-id")
+        own = state.owner_tag, getattr(self, "session_id", None) or request.headers.get("x-session-id")
         return RequestOptions(priority, timeout, state.client, state.arrival, lora, *own)
 
     def register(self, prefix: str, request: Request) -> str:
@@ -274,7 +260,11 @@ _Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
 
 
 class GenerationRequest(_Numbers, NamedRequest):
-    """Fields of every request that generates text, besides SamplingFields. None: the model's default or else vLLM's."""
+    """Fields of every request that generates text, besides SamplingFields. None: the model's default or else vLLM's.
+
+    Attributes:
+      session_id: the request's conversation, in place of X-Session-Id; lora_routes go by the header alone.
+    """
 
     ignored = HINTS
 
@@ -287,6 +277,7 @@ class GenerationRequest(_Numbers, NamedRequest):
     structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     vllm_xargs: ExtraArgs | None = None
     stream: bool | None = None
+    session_id: str | None = None
 
 
 class ConversationRequest(GenerationRequest):
@@ -308,8 +299,9 @@ class TextRequest(GenerationRequest):
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
       prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
-      logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
-      prompt_logprob_token_ids: the same for each position of the prompt that has log-probabilities.
+      logprob_token_ids: tokens that each position of the output lists with the sampled one, in place of the likeliest.
+      prompt_logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the prompt
+        that has any.
       return_sampling_mass: also return what sampling made of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       routed_experts_prompt_start: the prompt's tokens up to this one, from 0, are left out of routed_experts.
@@ -437,6 +429,8 @@ class TextRequest(GenerationRequest):
         given["extra_args"] = with_kv_transfer(self.vllm_xargs, self.kv_transfer_params, bool(self.stream))
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         given = {name: value for name, value in given.items() if value is not None}
+        if self.use_beam_search:  # temperature 0 allows n > 1 here; beam_params checks it
+            changes["temperature"] = 1.0
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
 
     def names_tokens_by_id(self, config: ServerConfig) -> bool:

@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
@@ -117,13 +118,15 @@ async def test_logprobs_without_top_and_tokens_by_id(client):
     assert all(token.top_logprobs == [] for token in choice.logprobs.content)
     for streams in (False, True):
         fields = {"return_tokens_as_token_ids": True, "logprob_token_ids": [6, 5]}
-        given = await client.chat.completions.create(**ASK, logprobs=True, stream=streams, extra_body=fields)
+        given = await client.chat.completions.create(
+            **ASK, logprobs=True, top_logprobs=3, stream=streams, extra_body=fields
+        )
         parts = [part async for part in given] if streams else [given]
         tokens = [token for part in parts for each in part.choices if each.logprobs for token in each.logprobs.content]
         assert [token.token for token in tokens] == [token.token for token in choice.logprobs.content]
         for token in tokens:
             values = [other.logprob for other in token.top_logprobs]
-            assert {other.token for other in token.top_logprobs} == {"token_id:5", "token_id:6"}
+            assert {other.token for other in token.top_logprobs} == {"token_id:5", "token_id:6", token.token}
             assert values == sorted(values, reverse=True) and max(values) <= 0
 
 
@@ -195,6 +198,22 @@ async def test_templates_of_requests(chat_engine, recorder):
     assert (await post(closed, PATH, messages=HI, chat_template_kwargs={"mood": "!"})).error["param"] == (
         "chat_template_kwargs"
     )
+    defaults = {"mood": "?", "enable_thinking": True, "reasoning_effort": "high"}
+    app = create_app(recorder, ServerConfig(trust_request_chat_template=True, default_chat_template_kwargs=defaults))
+    for changes, expected in (
+        ({}, "Hi![{'title': 'T', 'text': 'x'}]noneFalse"),
+        ({"chat_template_kwargs": None, "reasoning_effort": None}, "Hi?[{'title': 'T', 'text': 'x'}]highTrue"),
+    ):
+        assert (await post(app, PATH, **{**fields, **changes})).status == 200
+        assert recorder.calls[-1][0]["prompt"] == expected
+    tools = {"tools": [{"type": "function", "function": {"name": "now"}}], "tool_choice": "none"}
+    asked = {"messages": HI, "max_tokens": 1, "chat_template": "{{ tools | length if tools else 'no' }}", **tools}
+    for excluded, expected in ((False, "1"), (True, "no")):
+        config = ServerConfig(trust_request_chat_template=True, exclude_tools_when_tool_choice_none=excluded)
+        assert (await post(create_app(recorder, config), PATH, **asked)).status == 200
+        assert recorder.calls[-1][0]["prompt"] == expected
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs has 'messages', a name that is reserved"):
+        create_app(recorder, ServerConfig(default_chat_template_kwargs={"messages": []}))
     hostile = {"messages": HI, "chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"}
     assert (await post(app, PATH, **hostile)).status == 400
 

@@ -50,6 +50,7 @@ SAMPLING = {
     "timeout": 9,
     "request_id": "mine",
     "user": "me",
+    "session_id": "talk",
     "stream": True,
 }
 # Field -> a value, or (value, fields that it needs beside it).

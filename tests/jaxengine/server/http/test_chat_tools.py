@@ -362,6 +362,19 @@ async def test_a_grammar_waits_for_the_end_of_reasoning(scripted, parser, messag
     assert (structure.reasoning_begin, structure.reasoning_end) == (begin, end)
 
 
+async def test_structured_outputs_allow_calls_too(scripted):
+    client, engine = scripted("yes", **AUTO)
+    asked = {"choice": ["yes", "no"], "reasoning_end": "</think>"}
+    await client.chat.completions.create(**ASK, extra_body={"structured_outputs": asked})
+    structure = engine.calls[-1][1].structured_outputs
+    assert '\nanswer: ("yes" | "no")\n' in structure.grammar and structure.grammar.startswith("start: answer | calls")
+    assert structure.reasoning_end == (("</think>",),)
+    for wrong in ({"grammar": "start: /a/"}, {"regex": 3}, {"regex": "a", "choice": ["a"]}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**ASK, extra_body={"structured_outputs": wrong})
+        assert caught.value.param == "structured_outputs"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -131,6 +131,23 @@ async def test_prompts_are_scored_as_evaluations_ask_for_it(app):
     assert alone["usage"]["completion_tokens"] == 0 and choice["finish_reason"] == "length"
 
 
+async def test_the_engines_load_in_a_header(app):
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    async with http_client(app) as client:
+        for path, fields in ((PATH, {"prompt": [5, 6], "max_tokens": 1}), ("/v1/chat/completions", chat)):
+            found = []
+            for form in ("", "other", "text", "JSON"):
+                answer = await client.post(path, json=fields, headers={"endpoint-load-metrics-format": form})
+                found.append(answer.headers.get("endpoint-load-metrics"))
+            assert found[:2] == [None, None]
+            kind, usage, waiting = found[2].split(" ", 2)
+            assert (kind, waiting) == ("TEXT", "named_metrics.num_requests_waiting=0.0")
+            assert 0 <= float(usage.removeprefix("named_metrics.kv_cache_usage_perc=").rstrip(",")) < 1
+            kind, _, load = found[3].partition(" ")
+            names = {"kv_cache_usage_perc", "num_requests_waiting"}
+            assert kind == "JSON" and json.loads(load)["named_metrics"].keys() == names
+
+
 async def test_prompts_of_many_kinds_keep_their_order(app):
     """More prompts than the engine has places for."""
     prompts = [f"Number {number}" for number in range(11)]

@@ -48,6 +48,7 @@ class Seen(NamedTuple):
     special: list[bool]
     log: str
     answer: Answer
+    sessions: list[str | None]
 
     @property
     def prompt(self) -> Any:
@@ -141,12 +142,12 @@ CASES: dict[str, Case] = {
     "logprob_token_ids": Case(
         [5, 6],
         lambda before, after: all(
-            {"token_id:5", "token_id:6"} <= set(top) and set(less) <= set(top)
-            for less, top in zip(
-                before.choice["logprobs"]["top_logprobs"], after.choice["logprobs"]["top_logprobs"], strict=True
+            set(top) == {"token_id:5", "token_id:6", token}
+            for token, top in zip(
+                after.choice["logprobs"]["tokens"], after.choice["logprobs"]["top_logprobs"], strict=True
             )
         ),
-        {"logprobs": 1, "return_tokens_as_token_ids": True},
+        {"logprobs": 2, "return_tokens_as_token_ids": True},
     ),
     # Only of an engine with these options; what they do, tests/jaxengine/server/http/test_captured.py shows.
     "capture": Case(["residual:1"], lambda before, after: after.answer.error["param"] == "capture"),
@@ -223,6 +224,7 @@ CASES: dict[str, Case] = {
             1 <= len(after.answer.events) <= 3 and after.params.output_kind is RequestOutputKind.DELTA
         ),
     ),
+    "session_id": Case("talk", lambda before, after: (before.sessions, after.sessions) == ([None], ["talk"])),
     "stream_options": Case(
         {"include_usage": True, "continuous_usage_stats": True},
         lambda before, after: (
@@ -272,11 +274,11 @@ def ask(chat_engine, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG, "jaxengine.server.http")
 
     async def send(fields: dict[str, Any]) -> Seen:
-        for record in (recorder.calls, special, caplog.records):
+        for record in (recorder.calls, recorder.sessions, special, caplog.records):
             record.clear()
         caplog.clear()
         answer = await post(app, PATH, **fields)
-        return Seen(list(recorder.calls), special[:1], caplog.text, answer)
+        return Seen(list(recorder.calls), special[:1], caplog.text, answer, list(recorder.sessions))
 
     return send
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -288,6 +289,36 @@ async def test_a_field_that_is_not_built_is_refused(app, scoring_app, path):
             assert answer.status == 400 and answer.error["param"] == field
         for value in (None, *neutral):
             assert (await post(scoring_app, path, **body, **{field: value})).status == (400 if path[1] == "v" else 200)
+
+
+async def test_a_conversation_is_one_prompt(scoring_app, classifier, monkeypatch):
+    template = "{% for each in messages %}{{ each.content }} {% endfor %}{{ more }}{{ ' w9' if add_generation_prompt }}"
+    config = dataclasses.replace(classifier.inputs.config, chat_template=template)
+    monkeypatch.setattr(classifier.inputs, "config", config)
+    messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": [{"type": "text", "text": "w6"}]}]
+    for fields, text in (
+        ({}, "w5 w6 "),
+        ({"add_generation_prompt": True}, "w5 w6  w9"),
+        ({"chat_template_kwargs": {"more": "w7"}}, "w5 w6 w7"),
+    ):
+        expected = (await post(scoring_app, "/classify", input=text, add_special_tokens=False)).json
+        found = (await post(scoring_app, "/classify", messages=messages, **fields)).json
+        assert found["data"] == expected["data"] and found["usage"] == expected["usage"]
+    cut = (await post(scoring_app, "/classify", messages=messages, truncate_prompt_tokens=1)).json
+    assert cut["usage"]["prompt_tokens"] == 1
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    both = {"messages": messages, "add_generation_prompt": True, "continue_final_message": True}
+    for fields, param in (
+        ({"messages": messages, "input": "w5"}, "input"),
+        ({}, "input"),
+        ({"input": "w5", "add_generation_prompt": True}, "add_generation_prompt"),
+        (both, "continue_final_message"),
+        ({"messages": image}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": messages, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ):
+        answer = await post(scoring_app, "/classify", **fields)
+        assert answer.status == 400 and answer.error["param"] == param, (fields, answer.body)
 
 
 async def test_encode_streams_one_output_and_leaves_nothing(embedder):

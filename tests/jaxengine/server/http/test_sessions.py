@@ -22,21 +22,21 @@ class Keeping(Recorder):
         super().__init__(engine)
         self.inputs = copy.copy(engine.inputs)
         self.inputs.config = dataclasses.replace(engine.inputs.config, kv_offloading_size=size)
-        self.sessions: set[str] = set()
+        self.kept: set[str] = set()
 
     async def stream(self, prompt, sampling_params=None, request_id=None, options=None):
         assert options is not None
         async for output in super().stream(prompt, sampling_params, request_id, options):
             if key := session_key(options.owner, options.session):
-                self.sessions.add(key)
+                self.kept.add(key)
             yield output
 
     async def utility(self, name, *arguments):
         if name != "drop_session":
             return await super().utility(name, *arguments)
         (session,) = arguments
-        found = session in self.sessions
-        self.sessions.discard(session)
+        found = session in self.kept
+        self.kept.discard(session)
         return found
 
 
@@ -46,10 +46,11 @@ async def test_a_session_is_its_keys_own(chat_engine, size):
     app = create_app(engine, ServerConfig(api_key=("one", "two")))
     async with http_client(app, "one") as one, http_client(app, "two") as two:
         for client in (one, two):
-            answer = await client.post("/v1/completions", json=BODY, headers={"X-Session-ID": "talk"})
-            assert answer.status_code == 200
+            for fields, header in ((BODY, "talk"), ({**BODY, "session_id": "talk"}, "other")):
+                answer = await client.post("/v1/completions", json=fields, headers={"X-Session-ID": header})
+                assert answer.status_code == 200
         await one.post("/v1/completions", json=BODY)
-        assert len(engine.sessions) == 2  # of the same name
+        assert len(engine.kept) == 2  # of the same name
         bad = await one.post("/v1/completions", json=BODY, headers={"X-Session-ID": "a/b"})
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "session"
         if size is None:
@@ -58,8 +59,8 @@ async def test_a_session_is_its_keys_own(chat_engine, size):
         answer = await one.delete("/v1/sessions/talk")
         assert (answer.status_code, answer.json()) == (200, {"id": "talk", "deleted": True})
         assert (await one.delete("/v1/sessions/talk")).status_code == 404
-        assert len(engine.sessions) == 1  # the other's
+        assert len(engine.kept) == 1  # the other's
         assert (await one.delete("/v1/sessions/..%2Ftalk")).status_code == 404
-        assert (await two.delete("/v1/sessions/talk")).status_code == 200 and not engine.sessions
+        assert (await two.delete("/v1/sessions/talk")).status_code == 200 and not engine.kept
     async with http_client(app) as stranger:
         assert (await stranger.delete("/v1/sessions/talk")).status_code == 401

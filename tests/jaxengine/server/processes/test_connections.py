@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import resource
 import time
+from pathlib import Path
 
+import pytest
 import uvicorn
 
+from jaxengine.config.engine_config import ConfigError
 from jaxengine.server.base.descriptors import max_connections, raise_descriptor_limit
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.request.arrival import LimitsMiddleware
 from jaxengine.server.http.request.errors import ApiError, error_response
 from jaxengine.server.processes.api_process import http_options
+from jaxengine.server.processes.sockets import cut_unread, listen_at
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -39,7 +43,10 @@ async def listening(app=application, **options):
     settings.port, settings.lifespan = 0, "off"
     server = uvicorn.Server(settings)
     server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
-    task = asyncio.create_task(server.serve())
+    sockets = None if config.uds is None else [listen_at(config.uds)]
+    for each in sockets or ():
+        cut_unread(each, config.stream_write_timeout)
+    task = asyncio.create_task(server.serve(sockets))
     while not server.started:
         await asyncio.sleep(0.01)
     try:
@@ -69,6 +76,23 @@ async def answered(port):
         line = await reader.readline()
     writer.close()
     return line.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_unix_domain_socket(tmp_path):
+    path = str(tmp_path / "http")
+    async with listening(uds=path) as port:
+        assert port == path[1]  # of getsockname(), which is the path
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(HEALTH.replace(b"Host", b"Connection: close\r\nHost"))
+        assert (await ended(reader)).startswith(b"HTTP/1.1 200")
+        with pytest.raises(ConfigError, match="uds .*http' cannot be bound .Address already in use.; name a file"):
+            listen_at(path)
+    assert Path(path).exists()
+    listen_at(path).close()  # nobody listens there any more
+    for wrong in (str(tmp_path / "no" / "http"), "x" * 200, str(tmp_path)):
+        with pytest.raises(ConfigError) as caught:
+            listen_at(wrong)
+        assert caught.value.param == "uds"
 
 
 async def test_half_a_request_has_an_end(caplog):
