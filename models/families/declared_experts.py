@@ -360,6 +360,7 @@ EXPERT_ROWS: dict[str, Row] = {
         only={"num_nextn_predict_layers": 0, "mlp_bias": False, **_ALL_NORMED},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
+        of_adapters=((".shared_experts.", ".shared_mlp."),),
         **_BIASED,
     ),
     "Mistral4ForCausalLM": Row(
@@ -462,6 +463,7 @@ EXPERT_ROWS: dict[str, Row] = {
         each_layer=_laguna_layer,
         experts=shared_of_size,
         expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
+        of_adapters=((".shared_experts.", ".shared_expert."),),
         **_BIASED,
     ),
     "Kolibri1ForCausalLM": Row(

@@ -49,6 +49,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         ),
         squeezed=CONVS,
         raveled=(".A_log",),
+        of_adapters=((".forget_gate.f_", ".f_"), (".mlp.", ".block_sparse_moe.")),
     )
     experts_module: ClassVar[tuple[str, ExpertNames]] = (
         f"{LAYER}.block_sparse_moe",

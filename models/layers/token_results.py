@@ -38,7 +38,9 @@ class TokenHeads(nnx.Module):
     def __init__(self, size: int, heads: Sequence[TokenHead], usual: str, build: Build):
         # In float32 whatever the model's dtype, like the scores of prompts.
         build = replace(build, dtype=jnp.float32, scheme=PLAIN)
-        self.inner = nnx.List(Identity() if each.inner is None else ReluLinear(size, each.inner, build) for each in heads)
+        self.inner = nnx.List(
+            Identity() if each.inner is None else ReluLinear(size, each.inner, build) for each in heads
+        )
         self.products = nnx.List(
             Linear(
                 size,
