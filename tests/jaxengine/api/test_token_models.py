@@ -141,6 +141,7 @@ def test_rewards_of_tokens(tmp_path_factory, architecture, recorded, heads):
     save_file(load_file(base / "model.safetensors") | tensors, folder / "model.safetensors")
     source = open_model(EngineConfig(model=str(folder), skip_tokenizer_init=True))
     width = list(heads.values())[-1][0]
+    assert source.weights is not None and not isinstance(source.weights, Path)
     assert source.pooling is not None and source.pooling.tasks == ("token_classify",)
     assert source.pooling.activation == ("sigmoid" if width == 1 else "softmax")
     model = build_model(source.config, Build("float32"))
