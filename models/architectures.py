@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jaxengine.models.config.pooler import CLASSIFY, CLS, EMBED, LAST, MEAN, TOKEN_CLASSIFY, TOKEN_EMBED
+from jaxengine.models.config.pooler import CLASSIFY, CLS, EMBED, LAST, MEAN, TOKEN_CLASSIFY, TOKEN_EMBED, TokenHead
 
 # Suffixes of class names of pooling models -> their tasks. Their layers are those of *ForCausalLM, or of an encoder.
 POOLING_SUFFIXES = {
@@ -29,6 +29,15 @@ POOLING_CLASSES = {
     "EuroBertForMaskedLM": ("LlamaForCausalLM", EMBED),
     "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
     "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
+    "InternLM2ForRewardModel": ("InternLM2ForCausalLM", TOKEN_CLASSIFY),
+    "Qwen2ForProcessRewardModel": ("Qwen2ForCausalLM", TOKEN_CLASSIFY),
+    "Qwen2ForRewardModel": ("Qwen2ForCausalLM", TOKEN_CLASSIFY),
+}
+# Reward models, whose class says how many scores a token has, whatever `num_labels` of their files -> their head.
+REWARD_HEADS = {
+    "InternLM2ForRewardModel": TokenHead(TOKEN_CLASSIFY, 1, "v_head", bias=False),
+    "Qwen2ForProcessRewardModel": TokenHead(TOKEN_CLASSIFY, 2, "score.2", inner="score.0"),
+    "Qwen2ForRewardModel": TokenHead(TOKEN_CLASSIFY, 1, "score.2", inner="score.0"),
 }
 # Beginning of a class name -> transformers' defaults for fields that a file lacks, where they differ from those of the
 # family's class.
@@ -62,6 +71,8 @@ _OTHER_NAMES = {
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     "InternVLChatModel": "InternVLForConditionalGeneration",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",  # as K-EXAONE's own file has it
+    "TeleChat3ForCausalLM": "LlamaForCausalLM",
     "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",

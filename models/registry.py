@@ -27,7 +27,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.config.readers.eagle3 import Eagle3Config, head_fields, read_head
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family
-from jaxengine.models.config.readers.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
+from jaxengine.models.config.readers.hf import CONFIG_FILE, hf_architecture, read_config_json, with_usual_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
@@ -120,7 +120,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     pooler: the computation of a pooling model on hidden states; None for a model that generates. With a pooler, the
     layers of a model whose tokens see their whole prompt are not causal; without one, such a model is an error.
     """
-    fields = ConfigFields(with_one_rope(ConfigFields(raw).raw))
+    fields = ConfigFields(with_usual_fields(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields))
     stored = fields.value(QUANTIZATION, None)
     stored = fields.value("compression_config", None) if stored is None else stored  # as compressed-tensors once had it
@@ -235,7 +235,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
     """
     raw = read_config_json(folder)
     try:
-        fields = head_fields(with_one_rope(raw))
+        fields = head_fields(with_usual_fields(raw))
         return read_head(fields, LlamaForCausalLM.read_hf(fields), model)
     except ModelConfigError as error:
         raise ModelFileError(folder / CONFIG_FILE, str(error)) from error

@@ -95,9 +95,9 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
         if crosses is not None and reads_messages(folder):
             model = replace(model, reads_messages=True)
     elif task == TOKEN_CLASSIFY:
-        num_labels = _read_classifier(fields, token_id).num_labels
-        pooler = with_token_labels(Pooler(CLS), num_labels)
-        model = PoolingModel(pooler, task, _read_activation(fields, num_labels), labels=_labels(fields))
+        pooler = with_token_labels(Pooler(CLS), _read_classifier(fields, token_id).num_labels, architecture)
+        activation = _read_activation(fields, pooler.token_heads[0].width)
+        model = PoolingModel(pooler, task, activation, labels=_labels(fields))
     else:
         model = _embedder(folder, fields, architecture, task, sentence, config)
     return _with_choices(with_tokens(model, folder, architecture, fields), chosen)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.config.features.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
+from jaxengine.models.architectures import REWARD_HEADS
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
 from jaxengine.models.model_classes import ENCODERS
@@ -79,9 +80,12 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
     return replace(model, pooler=replace(pooler, answers_tokens=True), tokens=tokens)
 
 
-def with_token_labels(pooler: Pooler, num_labels: int) -> Pooler:
-    """Return the pooler with a head that scores labels for each token, in place of its other heads for tokens."""
-    return replace(pooler, token_heads=(TokenHead(TOKEN_CLASSIFY, num_labels),))
+def with_token_labels(pooler: Pooler, num_labels: int, architecture: str = "") -> Pooler:
+    """Return the pooler with a head that scores labels for each token, in place of its other heads for tokens: that of
+    a reward model's `architecture`, which has a number of labels of its own, or else the family's usual one.
+    """
+    head = REWARD_HEADS.get(architecture) or TokenHead(TOKEN_CLASSIFY, num_labels)
+    return replace(pooler, token_heads=(head,))
 
 
 def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:

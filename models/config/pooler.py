@@ -68,17 +68,22 @@ class Classifier:
 
 
 class TokenHead(NamedTuple):
-    """Scores of each token, hidden @ weight + bias, for one of the tasks about tokens.
+    """Scores of each token, x @ weight + bias, for one of the tasks about tokens.
 
     Attributes:
       task: TOKEN_EMBED or TOKEN_CLASSIFY.
       width: elements of a token's scores.
       source: checkpoint module of weight and bias; None for the family's scores of labels.
+      inner: checkpoint module of a projection of the hidden state, of the same size and with a bias, whose ReLU is x;
+        None if x is the hidden state itself.
+      bias: whether `source` has a bias.
     """
 
     task: str
     width: int
     source: str | None = None
+    inner: str | None = None
+    bias: bool = True
 
 
 class Splade(NamedTuple):

@@ -4,6 +4,7 @@ from the latent of queries.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -33,11 +34,11 @@ _RENAMED = (
 
 class GatedNorm(nnx.Module):
     """RMS norm multiplied by a low-rank gate: y * sigmoid(up(silu(down(y)))), y = norm(x). Its weights are replicated
-    over devices.
+    over devices, and take no adapters, since a layer does not tell its norms what their rows are.
     """
 
     def __init__(self, config: ModelConfig, rank: int, *, source: str, build: Build):
-        size = config.hidden_size
+        size, build = config.hidden_size, replace(build, lora=None)
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.norm", build=build)
         self.down = Linear(size, (Source(f"{source}.W_down", rank),), axes=("embed", "latent"), build=build)
         self.up = Linear(rank, (Source(f"{source}.W_up", size),), axes=("latent", "embed"), build=build)

@@ -426,6 +426,7 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
         unused=row.unused,
         stacked_experts=row.stacked_experts,
         expert_rows=row.expert_rows,
+        of_adapters=row.of_adapters,
     )
     architecture = None if row.gguf is None else row.gguf.architecture
     members = {

@@ -272,13 +272,7 @@ EXPERT_ROWS: dict[str, Row] = {
         "K-EXAONE (LG AI Research 2026): EXAONE 4's attention, norms before it, experts as DeepSeek-V3 has them.",
         _NORMED,
         spelled=_COUNTS,
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.5,
-        },
+        defaults={**_LIKE_V3, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         adapt=_exaone_kinds,
         each_layer=rope_in_windows,
         experts=sigmoid_experts,
@@ -360,6 +354,7 @@ EXPERT_ROWS: dict[str, Row] = {
         only={"num_nextn_predict_layers": 0, "mlp_bias": False, **_ALL_NORMED},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
+        of_adapters=((".shared_experts.", ".shared_mlp."),),
         **_BIASED,
     ),
     "Mistral4ForCausalLM": Row(
@@ -462,6 +457,7 @@ EXPERT_ROWS: dict[str, Row] = {
         each_layer=_laguna_layer,
         experts=shared_of_size,
         expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
+        of_adapters=((".shared_experts.", ".shared_expert."),),
         **_BIASED,
     ),
     "Kolibri1ForCausalLM": Row(

@@ -109,6 +109,7 @@ class Row(NamedTuple):
       squeezed: ends of the names of tensors whose second axis, of size 1, is removed.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for prefixes.
+      of_adapters: see CheckpointNames.
     """
 
     about: str
@@ -141,6 +142,7 @@ class Row(NamedTuple):
     suffixes: tuple[tuple[str, str], ...] = ()
     stacked_experts: StackedExperts | None = None
     expert_rows: ExpertRows | None = None
+    of_adapters: tuple[tuple[str, str], ...] = ()
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json.

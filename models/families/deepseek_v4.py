@@ -49,6 +49,22 @@ DEFAULTS: dict[str, Any] = {
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _RATES = {SPARSE: 4, HEAVY: 128}
 _HASHED, _ROUTED = "hash_moe", "moe"
+# Modules as transformers names them -> as published checkpoints do.
+_OF_ADAPTERS = (
+    (".self_attn.compressor.indexer.scorer.weights_proj", ".attn.indexer.weights_proj"),
+    (".self_attn.compressor.indexer.q_b_proj", ".attn.indexer.wq_b"),
+    (".self_attn.compressor.indexer.kv_proj", ".attn.indexer.compressor.wkv"),
+    (".self_attn.compressor.indexer.gate_proj", ".attn.indexer.compressor.wgate"),
+    (".self_attn.compressor.kv_proj", ".attn.compressor.wkv"),
+    (".self_attn.compressor.gate_proj", ".attn.compressor.wgate"),
+    *((f".self_attn.{theirs}", f".attn.{own}") for theirs, own in (("q_a_proj", "wq_a"), ("q_b_proj", "wq_b"))),
+    *((f".self_attn.{theirs}", f".attn.{own}") for theirs, own in (("o_a_proj", "wo_a"), ("o_b_proj", "wo_b"))),
+    (".self_attn.kv_proj", ".attn.wkv"),
+    (".mlp.shared_experts.gate_proj", ".ffn.shared_experts.w1"),
+    (".mlp.shared_experts.up_proj", ".ffn.shared_experts.w3"),
+    (".mlp.shared_experts.down_proj", ".ffn.shared_experts.w2"),
+    (".mlp.", ".ffn."),
+)
 NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="gate.bias")
 
 
@@ -116,6 +132,7 @@ class DeepseekV4ForCausalLM(Decoder):
         ),
         plain=("compressor.wkv", "compressor.wgate"),
         unused=("mtp.", "model.mtp."),
+        of_adapters=_OF_ADAPTERS,
     )
 
     @classmethod

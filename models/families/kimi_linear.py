@@ -49,6 +49,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         ),
         squeezed=CONVS,
         raveled=(".A_log",),
+        of_adapters=((".forget_gate.f_", ".f_"), (".mlp.", ".block_sparse_moe.")),
     )
     experts_module: ClassVar[tuple[str, ExpertNames]] = (
         f"{LAYER}.block_sparse_moe",
@@ -59,6 +60,10 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = usual_names(fields)
         fields.require(mla_use_nope=True, num_nextn_predict_layers=0, moe_layer_freq=1, attention_bias=False)
+        # Of Kimi K3, whose text_config names this class.
+        fields.require(attn_res_block_size=None, mla_use_output_gate=False, routed_expert_hidden_size=None)
+        if fields.has("linear_attn_config"):
+            fields.part("linear_attn_config").require(gate_lower_bound=None, use_full_rank_gate=False)
         # No layer has rope, so that its scaling has no effect.
         shared = hf_latent_fields(ConfigFields({**fields.raw, "rope_parameters": None, "rope_scaling": None}))
         state = GatedDelta(

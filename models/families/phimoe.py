@@ -99,7 +99,9 @@ def _read_experts(fields: ConfigFields) -> ExpertsConfig:
 class PhiMoEForCausalLM(DeclaredForCausalLM):
     """Llama with layer norms, experts in every layer, and in some checkpoints biases."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        of_adapters=((".mlp.router", ".block_sparse_moe.gate"), (".mlp.", ".block_sparse_moe."))
+    )
     row = Row(
         "Phi-3.5-MoE",
         DeclaredForm(),

@@ -1,4 +1,4 @@
-"""Rows that a pooling model gives for each token of a prompt: embeddings (ColBERT), labels, sparse weights."""
+"""Rows that a pooling model gives for each token of a prompt: embeddings (ColBERT), labels, rewards, sparse weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.pooler import TokenHead
 from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import Identity
 from jaxengine.models.layers.classify import pooled_result
 from jaxengine.models.params.declare import Source
 from jaxengine.models.quantization.registry import PLAIN
 
 
+class ReluLinear(nnx.Module):
+    """Projection with a bias, and its ReLU, in float32: [T, D] -> f32[T, D]. source: checkpoint module."""
+
+    def __init__(self, size: int, source: str, build: Build):
+        self.product = Linear(size, (Source(source, size),), axes=("embed", "labels"), bias=True, build=build)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(self.product(x, out_dtype=jnp.float32))
+
+
 class TokenHeads(nnx.Module):
-    """Projections of hidden states with biases, in float32: [T, D] -> f32[T, N], with the outputs of all heads side by
-    side.
+    """Projections of hidden states, in float32: [T, D] -> f32[T, N], with the outputs of all heads side by side.
 
     usual: checkpoint module of a head that names none.
     """
@@ -28,13 +38,23 @@ class TokenHeads(nnx.Module):
     def __init__(self, size: int, heads: Sequence[TokenHead], usual: str, build: Build):
         # In float32 whatever the model's dtype, like the scores of prompts.
         build = replace(build, dtype=jnp.float32, scheme=PLAIN)
+        self.inner = nnx.List(
+            Identity() if each.inner is None else ReluLinear(size, each.inner, build) for each in heads
+        )
         self.products = nnx.List(
-            Linear(size, (Source(each.source or usual, each.width),), axes=("embed", "labels"), bias=True, build=build)
+            Linear(
+                size,
+                (Source(each.source or usual, each.width),),
+                axes=("embed", "labels"),
+                bias=each.bias,
+                build=build,
+            )
             for each in heads
         )
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        parts = [product(hidden, out_dtype=jnp.float32) for product in self.products]
+        both = zip(self.inner, self.products, strict=True)
+        parts = [product(inner(hidden), out_dtype=jnp.float32) for inner, product in both]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 

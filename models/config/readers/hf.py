@@ -24,6 +24,12 @@ CONFIG_FILE = "config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Kinds as earlier releases of transformers 5 wrote them -> as this one does.
+_OLD_KINDS = {
+    "attention": FULL,
+    "deepseek_sparse_attention": "indexed_attention",
+    "mamba": "linear_attention",
+}
 # The field with fields of single layers.
 LAYER_CONFIG = "per_layer_config"
 
@@ -40,22 +46,33 @@ def read_config_json(folder: Path | str) -> dict[str, Any]:
     return raw
 
 
-def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config.json that describes rope once: if both `rope_scaling` and `rope_parameters` are
-    present, the former replaces the latter, as in transformers 5.
+def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config.json as transformers 5 reads it, for every family: with one description of rope, and
+    with its names of the kinds in `layer_types`. Nested configurations, such as text_config, are treated in the same
+    way.
 
+    If both `rope_scaling` and `rope_parameters` are present, the former replaces the latter, as in transformers 5.
     Such files result from applying the YaRN recipe of model cards in a folder that transformers 5 wrote. A warning is
     logged if a `rope_theta` in rope_parameters is lost. If rope_parameters has a mapping for each kind of layers,
-    rope_scaling is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged. Nested
-    configurations, such as text_config, are treated in the same way. Raises ModelConfigError if either field is not a
-    mapping.
+    rope_scaling is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged. Raises
+    ModelConfigError if either field is not a mapping.
     """
     inner = {name: value for name, value in raw.items() if name.endswith("_config") and isinstance(value, Mapping)}
-    return _merge_ropes(raw) | {name: _merge_ropes(value) for name, value in inner.items()}
+    return _usual(raw) | {name: _usual(value) for name, value in inner.items()}
+
+
+def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of one mapping of fields as `with_usual_fields` describes, without treating nested mappings. Raises
+    ModelConfigError for ropes that are not mappings.
+    """
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list):
+        raw = {**raw, "layer_types": [_OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]}
+    return _merge_ropes(raw)
 
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of one mapping of fields with `rope_scaling` merged into `rope_parameters` as `with_one_rope`
+    """Return a copy of one mapping of fields with `rope_scaling` merged into `rope_parameters` as `with_usual_fields`
     describes, without treating nested mappings. Logs a warning if a rope_theta is lost. Raises ModelConfigError if
     either field is not a mapping.
     """

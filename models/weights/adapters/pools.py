@@ -69,15 +69,15 @@ class AdapterTargets:
     def module(self, stored: str) -> str:
         """Return the model's name of a module, or of a layer's experts, given its name in an adapter's file.
 
-        A name that takes no adapters is returned with the renaming of the checkpoint's names.
+        A name that the model does not have is returned with the renaming of the checkpoint's names.
         """
-        name = self.names.renamed(stored)
-        if name in self.shapes or name in self.experts:
-            return name
-        for part, own in self.names.of_adapters:
-            if (other := name.replace(part, own)) in self.shapes or other in self.experts:
-                return other
-        return name
+        tensor = self.names.renamed(f"{stored}.weight")
+        names = [self.names.renamed(stored), tensor.removesuffix(".weight")]
+        names += [names[0].replace(part, own) for part, own in self.names.of_adapters]
+        for known in (self.shapes, self.experts, self.others):
+            if (found := next((name for name in names if name in known), None)) is not None:
+                return found
+        return names[0]
 
     def is_expert(self, module: str) -> bool:
         """Whether `module` is a matrix of a single expert."""
@@ -86,6 +86,8 @@ class AdapterTargets:
     def stored_names(self, module: str) -> list[str]:
         """Return the names that an adapter's file may have for a module of the model, its own name first."""
         names = [module, *(module.replace(own, part) for part, own in self.names.of_adapters)]
+        ends = [(old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in self.names.suffixes]
+        names += [module.removesuffix(new) + old for old, new in ends if module.endswith(new)]
         return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
 
 

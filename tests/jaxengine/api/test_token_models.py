@@ -6,19 +6,25 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, ConfigError, PoolingParams, RequestError
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
+from jaxengine.models.layers.token_results import token_results
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model
-from jaxengine.models.weights.load import check_source
+from jaxengine.models.weights.load import check_source, load_params
+from tests.fixtures.drawn_weights import checkpoint, draw_all
 from tests.fixtures.encoder_models import TEXTS
 from tests.fixtures.token_models import CASES, GOLDENS, make_token_model
 from tests.jaxengine.api.test_encoders import OPTIONS, check_equal
+from tests.tables import each_row
 
 RAW = PoolingParams(use_activation=False)
 # One of each kind; the others differ in names of tensors, which a test of its own checks.
@@ -114,6 +120,40 @@ def test_every_name_of_a_tensor_is_known(token_folder, name):
     assert source.weights is not None and not isinstance(source.weights, Path)
     check_source(build_model(source.config, Build("float32")), source.weights)
     source.close()
+
+
+@each_row(
+    ("architecture", "recorded", "heads"),
+    [
+        ("Qwen2ForRewardModel", "qwen2_untied", {"score.0": (56, True), "score.2": (1, True)}),
+        ("Qwen2ForProcessRewardModel", "qwen2_untied", {"score.0": (56, True), "score.2": (2, True)}),
+        ("InternLM2ForRewardModel", "internlm2", {"v_head": (1, False)}),
+    ],
+)
+def test_rewards_of_tokens(tmp_path_factory, architecture, recorded, heads):
+    """Heads of a class of its own, with the class' number of scores; an LM head beside them is not read."""
+    folder, base = tmp_path_factory.mktemp("rewards"), checkpoint(recorded)
+    raw = json.loads((base / "config.json").read_text()) | {"architectures": [architecture], "num_labels": 5}
+    (folder / "config.json").write_text(json.dumps(raw))
+    shapes = {f"{name}.weight": (rows, raw["hidden_size"]) for name, (rows, _) in heads.items()}
+    shapes |= {f"{name}.bias": (rows,) for name, (rows, has_bias) in heads.items() if has_bias}
+    tensors = draw_all(shapes)
+    save_file(load_file(base / "model.safetensors") | tensors, folder / "model.safetensors")
+    source = open_model(EngineConfig(model=str(folder), skip_tokenizer_init=True))
+    width = list(heads.values())[-1][0]
+    assert source.weights is not None and not isinstance(source.weights, Path)
+    assert source.pooling is not None and source.pooling.tasks == ("token_classify",)
+    assert source.pooling.activation == ("sigmoid" if width == 1 else "softmax")
+    model = build_model(source.config, Build("float32"))
+    nnx.update(model, load_params(model, source.weights))
+    source.close()
+    x = np.random.default_rng(3).normal(size=(7, raw["hidden_size"])).astype(np.float32)
+    found = np.asarray(token_results(model, jnp.asarray(x)))
+    for index, name in enumerate(heads):
+        x = np.maximum(x, 0) if index else x
+        x = x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0)
+    assert x.shape == (7, width)
+    check_equal(found, x)
 
 
 def test_rows_of_a_decoder_come_in_chunks(make_pooling_llm):

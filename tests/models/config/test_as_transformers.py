@@ -117,6 +117,18 @@ def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
         read_hf(recorded("hy_v3", mlp_bias=True))
 
 
+@each_row("name", ["glm_moe_dsa", "qwen3_next_long", "minicpmv4_6_vision"])
+def test_kinds_of_layers_as_earlier_releases_name_them(name):
+    """As in nvidia/GLM-5.2-NVFP4; transformers renames them in every family, and in text_config."""
+    old = {"indexed_attention": "deepseek_sparse_attention", "linear_attention": "mamba", "full_attention": "attention"}
+    raw = recorded(name)
+    text = json.loads(json.dumps(raw.get("text_config", raw)))
+    listed = text.get("layer_types") or ["indexed_attention"] * text["num_hidden_layers"]
+    text["layer_types"] = [old.get(kind, kind) for kind in listed]
+    assert text["layer_types"] != listed
+    assert read_hf({**raw, "text_config": text} if "text_config" in raw else text) == read_hf(raw)
+
+
 def test_fields_of_single_layers_are_refused_where_they_are_not_read():
     with pytest.raises(ModelConfigError, match="^per_layer_config must be absent or empty"):
         read_hf(recorded("llama", per_layer_config={"1": {"intermediate_size": 48}}))

@@ -87,8 +87,10 @@ def test_names_of_first_code():
         == read_hf(plain | {"architectures": ["PanguEmbeddedForCausalLM"]})
         == read_hf(plain | {"rotary": {"base": 5000.0, "type": "origin"}})
     )
-    for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM"):
+    for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "TeleChat3ForCausalLM", "XverseForCausalLM"):
         assert read_hf(recorded("llama", architectures=[name])) == read_hf(recorded("llama"))
+    own = recorded("exaone_moe", architectures=["ExaoneMoEForCausalLM"])  # LGAI-EXAONE/K-EXAONE-236B-A23B
+    assert read_hf(own) == read_hf(recorded("exaone_moe"))
 
 
 def test_slopes_of_alibi():

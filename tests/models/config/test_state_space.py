@@ -129,6 +129,12 @@ def test_limits_of_time_steps(written, limits):
             "linear_attn_config must be full_attn_layers and",
         ),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be true"),
+        ("kimi_linear", {"attn_res_block_size": 12}, "attn_res_block_size must be absent"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": KDA | {"gate_lower_bound": -5.0}},
+            "linear_attn_config.gate_lower_bound must be absent",
+        ),
         ("kimi_linear_long", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types must be a list"),
         ("kimi_linear_long", {"layer_types": ["kda"] * 3}, "layer_types must be a list of 3"),
         ("kimi_linear_long", {"linear_head_dim": 0}, "linear_head_dim must"),

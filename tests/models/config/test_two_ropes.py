@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.readers.hf import with_one_rope
+from jaxengine.models.config.readers.hf import with_usual_fields
 from jaxengine.models.registry import read_eagle3, read_folder, read_hf
 from tests.tables import each_row
 
@@ -84,9 +84,9 @@ def test_lost_base_is_logged(caplog):
 def test_empty_scaling_replaces_nothing():
     plain = {"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}
     for empty in ({}, None):
-        assert with_one_rope({"rope_parameters": plain, "rope_scaling": empty}).get("rope_parameters") == plain
+        assert with_usual_fields({"rope_parameters": plain, "rope_scaling": empty}).get("rope_parameters") == plain
     with pytest.raises(ModelConfigError, match="rope_scaling must be a mapping"):
-        with_one_rope({"rope_parameters": plain, "rope_scaling": [4.0]})
+        with_usual_fields({"rope_parameters": plain, "rope_scaling": [4.0]})
 
 
 def test_scaling_outside_of_text_config_is_refused():

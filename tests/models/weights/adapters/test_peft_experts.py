@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.config.readers.hf import read_config_json
-from jaxengine.models.families.axk2 import AXK2ForCausalLM
+from jaxengine.models.families.axk2 import GatedNorm
 from jaxengine.models.layers.base.lora import write_slot
-from jaxengine.models.lora import declared_pools
+from jaxengine.models.lora import PoolArray, declared_pools
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.adapters.folder import read_adapter
@@ -25,6 +27,7 @@ from jaxengine.models.weights.adapters.pools import AdapterTargets, slot_shape, 
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from tests.fixtures.adapters import damaged, joined_changes, merged, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
+from tests.tables import each_row
 
 SPEC = LoraSpec(2, 8)
 LAYERS = ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]  # of qwen3_moe, whose layer 1 is dense
@@ -89,16 +92,42 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
     assert set(targets.experts) == {f"model.layers.{pair}.mlp.experts" for pair in range(2)}
 
 
-def test_modules_of_axk2_as_transformers_names_them():
-    for name, own in (
-        ("self_attn.q_gate_proj", "self_attn.q_b_proj"),
-        ("input_layernorm.mlp.fc1", "input_layernorm.W_down"),
-        ("post_attention_layernorm.mlp.fc2", "post_attention_layernorm.W_up"),
-    ):
-        name, own = (f"model.layers.1.{each}" for each in (name, own))
-        targets = AdapterTargets({own: (8, 8)}, {}, frozenset(), AXK2ForCausalLM.checkpoint_names)
-        assert targets.module(name) == own and name in targets.stored_names(own)
-        assert targets.names.renamed(f"{name}.weight") == f"{own}.weight"
+@each_row(
+    ("architecture", "name", "own"),
+    [
+        ("AXK2ForCausalLM", "self_attn.q_gate_proj", "self_attn.q_b_proj"),
+        ("AXK2ForCausalLM", "input_layernorm.mlp.fc1", "input_layernorm.W_down"),
+        ("AXK2ForCausalLM", "post_attention_layernorm.mlp.fc2", "post_attention_layernorm.W_up"),
+        ("BailingHybridForCausalLM", "self_attn.q_proj", "attention.q_proj"),
+        ("BailingHybridForCausalLM", "self_attn.forget_gate.f_proj", "attention.f_proj"),
+        ("DeepseekV4ForCausalLM", "self_attn.q_b_proj", "attn.wq_b"),
+        ("DeepseekV4ForCausalLM", "self_attn.compressor.indexer.kv_proj", "attn.indexer.compressor.wkv"),
+        ("DeepseekV4ForCausalLM", "mlp.shared_experts.down_proj", "ffn.shared_experts.w2"),
+        ("DeepseekV4ForCausalLM", "mlp.experts", "ffn.experts"),
+        ("HYV3ForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_mlp.up_proj"),
+        ("KimiLinearForCausalLM", "self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),
+        ("KimiLinearForCausalLM", "mlp.shared_experts.up_proj", "block_sparse_moe.shared_experts.up_proj"),
+        ("LagunaForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),
+        ("Lfm3ForCausalLM", "self_attn.g_proj", "self_attn.gate_proj"),
+        ("PhiMoEForCausalLM", "mlp.router", "block_sparse_moe.gate"),
+    ],
+)
+def test_modules_as_transformers_names_them(architecture, name, own):
+    """PEFT's adapters have the names of transformers' modules, which differ from those of published checkpoints."""
+    name, own = (f"model.layers.1.{each}" for each in (name, own))
+    names = MODELS[architecture].checkpoint_names
+    for place in ("shapes", "others"):
+        found = {"shapes": {}, "experts": {}, "others": frozenset(), place: {own: (8, 8)}}
+        targets = AdapterTargets(**found, names=names)
+        assert targets.module(name) == targets.module(own) == own and name in targets.stored_names(own)
+
+
+def test_gated_norms_have_no_adapters(model_of):
+    """A layer does not tell its norms what their rows are, which a product that takes adapters must know."""
+    config = model_of("axk2").config
+    norm = GatedNorm(config, 16, source="model.layers.0.input_layernorm", build=Build("float32", lora=SPEC, layer=0))
+    assert norm(jnp.ones((3, config.hidden_size))).shape == (3, config.hidden_size)
+    assert not any(isinstance(leaf, PoolArray) for _, leaf in nnx.to_flat_state(nnx.state(norm)))
 
 
 def test_experts_one_by_one_and_those_that_are_not_there(model, targets, tmp_path):
