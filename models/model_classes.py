@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.families.albert import AlbertModel
 from jaxengine.models.families.apertus import ApertusForCausalLM
+from jaxengine.models.families.audioflamingo3 import AudioFlamingo3ForConditionalGeneration
 from jaxengine.models.families.axk2 import AXK2ForCausalLM
 from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM
 from jaxengine.models.families.bert import BertModel
@@ -52,6 +53,7 @@ from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration, Glm4vMoeForConditionalGeneration
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.glm_ocr import GlmOcrForConditionalGeneration
+from jaxengine.models.families.glmasr import GlmAsrForConditionalGeneration
 from jaxengine.models.families.got_ocr2 import GotOcr2ForConditionalGeneration
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
@@ -61,7 +63,10 @@ from jaxengine.models.families.granite_moe import (
     GraniteMoeSWAForCausalLM,
 )
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from jaxengine.models.families.granite_speech import GraniteSpeechForConditionalGeneration
+from jaxengine.models.families.granite_speech import (
+    GraniteSpeechForConditionalGeneration,
+    GraniteSpeechPlusForConditionalGeneration,
+)
 from jaxengine.models.families.gte import GteModel
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
@@ -179,8 +184,11 @@ MODELS: dict[str, type[CausalLM]] = {
     "WhisperForConditionalGeneration": WhisperForConditionalGeneration,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioForConditionalGeneration,
     "VoxtralForConditionalGeneration": VoxtralForConditionalGeneration,
+    "AudioFlamingo3ForConditionalGeneration": AudioFlamingo3ForConditionalGeneration,
+    "GlmAsrForConditionalGeneration": GlmAsrForConditionalGeneration,
     "Qwen3ASRForConditionalGeneration": Qwen3ASRForConditionalGeneration,
     "GraniteSpeechForConditionalGeneration": GraniteSpeechForConditionalGeneration,
+    "GraniteSpeechPlusForConditionalGeneration": GraniteSpeechPlusForConditionalGeneration,
     "Qwen2_5OmniThinkerForConditionalGeneration": Qwen2_5OmniThinkerForConditionalGeneration,
     "Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForConditionalGeneration,
     "NemotronForCausalLM": NemotronForCausalLM,

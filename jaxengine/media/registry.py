@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import MediaProcessor
+from jaxengine.media.processors.audioflamingo3 import AudioFlamingo3Processor, GlmAsrProcessor
 from jaxengine.media.processors.cohere_vision import AyaVisionProcessor, Cohere2VisionProcessor
 from jaxengine.media.processors.deepseek_ocr2 import DeepseekOcr2Processor
 from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
@@ -95,8 +96,11 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "WhisperForConditionalGeneration": WhisperProcessor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "VoxtralForConditionalGeneration": VoxtralProcessor,
+    "AudioFlamingo3ForConditionalGeneration": AudioFlamingo3Processor,
+    "GlmAsrForConditionalGeneration": GlmAsrProcessor,
     "Qwen3ASRForConditionalGeneration": Qwen3ASRProcessor,
     "GraniteSpeechForConditionalGeneration": GraniteSpeechProcessor,
+    "GraniteSpeechPlusForConditionalGeneration": GraniteSpeechProcessor,
 }
 
 
