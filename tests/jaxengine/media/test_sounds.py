@@ -7,6 +7,7 @@ import json
 import struct
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from jaxengine.media.registry import processor_for
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf
+from jaxengine.requests.media.transcripts import transcriber
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures import sound_checkpoints
@@ -181,6 +183,8 @@ def test_windows_of_sounds_and_their_embeddings(tmp_path):
     (message,) = made.transcription(None, "Write it down.")
     assert message["content"][1] == {"type": "text", "text": "Write it down."}
     assert made.transcription(None, "")[0]["content"][1]["text"] == "Please transcribe this audio into text"
+    media: Any = SimpleNamespace(processor=made)
+    assert transcriber(media) is made and made.languages == {} and made.text_mark is None
 
 
 def test_settings_of_windows(tmp_path):
