@@ -69,10 +69,13 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "Qwen/Qwen3-Omni-30B-A3B-Thinking",
     ),
     "Qwen3ASRForConditionalGeneration": ("Qwen/Qwen3-ASR-1.7B", "Qwen/Qwen3-ASR-0.6B"),
+    "AudioFlamingo3ForConditionalGeneration": ("nvidia/audio-flamingo-3-hf",),
+    "GlmAsrForConditionalGeneration": ("zai-org/GLM-ASR-Nano-2512",),
     "GraniteSpeechForConditionalGeneration": (
         "ibm-granite/granite-speech-3.3-2b",
         "ibm-granite/granite-speech-3.3-8b",
     ),
+    "GraniteSpeechPlusForConditionalGeneration": ("ibm-granite/granite-speech-4.1-2b-plus",),
     "LlavaForConditionalGeneration": (
         "llava-hf/llava-1.5-7b-hf",
         "llava-hf/llava-interleave-qwen-0.5b-hf",

@@ -54,8 +54,11 @@ PROCESSORS = {
     "WhisperForConditionalGeneration": "whisper:WhisperProcessor",
     "Qwen2AudioForConditionalGeneration": "sounds:Qwen2AudioProcessor",
     "VoxtralForConditionalGeneration": "sounds:VoxtralProcessor",
+    "AudioFlamingo3ForConditionalGeneration": "audioflamingo3:AudioFlamingo3Processor",
+    "GlmAsrForConditionalGeneration": "audioflamingo3:GlmAsrProcessor",
     "Qwen3ASRForConditionalGeneration": "sounds:Qwen3ASRProcessor",
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeechProcessor",
+    "GraniteSpeechPlusForConditionalGeneration": "granite_speech:GraniteSpeechProcessor",
 }
 
 

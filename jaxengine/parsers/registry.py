@@ -226,16 +226,25 @@ def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fiel
     )
 
 
-def _objects(models: str, begin: str, end: str, space: str, key: str = "arguments", **fields: Any) -> ToolFormat:
+def _objects(
+    models: str,
+    begin: str,
+    end: str,
+    space: str,
+    key: str = "arguments",
+    others: tuple[str, ...] = (),
+    **fields: Any,
+) -> ToolFormat:
     """Return the format of JSON objects between the words `begin` and `end` ("": none).
 
-    space: text inside of the words. key: name of the arguments in a forced call. models, fields: fields of ToolFormat.
+    space: text inside of the words. key: name of the arguments in a forced call. others: alternatives of `begin`.
+    models, fields: fields of ToolFormat.
     """
     return ToolFormat(
-        partial(tool_hermes.HermesToolParser, begin=begin, end=end),
+        partial(tool_hermes.HermesToolParser, begin=begin, end=end, others=others),
         models,
-        partial(tool_hermes.grammar, begin=begin, end=end, space=space, key=key),
-        starts=partial(tool_hermes.starts, begin=begin),
+        partial(tool_hermes.grammar, begin=begin, end=end, space=space, key=key, others=others),
+        starts=partial(tool_hermes.starts, begin=begin, others=others),
         **fields,
     )
 
@@ -244,7 +253,7 @@ _LLAMA3 = partial(ToolFormat, tool_llama3.Llama3ToolParser, grammar=tool_llama3.
 _HERMES = partial(ToolFormat, tool_hermes.HermesToolParser, grammar=tool_hermes.grammar, starts=tool_hermes.starts)
 _COHERE = partial(_other_objects, call=tool_json_list.COHERE, words=("<|START_ACTION|>", "<|END_ACTION|>"))
 _QWEN3_CODER = _parameters(
-    "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
+    "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5 and 5, Granite 4.2",
     tool_parameters.QWEN3_CODER,
     ("<function=", "<parameter=", "<tool_call>", "</function>"),
 )
@@ -280,9 +289,12 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "deepseek_v4": _parameters("DeepSeek V4", tool_parameters.DEEPSEEK_V4, ("｜DSML｜", "tool_calls>")),
     "deepseek_v41": _parameters("DeepSeek V4.1", tool_parameters.DEEPSEEK_V41, ("｜DSML｜", " calls>")),
     "kimi_k2": _section("Kimi K2", tool_sections.KIMI_K2, ("<|tool_calls_section_begin|>",)),
+    "plamo3": _section("PLaMo 3", tool_sections.PLAMO3, (tool_sections.PLAMO3.section[0],)),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
+    "step3": _parameters("Step 3", tool_parameters.STEP3, ("<steptml:invoke",)),
     "step3p5": _QWEN3_CODER,
+    "step5": _QWEN3_CODER,
     "mimo": _parameters("MiMo", tool_parameters.MIMO, ()),
     "seed_oss": _parameters("Seed-OSS", tool_parameters.SEED_OSS, ("<seed:tool_call>",)),
     "minimax_m2": _parameters("MiniMax M2", tool_parameters.MINIMAX_M2, ("<minimax:tool_call>",)),
@@ -291,6 +303,9 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "ling3": _parameters("Ling 3", tool_parameters.GLM45, ()),
     "poolside_v1": _parameters("Laguna", tool_parameters.GLM45, ()),
     "hy_v3": _parameters("Hy3", tool_parameters.HY_V3, ("<tool_sep>",)),
+    "k2_horizon": _parameters(
+        "K2 Horizon, in the template's default tool_call_format", tool_parameters.K2_HORIZON, ("<ifm|tool_calls>",)
+    ),
     "dots": _parameters("dots", tool_parameters.DOTS, ("<dots_function_call>",)),
     "gemma4": _gemma("Gemma 4", tool_gemma.GEMMA4),
     "functiongemma": _gemma("FunctionGemma", tool_gemma.FUNCTION_GEMMA),
@@ -303,6 +318,15 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     ),
     "granite4": _HERMES("Granite 4", special_tokens=True, template=("<tool_call>", '"arguments', "<|start_of_role|>")),
     "granite-20b-fc": _objects("Granite 20B functioncalling", "<function_call>", "", " "),
+    "gigachat3": _objects(
+        "GigaChat 3 and 3.1",
+        "<|function_call|>",
+        "",
+        "",
+        others=("<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n"),
+        special_tokens=True,
+        template=("<|role_sep|>", "function call"),
+    ),
     "phi4_mini_json": _json_list("Phi-4-mini", ("functools",), template=("<|tool|>", "<|/tool|>")),
     "hunyuan_a13b": _json_list(
         "Hunyuan-A13B", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>", "<answer>")
@@ -359,6 +383,8 @@ _COHERE_THINK = ThinkFormat(
 )
 # The second opening word is the prompt's when reasoning is disabled.
 _SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
+# Words of the efforts "high", "medium" and "low".
+_K2_EFFORTS = "think", "think_fast", "think_faster"
 _GRANITE = ThinkFormat(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
 )
@@ -379,6 +405,30 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     "nemotron_v3": ReasoningRow(_THINK, "Nemotron 3"),
     "step3": ReasoningRow(_ALWAYS, "Step 3"),
     "step3p5": ReasoningRow(_ALWAYS, "Step 3.5, 3.7"),
+    "step5": ReasoningRow(_ALWAYS, "Step 5"),
+    "granite_thinking_parser": ReasoningRow(_THINK, "Granite 4.2"),
+    "plamo3": ReasoningRow(
+        ThinkFormat(
+            ("<|plamo:begin_think:plamo|>",),
+            ("<|plamo:end_think:plamo|>",),
+            calls=tool_sections.PLAMO3.section[:1],
+            always=True,
+            special_tokens=True,
+        ),
+        "PLaMo 3",
+        ("<|plamo:begin_think:plamo|>",),
+    ),
+    "k2_horizon": ReasoningRow(
+        ThinkFormat(
+            tuple(f"<ifm|{each}>" for each in _K2_EFFORTS),
+            tuple(f"</ifm|{each}>" for each in _K2_EFFORTS),
+            calls=("<ifm|tool_calls>",),
+            always=True,
+            special_tokens=True,
+        ),
+        "K2 Horizon",
+        ("<ifm|think>",),
+    ),
     "gemma4": ReasoningRow(
         ThinkFormat(("<|channel>thought\n",), ("<channel|>",), special_tokens=True),
         "Gemma 4",
@@ -405,6 +455,9 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
         ("</think>", "<|tool_calls_section_begin|>"),
     ),
     "minimax_m2": ReasoningRow(_ALWAYS, "MiniMax M2", ("</think>", "<minimax:tool_call>", "<invoke")),
+    "minimax_m3": ReasoningRow(
+        ThinkFormat(("<mm:think>",), ("</mm:think>",), special_tokens=True), "MiniMax M3", ("<mm:think>",)
+    ),
     "minimax_m2_append_think": ReasoningRow(
         ThinkFormat(always=True, shown=True), "MiniMax M2, whose thoughts stay in the content"
     ),

@@ -30,6 +30,8 @@ class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
     folder, if there is one.
     """
 
+    # Whether the tower's configuration may name layers whose hidden states the Q-Former reads beside the last ones.
+    joins_layers: ClassVar[bool] = False
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     # Names in published checkpoints, and names of transformers 5 in memory.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
@@ -50,4 +52,11 @@ class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
         text.require(model_type="granite")
         tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
         shared = super().read_hf(ConfigFields({**text.raw, **tied}))
-        return shared | {"tower": read_granite_speech(fields, shared["embedding_multiplier"])}
+        tower = read_granite_speech(fields, shared["embedding_multiplier"], joins=cls.joins_layers)
+        return shared | {"tower": tower}
+
+
+class GraniteSpeechPlusForConditionalGeneration(GraniteSpeechForConditionalGeneration):
+    """Granite Speech whose Q-Former also reads hidden states of earlier layers of the tower."""
+
+    joins_layers: ClassVar[bool] = True

@@ -17,6 +17,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
 from jaxengine.models.vision.base.vit import attend_units
@@ -96,13 +97,36 @@ class Convolution(nnx.Module):
         return gelu(y).astype(self.product.dtype).reshape(num_sounds, count, -1)
 
 
+@dataclass(frozen=True)
+class EncoderNames:
+    """Checkpoint names of a layer's modules, after the layer's prefix; Whisper's by default."""
+
+    attention_norm: str = "self_attn_layer_norm"
+    mlp_norm: str = "final_layer_norm"
+    out: str = "self_attn.out_proj"
+    up: str = "fc1"
+    down: str = "fc2"
+
+
+_WHISPER_NAMES = EncoderNames()
+
+
 class EncoderLayer(nnx.Module):
     """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)).
 
-    source: prefix of its modules. key_bias: whether keys have a bias, in addition to queries and values.
+    source: prefix of its modules, which have the names `names`. key_bias: whether keys have a bias, in addition to
+    queries and values.
     """
 
-    def __init__(self, sizes: EncoderSizes, *, source: str, build: Build, key_bias: bool = False):
+    def __init__(
+        self,
+        sizes: EncoderSizes,
+        *,
+        source: str,
+        build: Build,
+        key_bias: bool = False,
+        names: EncoderNames = _WHISPER_NAMES,
+    ):
         size = sizes.size
         self.head_dim = size // sizes.num_heads
         attention, heads = f"{source}.self_attn", tower_axis("heads", build)
@@ -116,23 +140,32 @@ class EncoderLayer(nnx.Module):
             project("k_proj", bias=key_bias),
             project("v_proj", bias=True),
         )
-        out = (Source(f"{attention}.out_proj", size),)
+        out = (Source(f"{source}.{names.out}", size),)
         self.out = Linear(size, out, axes=(heads, "embed"), bias=True, build=build)
-        self.attention_norm = LayerNorm(size, EPS, source=f"{attention}_layer_norm", build=build)
-        self.mlp_norm = LayerNorm(size, EPS, source=f"{source}.final_layer_norm", build=build)
-        names = {"up": (f"{source}.fc1",), "down": f"{source}.fc2"}
-        self.mlp = TowerMLP(size, sizes.intermediate_size, **names, activation=gelu, build=build)
+        self.attention_norm = LayerNorm(size, EPS, source=f"{source}.{names.attention_norm}", build=build)
+        self.mlp_norm = LayerNorm(size, EPS, source=f"{source}.{names.mlp_norm}", build=build)
+        mlp = {"up": (f"{source}.{names.up}",), "down": f"{source}.{names.down}"}
+        self.mlp = TowerMLP(size, sizes.intermediate_size, **mlp, activation=gelu, build=build)
 
-    def __call__(self, x: jax.Array, num_sounds: int, is_heard: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        num_sounds: int,
+        is_heard: jax.Array | None = None,
+        turns: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
         """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D], in which each of the U = num_sounds
         windows attends to itself alone.
 
-        is_heard: bool[U, S], positions that are attended to; None for all.
+        is_heard: bool[U, S], positions that are attended to; None for all. turns: cos and sin [U * S, R / 2] by which
+        `apply_rope` rotates queries and keys; None for no rotation.
         """
         with jax.named_scope("attention"):
             inner = self.attention_norm(x)
-            shape = num_sounds, len(x) // num_sounds, -1, self.head_dim
-            q, k, v = (part(inner).reshape(shape) for part in (self.q, self.k, self.v))
+            q, k, v = (part(inner).reshape(len(x), -1, self.head_dim) for part in (self.q, self.k, self.v))
+            if turns is not None:
+                q, k = apply_rope(q, *turns), apply_rope(k, *turns)
+            q, k, v = (each.reshape(num_sounds, -1, *each.shape[1:]) for each in (q, k, v))
             x = x + self.out(attend_units(q, k, v, is_heard).reshape(len(x), -1))
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x))

@@ -94,6 +94,8 @@ class GraniteSpeechConfig(TowerConfig):
       taps: number of positions that a convolution adds up.
       queries: sizes of the Q-Former.
       multiplier: the text model's factor of embeddings.
+      joined: numbers of layers, ascending, after which the hidden states are kept; 0 for those before the first. The
+        Q-Former reads them side by side, followed by those of the last layer.
     """
 
     hidden_size: int
@@ -108,6 +110,12 @@ class GraniteSpeechConfig(TowerConfig):
     taps: int
     queries: QueryConfig
     multiplier: float
+    joined: tuple[int, ...] = ()
+
+    @property
+    def heard_size(self) -> int:
+        """Number of elements of what the Q-Former reads at a position."""
+        return self.hidden_size * (len(self.joined) + 1)
 
     @property
     def window(self) -> int:
@@ -126,9 +134,10 @@ def _bounded(fields: ConfigFields, name: str, most: int) -> int:
     return found
 
 
-def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeechConfig:
-    """Return the tower's configuration from a config.json. multiplier: the text model's factor of embeddings. Raises
-    ModelConfigError, also for sizes that do not fit each other or are too large.
+def read_granite_speech(fields: ConfigFields, multiplier: float, *, joins: bool = False) -> GraniteSpeechConfig:
+    """Return the tower's configuration from a config.json. multiplier: the text model's factor of embeddings. joins:
+    whether `cat_hidden_layers` is read. Raises ModelConfigError, also for sizes that do not fit each other or are too
+    large.
     """
     audio = fields.part("encoder_config", **_DEFAULTS)
     size, heads = _bounded(audio, "hidden_dim", MAX_HIDDEN), _bounded(audio, "num_heads", MAX_HEADS)
@@ -142,7 +151,8 @@ def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeec
     block, farthest = _bounded(audio, "context_size", _MOST_BLOCK), _bounded(audio, "max_pos_emb", 1 << 16)
     if block > farthest:
         raise audio.fail("context_size", f"at most max_pos_emb {farthest}")
-    queries = _read_queries(fields, size)
+    joined = _read_joined(audio, num_layers) if joins else ()
+    queries = _read_queries(fields, size, len(joined) + 1)
     if (unit := lcm(block, queries.window)) > _MOST_UNIT:
         allowed = f"such that context_size and window_size {queries.window} have a common multiple <= {_MOST_UNIT}"
         raise audio.fail("context_size", allowed)
@@ -165,15 +175,29 @@ def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeec
         taps=_bounded(audio, "conv_kernel_size", _MOST_TAPS),
         queries=queries,
         multiplier=multiplier,
+        joined=joined,
         adapts=fields.boolean("has_lora_adapter", True),
     )
 
 
-def _read_queries(fields: ConfigFields, size: int) -> QueryConfig:
+def _read_joined(audio: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """Return the numbers in `cat_hidden_layers`, ascending; () if it is missing or null. Raises ModelConfigError for
+    anything but different integers below the number of layers.
+    """
+    given = audio.value("cat_hidden_layers", None) or ()
+    if not isinstance(given, list | tuple) or any(type(one) is not int or not 0 <= one < num_layers for one in given):
+        raise audio.fail("cat_hidden_layers", f"a list of integers >= 0 and < num_layers {num_layers}, or null")
+    if len(set(given)) != len(given):
+        raise audio.fail("cat_hidden_layers", "a list of different integers")
+    return tuple(sorted(given))
+
+
+def _read_queries(fields: ConfigFields, size: int, num_states: int) -> QueryConfig:
     """Return the sizes of the Q-Former from `projector_config`, `window_size` (default: 15) and `downsample_rate`
     (default: 5).
 
-    size: elements of the conformer's hidden states. Raises ModelConfigError, also for sizes that do not fit each other.
+    size: elements of the conformer's hidden states. num_states: number of hidden states that are read side by side.
+    Raises ModelConfigError, also for sizes that do not fit each other.
     """
     own = fields.part("projector_config", **_QUERY_DEFAULTS)
     own.require(use_qformer_text_input=False, model_type="blip_2_qformer")
@@ -184,8 +208,9 @@ def _read_queries(fields: ConfigFields, size: int) -> QueryConfig:
     width, heads = own.integer("hidden_size"), own.integer("num_attention_heads")
     if width % heads:
         raise own.fail("num_attention_heads", f"a divisor of hidden_size {width}")
-    if own.integer("encoder_hidden_size") != size:
-        raise own.fail("encoder_hidden_size", f"hidden_dim of encoder_config, {size}")
+    if own.integer("encoder_hidden_size") != size * num_states:
+        times = "" if num_states == 1 else f", {num_states} times"
+        raise own.fail("encoder_hidden_size", f"hidden_dim of encoder_config, {size}{times}")
     return QueryConfig(
         hidden_size=width,
         num_layers=own.integer("num_hidden_layers"),
@@ -380,18 +405,24 @@ class GraniteSpeechTower(nnx.Module):
         width = queries.hidden_size
         self.query = table(queries.num_queries, width, f"{PROJECTOR}.query", build, flat=True)
         self.query_norm = LayerNorm(width, queries.norm_eps, source=f"{_QFORMER}.layernorm", build=build)
-        self.query_layers = nnx.List([QueryLayer(queries, number, size, build) for number in range(queries.num_layers)])
+        self.query_layers = nnx.List(
+            [QueryLayer(queries, number, config.heard_size, build) for number in range(queries.num_layers)]
+        )
         self.output = linear(width, f"{PROJECTOR}.linear", hidden_size, axes, build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         config, segment = self.config, columns[0]
         x = self.input(patches.astype(self.query[...].dtype))
+        kept = [x] if 0 in config.joined else []
         for index, layer in enumerate(self.layers, 1):
             with jax.named_scope(f"layer_{index - 1}"):
                 x = layer(x, segment)
                 if index == config.num_layers // 2:
                     labels = jax.nn.softmax(self.guess(x, out_dtype=jnp.float32), axis=-1)
                     x = x + self.guessed(labels.astype(x.dtype))
+                if index in config.joined:
+                    kept.append(x)
+        x = jnp.concatenate([*kept, x], axis=1)
         with jax.named_scope("projector"):
             queries = config.queries
             # What comes after a sound is zeros, also in the sound's last window.

@@ -29,7 +29,7 @@ def read_features(folder: Path, num_bins: int) -> ConfigFields:
     folder: of the checkpoint. Raises ModelFileError for settings other than this module's and `num_bins` mel bins.
     """
     wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
-    return required_features(folder, **wanted, dither=0.0)
+    return required_features(folder, **wanted, dither=0.0, padding_side="right", padding_value=0.0)
 
 
 def required_features(folder: Path, **wanted: Any) -> ConfigFields:

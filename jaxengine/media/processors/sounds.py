@@ -186,7 +186,7 @@ class Qwen2AudioProcessor(SoundProcessor):
     def num_rows(self, sound: Sound) -> int:
         """Return the number of embeddings of a sound without the silence after it."""
         # The second convolution has stride 2; then pairs are averaged.
-        positions = (_frames_of(sound) - 1) // 2 + 1
+        positions = (frames_of(sound) - 1) // 2 + 1
         return (positions - 2) // 2 + 1
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
@@ -194,7 +194,7 @@ class Qwen2AudioProcessor(SoundProcessor):
         and -1 after it, and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after them.
         """
         frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
-        return np.where(frames < _frames_of(sound), 0, -1)[None].astype(np.int32), _cut(rows, self.num_rows(sound))
+        return np.where(frames < frames_of(sound), 0, -1)[None].astype(np.int32), cut(rows, self.num_rows(sound))
 
 
 def check_length(sound: Sound, most: int) -> None:
@@ -295,11 +295,11 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
         return said
 
 
-def _frames_of(sound: Sound) -> int:
+def frames_of(sound: Sound) -> int:
     """Return the number of frames of HOP samples that a sound has, including a partial one at its end."""
     return -(-len(sound.samples) // HOP)
 
 
-def _cut(rows: np.ndarray, count: int) -> np.ndarray:
+def cut(rows: np.ndarray, count: int) -> np.ndarray:
     """Return a copy of `rows`, i32, in which values of at least `count` are -1."""
     return np.where(rows < count, rows, -1).astype(np.int32)

@@ -84,10 +84,14 @@ class ThinkFormat:
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
         """Return the fields of thinking_words for an output that follows `prompt` and continues the answer `continued`,
         "" for a new answer: reasoning_end, the words that end reasoning; reasoning_begin, the opening word, or None if
-        the output begins inside reasoning; closing, the end word. Never None here: reasoning may always be opened.
+        the output begins inside reasoning; closing, the end word of the opening word. Never None here: reasoning may
+        always be opened.
         """
         begin = None if self._begins_inside(prompt, continued) else self.begins[0]
-        return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": self.ends[0]}
+        before = (prompt + continued).rstrip()
+        pairs = zip(self.begins, self.ends, strict=False)
+        closing = next((end for opened, end in pairs if before.endswith(opened)), self.ends[0])
+        return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": closing}
 
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
         """Whether an output begins inside reasoning, by the words before it or else by `always`. False if reasoning has

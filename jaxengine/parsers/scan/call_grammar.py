@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Schema = Mapping[str, Any]
-# Words in a marker that may be tokens of their own.
-_WORDS = re.compile(r"(<[^<>]*>|｜[^｜]*｜)")
+# Words in a marker that may be tokens of their own; PLaMo 3's tokens are the beginnings and the end of its markers.
+_WORDS = re.compile(r"(<\|plamo:(?:begin|end)_|:plamo\|>|<[^<>]*>|｜[^｜]*｜)")
 
 
 @dataclass(frozen=True)

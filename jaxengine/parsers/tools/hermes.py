@@ -19,34 +19,43 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def grammar(
-    calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n", key: str = "arguments"
+    calls: CallGrammar,
+    begin: str = BEGIN,
+    end: str = END,
+    space: str = "\n",
+    key: str = "arguments",
+    others: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call (end "": none); space:
-    text between the words and the object; key: key of the arguments.
+    text between the words and the object; key: key of the arguments; others: alternatives of `begin`, of which the
+    first is written if `begin` is not a token of the vocabulary.
 
     Raises the errors of calls.json.
     """
+    begin = begin if not others or calls.token_id(begin) is not None else others[0]
     between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")
     yield f"call: {calls.word(begin)} {between}({calls.objects(key)}) {between}{calls.word(end) if end else ''}"
     yield from calls.arguments()
 
 
-def starts(name: str, begin: str = BEGIN) -> Iterator[tuple[str, ...]]:
-    """Yield the one beginning of a call of the function `name`, `begin` and a JSON object, as a word sequence for
-    CallStarts.words.
+def starts(name: str, begin: str = BEGIN, others: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the beginnings of a call of the function `name`, `begin` or one of `others` and a JSON object, as word
+    sequences for CallStarts.words.
     """
-    yield (begin, *object_start(name))
+    yield from ((word, *object_start(name)) for word in (begin, *others))
 
 
 class HermesToolParser(StateParser):
-    """Parser of calls between two words. begin, end: the words; end "": none."""
+    """Parser of calls between two words. begin, end: the words; end "": none; others: alternatives of `begin`."""
 
-    def __init__(self, new_id: Iterable[str], begin: str = BEGIN, end: str = END):
+    def __init__(self, new_id: Iterable[str], begin: str = BEGIN, end: str = END, others: tuple[str, ...] = ()):
         super().__init__(new_id)
+        begins = begin, *others
+        # The word with which the current call begins, and the one with which all end.
         self._words = begin, end
         # Without a closing word, arguments that are not valid JSON continue until the next call.
-        self._begin, self._end = Marker(begin), Marker(end or begin)
+        self._begin, self._end = Marker(*begins), Marker(*([end] if end else begins))
         self._state = self._content
         self._opening = Opening("{")
         self._closing = Opening(end)
@@ -73,11 +82,12 @@ class HermesToolParser(StateParser):
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
-            self._open()
+            self._open(found)
         return at
 
-    def _open(self) -> None:
-        """Reset the readers for a new call, and enter the state after the opening word."""
+    def _open(self, word: str) -> None:
+        """Reset the readers for a new call, and enter the state after its opening word, `word`."""
+        self._words = word, self._words[1]
         self._opening, self._call = Opening("{"), self._new_call()
         self._state = self._before_object
 
@@ -117,8 +127,8 @@ class HermesToolParser(StateParser):
         """
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)
-        if found == self._words[0]:
-            self._open()
+        if found and not self._words[1]:
+            self._open(found)
         elif found:
             self._state = self._content
         return at

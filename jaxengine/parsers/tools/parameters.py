@@ -119,6 +119,18 @@ GLM45 = ParameterWords(
     value="<arg_value>",
     verbatim=True,
 )
+STEP3 = ParameterWords(
+    ('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">', "</steptml:invoke><｜tool_call_end｜>"),
+    ('<steptml:parameter name="', '">', "</steptml:parameter>"),
+    ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+)
+K2_HORIZON = ParameterWords(
+    ("<ifm|tool_call>", "", "</ifm|tool_call>"),
+    ("<ifm|arg_key>", "</ifm|arg_key>", "</ifm|arg_value>"),
+    ("<ifm|tool_calls>", "</ifm|tool_calls>"),
+    value="<ifm|arg_value>",
+    verbatim=True,
+)
 HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), section=("<tool_calls>", "</tool_calls>"))
 
 

@@ -1,4 +1,4 @@
-"""Parser of tool calls in a section, each a name followed by JSON arguments: DeepSeek V3 and V3.1, Kimi K2.
+"""Parser of tool calls in a section, each a name followed by JSON arguments: DeepSeek V3 and V3.1, Kimi K2, PLaMo 3.
 
   <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
   <|tool_calls_section_end|>
@@ -95,6 +95,13 @@ KIMI_K2 = SectionWords(
     numbered=True,
     kind=("functions.",),
     rest='":" /[0-9]{1,3}/',
+)
+PLAMO3 = SectionWords(
+    section=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>"),
+    begin="<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>",
+    middle="<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+    end="<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+    head=DEEPSEEK_V31.head,
 )
 
 

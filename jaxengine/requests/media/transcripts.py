@@ -14,6 +14,7 @@ import numpy as np
 from jaxengine.config.inputs.multimodal import AUDIO
 from jaxengine.media.base.samples import RATE, Sound, Spectrogram
 from jaxengine.media.parts import MediaPart
+from jaxengine.media.processors.audioflamingo3 import GlmAsrProcessor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.log_mel import HOP
 from jaxengine.media.processors.sounds import Qwen3ASRProcessor
@@ -78,12 +79,12 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
     return processor
 
 
-def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechProcessor | None:
-    """Return the processor of a model that transcribes with the whole sound in one prompt (Qwen3-ASR, Granite Speech);
-    None for others. media: the model's, None for a text model.
+def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechProcessor | GlmAsrProcessor | None:
+    """Return the processor of a model that transcribes with the whole sound in one prompt (Qwen3-ASR, Granite Speech,
+    GLM-ASR); None for others. media: the model's, None for a text model.
     """
     processor = None if media is None else media.processor
-    return processor if isinstance(processor, (Qwen3ASRProcessor, GraniteSpeechProcessor)) else None
+    return processor if isinstance(processor, (Qwen3ASRProcessor, GraniteSpeechProcessor, GlmAsrProcessor)) else None
 
 
 async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:

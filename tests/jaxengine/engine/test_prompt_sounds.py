@@ -30,7 +30,8 @@ NAMES = tuple(sounds.CONFIGS)
 ALWAYS = ("gemma4_sound",)
 # Seconds that are decoded, and are too many for a prompt, where they are not 5.9.
 LONG = {"voxtral_sound": 11.6, "qwen3_asr_sound": 11.6, "qwen3_asr_wide_sound": 10.99}
-LONG["granite_speech_wide_sound"] = 23.4
+LONG |= {"granite_speech_wide_sound": 23.4, "granite_speech_plus_wide_sound": 23.4, "glmasr_sound": 11.6}
+LONG["glmasr_wide_sound"] = 11.6
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -90,8 +91,9 @@ def test_answers_are_those_of_transformers_out_of_a_crowd_in_a_small_pool(llm):
     assert [answers(llm, [prompt])[0] for prompt in prompts] == wanted  # alone, and from the prefix cache
     check_idle(llm)
     # Those of Gemma 4 outgrow no pages here: admission counts those of windows, which are given back. Whole sounds of
-    # Granite Speech leave no room in the pool of embeddings for as many requests.
-    assert llm.core.engine.scheduler.num_preemptions > 0 or llm.name.startswith(("gemma4", "granite"))
+    # Granite Speech, and the windows of Audio Flamingo 3, leave no room in the pool of embeddings for as many requests.
+    without = ("gemma4", "granite", "audioflamingo3")
+    assert llm.core.engine.scheduler.num_preemptions > 0 or llm.name.startswith(without)
     media = llm.core.engine.extensions.media_stats()
     assert media.num_items >= 2 and media.num_hits > 0
 
@@ -170,6 +172,18 @@ def test_every_way_to_say_a_sound(llm):
     wanted = f"<|im_start|>user\n{begin}{sounds.marks(llm.name)[1] * counts[0]}{end}Say it.<|im_end|>\n"
     ids = sounds.tokenizer().encode(wanted + "<|im_start|>assistant\n").ids
     assert outputs[0].prompt_token_ids == ids and outputs[-1].prompt_token_ids[0] != ids[0]
+
+
+def test_what_is_asked_for_a_transcript(llm):
+    processor, found = llm.core.inputs.media.processor, goldens(llm.name)
+    if not llm.name.startswith("glmasr"):
+        pytest.skip("tests/jaxengine/server/http asks the others")
+    for case, asked in sounds.ASKED_GLM.items():
+        (message,) = processor.transcription(None, asked.get("prompt", ""))
+        message["content"][0] |= {"audio": (sound(*sounds.B), RATE)}
+        (output,) = llm.chat([[message]], GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == found[f"{case}_ids"].tolist()
+        assert list(output.outputs[0].token_ids) == found[f"{case}_greedy"].tolist()
 
 
 def test_what_a_sound_or_an_option_must_not_be(llm):

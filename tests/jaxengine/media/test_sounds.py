@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +16,18 @@ from scipy.signal import resample_poly
 
 from jaxengine.config.inputs.multimodal import MediaOptions
 from jaxengine.media.base.errors import MediaError
+from jaxengine.media.base.samples import Sound
 from jaxengine.media.decoding.bounds import SecondsBudget
 from jaxengine.media.decoding.resample import resampled, resampled_parts
 from jaxengine.media.decoding.sounds import read_sound as read_of_prompt
+from jaxengine.media.registry import processor_for
+from jaxengine.models.config.readers.hf import read_config_json
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import read_hf
+from jaxengine.requests.media.transcripts import transcriber
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.tokens.tokenizer import Tokenizer
+from tests.fixtures import sound_checkpoints
 from tests.fixtures.whisper_checkpoints import sound
 
 OPTIONS = MediaOptions(max_audio_seconds=30)
@@ -148,3 +161,51 @@ def test_a_small_file_of_much_silence_is_not_decoded_to_its_end():
     with pytest.raises(MediaError, match="longer than 2 seconds"):
         read_of_prompt(file.getvalue(), OPTIONS, Budget(2))
     assert 2 < sum(taken) < 3
+
+
+def processor(folder: Path) -> Any:
+    raw = read_config_json(folder)
+    return processor_for(folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
+
+
+def test_windows_of_sounds_and_their_embeddings(tmp_path):
+    """Spectrograms of each window by itself, and as many placeholders, as transformers has for them."""
+    for name in (name for name in sound_checkpoints.CONFIGS if name.startswith(("audioflamingo3", "glmasr"))):
+        made = processor(sound_checkpoints.whole_checkpoint(name, tmp_path / name))
+        found = np.load(sound_checkpoints.golden_path(name))
+        for case in ("a", "long"):
+            _, (samples,) = sound_checkpoints.text_and_sounds(name, sound_checkpoints.PROMPTS[case])
+            item, wanted = made.process("audio", Sound(samples), {}), found[f"{case}_features"]
+            frames = item.patches.reshape(len(wanted), -1, wanted.shape[2])[:, ::13]
+            np.testing.assert_allclose(frames, wanted, atol=1e-4)
+            assert item.num_rows == (found[f"{case}_ids"] == made.token_id).sum() == (item.rows >= 0).sum()
+            assert all(column.tolist().count(0) == -(-len(samples) // 160) for column in item.columns)
+    (message,) = made.transcription(None, "Write it down.")
+    assert message["content"][1] == {"type": "text", "text": "Write it down."}
+    assert made.transcription(None, "")[0]["content"][1]["text"] == "Please transcribe this audio into text"
+    media: Any = SimpleNamespace(processor=made)
+    assert transcriber(media) is made and made.languages == {} and made.text_mark is None
+
+
+def test_settings_of_windows(tmp_path):
+    name = "audioflamingo3_sound"  # with windows of two seconds
+    folder = sound_checkpoints.whole_checkpoint(name, tmp_path)
+    features = sound_checkpoints.features_config(name)
+
+    def made(changes: dict[str, Any], **more: Any) -> Any:
+        content = {"feature_extractor": {**features, **changes}, **more}
+        (folder / "processor_config.json").write_text(json.dumps(content))
+        return processor(folder)
+
+    assert (made({}).most_samples, made({}, max_audio_len=7.5).most_samples) == (600 * 16000, 6 * 16000)
+    with pytest.raises(RequestError, match=r"a sound of 6\.0 seconds is given; this model takes at most 6"):
+        made({}, max_audio_len=7).process("audio", Sound(np.zeros(96001, np.float32)), {})
+    for changes, more, message in (
+        ({"chunk_length": 30}, {}, "chunk_length must be 2 or absent"),
+        ({}, {"max_audio_len": 1}, "max_audio_len must be a number of seconds from 2 to 86400"),
+        ({"padding_side": "left"}, {}, "padding_side"),
+        ({"padding_value": 0.5}, {}, "padding_value"),
+        ({"dither": 0.1}, {}, "dither"),
+    ):
+        with pytest.raises(ModelFileError, match=message):
+            made(changes, **more)

@@ -342,6 +342,34 @@ THINKING: dict[str, Thinking] = {
             Thought("<think>Hm. <|tool_call_begin|></think>Hi", "Hm. <|tool_call_begin|>", "Hi"),
         ),
     ),
+    "plamo3": Thinking(
+        "plamo3",
+        "<|plamo:tag|>assistant<|plamo:msg|>",
+        off="<|plamo:tag|>assistant<|plamo:msg|><|plamo:begin_think:plamo|><|plamo:end_think:plamo|>",
+        words=("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+        gap="",
+        odd=(Thought("Hm." + ALL_FORMATS["plamo3"].write([NOW]), "Hm.", None, (NOW,)),),
+    ),
+    "k2_horizon": Thinking(
+        "k2_horizon",
+        "<ifm|assistant><ifm|think>",
+        off="<ifm|assistant><ifm|think></ifm|think>",
+        words=("<ifm|think>", "</ifm|think>"),
+        odd=(
+            Thought("Hm.</ifm|think_fast>Hi", "Hm.", "Hi", prompt="<ifm|assistant><ifm|think_fast>"),
+            Thought("<ifm|think_faster>Hm.</ifm|think_faster>Hi", "Hm.", "Hi", prompt="<ifm|assistant>"),
+            Thought("Hm." + ALL_FORMATS["k2_horizon"].write([NOW]), "Hm.", None, (NOW,)),
+        ),
+    ),
+    "minimax_m3": Thinking(
+        "minimax_m2",
+        "]~b]user\nHi[e~[\n]~b]ai\n",
+        off="]~b]user\nHi[e~[\n]~b]ai\n<mm:think></mm:think>",
+        words=("<mm:think>", "</mm:think>"),
+        opens=True,
+        gap="",
+        odd=(Thought("Hm.</mm:think>Hi", "Hm.", "Hi", prompt="]~b]ai\n<mm:think>"),),
+    ),
     "minimax_m2": MINIMAX,
     "minimax_m2_append_think": MINIMAX,
     "gemma4": Thinking(
@@ -382,9 +410,9 @@ THINKING: dict[str, Thinking] = {
 # Formats with the same words as another.
 SAME = {
     "deepseek_v3": ("deepseek_v4", "deepseek_v41"),
-    "qwen3": ("mimo", "holo2", "nemotron_v3", "hy_v3"),
+    "qwen3": ("mimo", "holo2", "nemotron_v3", "hy_v3", "granite_thinking_parser"),
     "glm47": ("ling3", "poolside_v1"),
-    "deepseek_r1": ("step3", "step3p5"),
+    "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),
 }
 # The first of those with the same words.

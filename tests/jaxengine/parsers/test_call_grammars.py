@@ -19,6 +19,7 @@ from jaxengine.parsers.tools.argument_forms import argument_forms
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
+from tests.jaxengine.parsers import token_outputs
 from tests.tables import each_row
 
 WEATHER = {
@@ -176,6 +177,49 @@ CASES = {
         "</｜DSML｜invoke>"
         '<｜DSML｜invoke name="get"></｜DSML｜invoke>\n</｜DSML｜tool_calls>',
         ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="other',),
+    ),
+    "step3": (
+        "step3",
+        (
+            "<｜tool_calls_begin｜>",
+            "<｜tool_calls_end｜>",
+            "<｜tool_call_begin｜>",
+            "<｜tool_call_end｜>",
+            "<｜tool_sep｜>",
+        ),
+        '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+        '<steptml:parameter name="city">Paris</steptml:parameter><steptml:parameter name="rain">true'
+        "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="get"></steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>',
+        ("<｜tool_calls_begin｜>\n<｜tool_call_begin｜>get", "<｜tool_calls_end｜>"),
+    ),
+    "k2 horizon": (
+        "k2_horizon",
+        ("<ifm|tool_calls>", "</ifm|tool_calls>"),
+        "<ifm|tool_calls>\n<ifm|tool_call>get_weather<ifm|arg_key>city</ifm|arg_key><ifm|arg_value>Paris"
+        "</ifm|arg_value><ifm|arg_key>rain</ifm|arg_key><ifm|arg_value>true</ifm|arg_value></ifm|tool_call>"
+        "<ifm|tool_call>get</ifm|tool_call>\n</ifm|tool_calls>",
+        ("<ifm|tool_calls>\n<ifm|tool_call>other", "</ifm|tool_calls>"),
+    ),
+    "plamo3": (
+        "plamo3",
+        ("<|plamo:begin_", "<|plamo:end_", ":plamo|>"),
+        token_outputs.plamo3(TWICE),
+        ("<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_name:plamo|>",),
+    ),
+    "gigachat3": (
+        "gigachat3",
+        ("<|message_sep|>", "<|role_sep|>"),
+        f'<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "get_weather", "arguments": {PARIS}}}\n'
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "get", "arguments": {}}',
+        ("<|message_sep|>\n\nfunction call<|role_sep|>\n[", "<|role_sep|>"),
+    ),
+    "gigachat3 with its token": (
+        "gigachat3",
+        ("<|function_call|>",),
+        f'<|function_call|>{{"name": "get_weather", "arguments": {PARIS}}}\n'
+        '<|function_call|>{"name": "get", "arguments": {}}',
+        ('<|function_call|>{"name": "other"', "function call"),
     ),
     "gemma4": (
         "gemma4",

@@ -238,3 +238,16 @@ def test_ids_are_new_and_of_the_models_form():
     first, second = itertools.islice(TOOL_PARSERS["mistral"].ids(), 2)
     assert first != second and len(first) == 9 and first.isalnum()
     assert next(TOOL_PARSERS["hermes"].ids()).startswith("chatcmpl-tool-")
+
+
+@each_row(
+    ("prompt", "closing"),
+    [
+        ("<ifm|think>", "</ifm|think>"),
+        ("<ifm|think_fast>\n", "</ifm|think_fast>"),
+        ("<ifm|think_faster>", "</ifm|think_faster>"),
+        (PROMPT, "</ifm|think>"),
+    ],
+)
+def test_a_limit_closes_with_the_word_of_what_the_prompt_opens(prompt, closing):
+    assert REASONING_PARSERS["k2_horizon"].format.limited_by(prompt)["closing"] == closing

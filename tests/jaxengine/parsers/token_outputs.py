@@ -69,6 +69,39 @@ def v41(calls: list[Call]) -> str:
     return said.replace("｜DSML｜", "｜DSML｜ ")
 
 
+def step3(calls: list[Call]) -> str:
+    said = []
+    for name, given in calls:
+        lines = (
+            f'<steptml:parameter name="{key}">{writers.plain(each)}</steptml:parameter>\n'
+            for key, each in given.items()
+        )
+        said.append(
+            f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n{"".join(lines)}'
+            "</steptml:invoke><｜tool_call_end｜>\n"
+        )
+    return f"<｜tool_calls_begin｜>\n{''.join(said)}<｜tool_calls_end｜>"
+
+
+def k2_horizon(calls: list[Call]) -> str:
+    said = writers.glm45(calls).replace("<", "<ifm|").replace("<ifm|/", "</ifm|")
+    # What is in the values stays as it is.
+    for _, given in calls:
+        for text in filter(lambda each: isinstance(each, str), given.values()):
+            said = said.replace(text.replace("<", "<ifm|").replace("<ifm|/", "</ifm|"), text)
+    return f"<ifm|tool_calls>{said}</ifm|tool_calls>"
+
+
+def plamo3(calls: list[Call]) -> str:
+    said = (
+        f"<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>"
+        f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{writers.as_json(given)}"
+        "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+        for name, given in calls
+    )
+    return f"<|plamo:begin_tool_requests:plamo|>{''.join(said)}<|plamo:end_tool_requests:plamo|>"
+
+
 _GEMMA = gemma("<|tool_call>", "<tool_call|>", '<|"|>')
 TOKEN_FORMATS: dict[str, Format] = {
     "gemma4": Format(
@@ -196,9 +229,68 @@ TOKEN_FORMATS: dict[str, Format] = {
         [],
         ["<｜DSML｜ calls>", '<｜DSML｜ invoke name="f">', "</｜DSML｜ invoke>", "</｜DSML｜ calls>", "\n", "<｜"],
     ),
+    "step3": Format(
+        step3,
+        [
+            Output("I look.\n" + step3([PARIS]), [PARIS], "I look.\n"),
+            Output(step3([NOW]).replace("<｜tool_calls_begin｜>\n", ""), [NOW]),
+            Output("<｜tool_calls_begin｜>no", [], "<｜tool_calls_begin｜>no"),
+            Output("<｜tool_call_begin｜>no", [], "<｜tool_call_begin｜>no"),
+        ],
+        [
+            *(
+                "<｜tool_calls_begin｜>",
+                "<｜tool_calls_end｜>",
+                "<｜tool_call_begin｜>",
+                "<｜tool_call_end｜>",
+                "function",
+            ),
+            *("<｜tool_sep｜>", '<steptml:invoke name="', 'f">', "</steptml:invoke>", '<steptml:parameter name="a">'),
+            *("1", "</steptml:parameter>", "\n"),
+        ],
+    ),
+    "k2_horizon": Format(
+        k2_horizon,
+        [
+            Output("<ifm|tool_calls><ifm|tool_call>now</ifm|tool_call></ifm|tool_calls>", [NOW]),
+            Output("<ifm|tool_call>now</ifm|tool_call>", [NOW]),
+            Output("<ifm|tool_calls>no", [], "<ifm|tool_calls>no"),
+        ],
+        [
+            *("<ifm|tool_calls>", "</ifm|tool_calls>", "<ifm|tool_call>", "f", "</ifm|tool_call>", "<ifm|arg_key>"),
+            *("a", "</ifm|arg_key>", "<ifm|arg_value>", "1", "</ifm|arg_value>", "\n"),
+        ],
+    ),
+    "plamo3": Format(
+        plamo3,
+        [
+            Output("I look." + plamo3([PARIS]), [PARIS], "I look."),
+            Output(plamo3([NOW]).replace("{}", ""), [NOW]),
+            Output("<|plamo:begin_tool_requests:plamo|>", [], "<|plamo:begin_tool_requests:plamo|>"),
+        ],
+        [
+            *("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>", "f", "{}", "{", "}"),
+            *("<|plamo:begin_tool_request:plamo|>", "<|plamo:begin_tool_name:plamo|>", "<|plamo:end_tool_name:plamo|>"),
+            *("<|plamo:begin_tool_arguments:plamo|>", "<|plamo:constrain|>json<|plamo:msg|>"),
+            *("<|plamo:end_tool_arguments:plamo|>", "<|plamo:end_tool_request:plamo|>"),
+        ],
+    ),
+    "gigachat3": Format(
+        lambda calls: "\n".join(f"<|function_call|>{writers.as_object(call)}" for call in calls),
+        [
+            Output(f"<|message_sep|>\n\nfunction call<|role_sep|>\n{CALLED}", [NOW]),
+            Output(f"I look.<|message_sep|>\n\nfunction call<|role_sep|>\n{CALLED}", [NOW], "I look."),
+            Output(f"function call<|role_sep|>\n{CALLED}", [NOW]),
+            Output("A function call<|role_sep|>", [], "A function call<|role_sep|>"),
+            Output("function call<|role_sep|>\n7", [], "function call<|role_sep|>\n7"),
+            Output("<|message_sep|>\n\nfunction call<|role_sep|>\n[1]", [], ...),  # pyright: ignore
+        ],
+        ["<|function_call|>", "<|message_sep|>\n\n", "function call", "<|role_sep|>\n", "<|", *JSON_PIECES],
+    ),
     "granite4": FORMATS["hermes"],
     "qwen3_json": FORMATS["hermes"],
     "step3p5": FORMATS["qwen3_coder"],
+    "step5": FORMATS["qwen3_coder"],
     "ling3": FORMATS["glm47"],
     "poolside_v1": FORMATS["glm47"],
 }

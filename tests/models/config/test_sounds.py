@@ -96,6 +96,53 @@ GRANITE_SPEECH: dict[str, Any] = {
 }
 
 
+# ibm-granite/granite-speech-4.1-2b-plus, as far as it differs.
+GRANITE_PLUS: dict[str, Any] = GRANITE_SPEECH | {
+    "architectures": ["GraniteSpeechPlusForConditionalGeneration"],
+    "model_type": "granite_speech_plus",
+    "has_lora_adapter": False,
+    "encoder_config": {**GRANITE_SPEECH["encoder_config"], "cat_hidden_layers": [3]},
+    "projector_config": {**GRANITE_SPEECH["projector_config"], "encoder_hidden_size": 2048},
+}
+# nvidia/audio-flamingo-3-hf
+AUDIO_FLAMINGO: dict[str, Any] = {
+    "architectures": ["AudioFlamingo3ForConditionalGeneration"],
+    "model_type": "audioflamingo3",
+    "audio_config": {"hidden_size": 1280, "intermediate_size": 5120, "max_source_positions": 1500, "num_mel_bins": 128},
+    "audio_token_id": 151669,
+    "projector_bias": True,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rope_theta": 1000000.0,
+        "vocab_size": 151672,
+    },
+}
+# zai-org/GLM-ASR-Nano-2512, whose text part leaves out what transformers takes for it.
+GLM_ASR: dict[str, Any] = {
+    "architectures": ["GlmAsrForConditionalGeneration"],
+    "model_type": "glmasr",
+    "audio_config": {
+        "head_dim": 64,
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "max_position_embeddings": 1500,
+        "num_attention_heads": 20,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 20,
+        "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "audio_token_id": 59260,
+    "projector_hidden_act": "gelu",
+    "text_config": {"hidden_size": 2048, "model_type": "llama"},
+}
+
+
 # A Whisper with five decoder layers of three heads.
 WHISPER_SMALL: dict[str, Any] = {
     "architectures": ["WhisperForConditionalGeneration"],
@@ -142,7 +189,20 @@ def test_granite_speech():
     tower = read_hf(GRANITE_SPEECH).tower
     # A block of four seconds and a window of 0.3 have twelve in common.
     assert (tower.num_features, tower.unit, tower.merge, tower.window) == (160, 600, 5, 15_000)
-    assert (tower.multiplier, tower.adapts, tower.head_dim) == (12.0, True, 128)
+    assert (tower.multiplier, tower.adapts, tower.head_dim, tower.joined) == (12.0, True, 128, ())
+    # A plain one has no such field: transformers ignores it.
+    plain = {**GRANITE_SPEECH["encoder_config"], "cat_hidden_layers": [3]}
+    assert read_hf({**GRANITE_SPEECH, "encoder_config": plain}).tower == tower
+    plus = read_hf(GRANITE_PLUS).tower
+    assert (plus.joined, plus.heard_size, plus.adapts) == ((3,), 2048, False)
+
+
+def test_glm_asr():
+    config = read_hf(GLM_ASR)
+    assert (config.vocab_size, config.num_layers, config.tie_word_embeddings) == (59264, 28, True)
+    assert (config.tower.rotated, config.tower.rope_theta, config.tower.unit, config.tower.merge) == (32, 1e4, 3000, 8)
+    bare = read_hf({**GLM_ASR, "audio_config": {}, "tie_word_embeddings": False})
+    assert bare.tower == config.tower and not bare.tie_word_embeddings
 
 
 @each_row(
@@ -166,6 +226,8 @@ def test_published_configurations():
     for raw, hidden, layers, rows in (
         (QWEN2_AUDIO, 4096, 32, 750),
         (VOXTRAL, 3072, 30, 375),
+        (AUDIO_FLAMINGO, 3584, 28, 750),
+        (GLM_ASR, 2048, 28, 375),
         (QWEN3_ASR, 2048, 28, 160),  # of which 104 are used
     ):
         config = read_hf(raw)
@@ -224,6 +286,21 @@ def test_names_of_tensors(stored, model):
         (GRANITE_SPEECH, "projector_config", {"encoder_hidden_size": 1408}, "encoder_hidden_size .*hidden_dim"),
         (GRANITE_SPEECH, "projector_config", {"num_attention_heads": 3}, "num_attention_heads .*divisor"),
         (GRANITE_SPEECH, "text_config", {"model_type": "llama"}, "model_type"),
+        (GRANITE_PLUS, "encoder_config", {"cat_hidden_layers": [16]}, "cat_hidden_layers .*< num_layers 16"),
+        (GRANITE_PLUS, "encoder_config", {"cat_hidden_layers": 3}, "cat_hidden_layers .*a list of integers"),
+        (GRANITE_PLUS, "encoder_config", {"cat_hidden_layers": [True]}, "cat_hidden_layers .*a list of integers"),
+        (GRANITE_PLUS, "encoder_config", {"cat_hidden_layers": [3, 3]}, "cat_hidden_layers .*different integers"),
+        (GRANITE_PLUS, "encoder_config", {"cat_hidden_layers": [3, 4]}, "encoder_hidden_size .*1024, 3 times"),
+        (AUDIO_FLAMINGO, "audio_config", {"max_source_positions": 1501}, "max_source_positions .*an even number"),
+        (GLM_ASR, "audio_config", {"num_attention_heads": 19}, "num_attention_heads .*divisor of hidden_size"),
+        (GLM_ASR, "audio_config", {"num_key_value_heads": 4}, "num_key_value_heads .*20 or absent"),
+        (GLM_ASR, "audio_config", {"head_dim": 32}, "head_dim .*64 or absent"),
+        (GLM_ASR, "audio_config", {"hidden_act": "relu"}, "hidden_act"),
+        (GLM_ASR, "audio_config", {"intermediate_size": 2560}, "intermediate_size .*5120, the size of 4 joined"),
+        (GLM_ASR, "audio_config", {"max_position_embeddings": 1502}, "max_position_embeddings .*a multiple of 4"),
+        (GLM_ASR, "audio_config", {"max_position_embeddings": 2**26}, "max_position_embeddings .*at most 16384"),
+        (GLM_ASR, "audio_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*default"),
+        (GLM_ASR, "audio_config", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor .*share"),
         (QWEN3_ASR["thinker_config"], "audio_config", {"n_window_infer": 150}, "n_window_infer .*a multiple of twice"),
         (QWEN3_ASR["thinker_config"], "audio_config", {"output_dim": 1}, "output_dim .*hidden_size of the text model"),
     ],

@@ -59,7 +59,10 @@ _HEARING = (
     "Qwen2Audio",
     "Voxtral",
     "Qwen3ASR",
+    "AudioFlamingo3",
+    "GlmAsr",
     "GraniteSpeech",
+    "GraniteSpeechPlus",
     "Qwen2_5OmniThinker",
     "Qwen3OmniMoeThinker",
 )

@@ -1,5 +1,5 @@
 """Transcripts of models whose prompt contains the whole sound and a request to transcribe it (Qwen3-ASR, Granite
-Speech).
+Speech, GLM-ASR).
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""Processors of sounds that are cut into windows, each with a spectrogram of its own, and of which the prompt has the
+embeddings without those of the silence at the end: Audio Flamingo 3 and GLM-ASR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxengine.media.base.samples import RATE, Sound
+from jaxengine.media.processors.log_mel import HOP, log_mel
+from jaxengine.media.processors.settings import WHOLE
+from jaxengine.media.processors.sounds import SoundProcessor, check_length, cut, frames_of
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+from jaxengine.scheduler.base.media import AUDIO
+
+# Limit of the seconds in the settings of a processor.
+_MOST_SECONDS = 24 * 3600
+
+
+class AudioFlamingo3Processor(SoundProcessor):
+    """Processor of AudioFlamingo3ForConditionalGeneration.
+
+    Attributes:
+      most_samples: samples of the longest sound, whole windows within `max_audio_len` seconds of the settings.
+    """
+
+    # transformers' defaults of max_audio_len and of the placeholder token.
+    longest: ClassVar[int] = 600
+    usual_token: ClassVar[int] = 151669
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises what SoundProcessor does, also for windows that are not the tower's,
+        and a longest sound of less than a window.
+        """
+        given = {name: value for name, value in config_json.items() if value is not None}
+        super().__init__(folder, {"audio_token_id": self.usual_token, **given}, model_config, tokenizer)
+        path, window = Path(folder) / WHOLE, self.num_frames * HOP
+        whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
+        try:
+            self.features.require(chunk_length=window // RATE if window % RATE == 0 else window / RATE)
+            seconds = whole.number("max_audio_len", self.longest)
+            if not window <= seconds * RATE <= _MOST_SECONDS * RATE:
+                raise whole.fail("max_audio_len", f"a number of seconds from {window / RATE:g} to {_MOST_SECONDS}")
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+        self.most_samples = int(seconds * RATE) // window * window
+
+    def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        """Return the spectrograms f32[P, bins] of each window of samples f32[N], one after the other. N is a multiple
+        of a window's samples.
+        """
+        window = self.num_frames * HOP
+        cuts = range(0, len(samples), window)
+        return np.concatenate([log_mel(samples[first : first + window], self.num_bins) for first in cuts])
+
+    def num_samples(self, sound: Sound) -> int:
+        """Return the number of samples of a sound, padded to whole windows. Raises RequestError for a sound longer than
+        `most_samples`.
+        """
+        check_length(sound, self.most_samples)
+        window = self.num_frames * HOP
+        return -(-len(sound.samples) // window) * window
+
+    def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound without the silence after it."""
+        # Whole rows of the positions that the second convolution, of stride 2, makes of the frames.
+        return ((frames_of(sound) + 1) // 2) // (self.tower.merge // 2)
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (columns, rows) of a sound with num_frames frames: the tower's columns, 0 within the sound and -1
+        after it, i32[C, num_frames], and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after
+        them.
+        """
+        frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
+        column = np.where(frames < frames_of(sound), 0, -1).astype(np.int32)
+        columns = np.broadcast_to(column, (len(self.tower.columns), num_frames))
+        return np.ascontiguousarray(columns), cut(rows, self.num_rows(sound))
+
+
+class GlmAsrProcessor(AudioFlamingo3Processor):
+    """Processor of GlmAsrForConditionalGeneration, which transcribes when it is asked to.
+
+    Attributes:
+      languages: empty: the request for a transcript names no language.
+      text_mark: None: answers are only text.
+      request: text of a request for a transcript without another.
+    """
+
+    longest: ClassVar[int] = 655
+    usual_token: ClassVar[int] = 59260
+    around = ("<|begin_of_audio|>", "<|end_of_audio|>")
+    languages: Mapping[str, str] = {}
+    text_mark: str | None = None
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises what AudioFlamingo3Processor does."""
+        super().__init__(folder, config_json, model_config, tokenizer)
+        whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
+        try:
+            self.request = whole.text("default_transcription_prompt", "Please transcribe this audio into text")
+        except ModelConfigError as error:
+            raise ModelFileError(Path(folder) / WHOLE, str(error)) from None
+
+    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
+        """Return the messages that request a transcript of a sound; `language` is ignored.
+
+        context: the request's text; "" for the checkpoint's own.
+        """
+        del language  # there is none
+        return [{"role": "user", "content": [{"type": AUDIO}, {"type": "text", "text": context or self.request}]}]

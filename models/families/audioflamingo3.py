@@ -1,0 +1,17 @@
+"""Audio Flamingo 3 (Goel et al. 2025, arXiv:2507.08128): Qwen2 with sounds of up to ten minutes in the prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.qwen2_audio import Qwen2AudioForConditionalGeneration, read_sound_text
+from jaxengine.models.sound.audioflamingo3 import read_audioflamingo3
+
+
+class AudioFlamingo3ForConditionalGeneration(Qwen2AudioForConditionalGeneration):
+    """Qwen2 with sounds in the prompt, which are encoded in windows of 30 seconds."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_sound_text(fields, {"model_type": "qwen2"}) | {"tower": read_audioflamingo3(fields)}
