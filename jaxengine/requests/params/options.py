@@ -1,7 +1,7 @@
-"""Options of a request other than its prompt and sampling: when it runs, and for whom; and those of a batch's prompts.
+"""Options of a request that concern neither its prompt nor its sampling: when it runs, and for whom.
 
-All parts between caller and engine pass this record on unchanged. A new field is added here, with its rule, and where
-it takes effect.
+Everything between the caller and the engine passes a RequestOptions on unchanged. A new field is added here, with its
+rule, and in the place where it takes effect.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class RequestOptions:
     Attributes:
       priority: smaller runs first, a 64-bit int; needs scheduling_policy="priority".
       timeout: seconds after arrival at which the request is aborted; None for no limit.
-      client: name of the client; needs scheduling_policy="fair". None for all clients without a name.
+      client: name of the client; needs scheduling_policy="fair". Requests with None count as one client.
       arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
       lora: name of a loaded adapter; needs enable_lora. None for the base model.
-      owner: whose request id it is, in a server with keys: owners may use the same ids. Empty for everybody else.
-      session: name of the conversation that it belongs to, of the owner's own; None for none. See docs/kv_offload.md.
+      owner: owner of the API key that the request came with, so that two owners may use the same request id. Empty
+        without keys.
+      session: name of the conversation that the request belongs to, among those of its owner; None for none. See
+        docs/kv_offload.md.
     """
 
     priority: int = 0
@@ -47,7 +49,7 @@ class RequestOptions:
     session: str | None = None
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
-        """Raise RequestError for options that this engine does not support: invalid values, a priority (other than 0)
+        """Raise RequestError for an option that is invalid or that this engine would ignore: a priority (other than 0)
         or a client that scheduling_policy does not use, or an adapter without enable_lora. The error names the field
         and what is allowed.
         """
