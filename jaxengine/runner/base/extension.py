@@ -187,13 +187,12 @@ class StageShape:
         """
         return self.rows(num_tokens, self.config.dtype, count * self.model.config.hidden_size)
 
-    def handed_over(self, num_tokens: int) -> Any:
+    def stage_output(self, num_tokens: int) -> Any:
         """Return the abstract array [replicas * num_tokens, ...] that a stage passes to the next one: hidden states,
-        joined with per-layer inputs in models that have them.
+        and after them the per-layer inputs of models that have any.
         """
         model = self.model.config
-        beside = model.num_layers * model.layer_input_size
-        return self.rows(num_tokens, self.config.dtype, model.stream_size + beside)
+        return self.rows(num_tokens, self.config.dtype, model.stream_size + model.num_layers * model.layer_input_size)
 
 
 class DeviceExtension:

@@ -90,7 +90,7 @@ def test_the_longest_of_some_pages_is_that_of_counting(windows):
 @pytest.mark.thorough("test_against_start.py compares whole plans")
 def test_compiled_needs_are_those_of_a_start(make_llm, tiny_options):
     (stage,) = make_llm().core.engine.runner.stages
-    wanted = stage.foresee_needs()
+    wanted = stage.estimate_needs()
     plan = planned({**tiny_options, "num_gpu_blocks_override": None}, compiled=OnCpu(CPU))
     assert plan.error is None and not plan.estimated
     (needs,) = plan.needs

@@ -42,7 +42,7 @@ def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, 
 def test_what_is_foreseen_is_enough(make_llm):
     runner = make_llm().core.engine.runner
     (stage,) = runner.stages
-    foreseen = stage.foresee_needs()
+    foreseen = stage.estimate_needs()
     assert foreseen.programs >= stage.program_bytes
     assert foreseen.workspace >= 0.98 * stage.workspace_bytes
 

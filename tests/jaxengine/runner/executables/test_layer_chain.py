@@ -180,7 +180,7 @@ def test_models_give_the_same_tokens(tmp_path, monkeypatch, executables_dir, nam
     def run(directory):
         llm = LLM(**options, compile_cache_dir=str(directory))
         (stage,) = llm.core.engine.runner.stages
-        assert stage.foresee_needs().programs >= stage.program_bytes
+        assert stage.estimate_needs().programs >= stage.program_bytes
         in_parts = [isinstance(program, InParts) for program in stage._forwards.values()]
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
         tokens = [output.token_ids for output in outputs]
