@@ -61,7 +61,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig):
-        """Create the replicas and the extensions, and attach them to each other. Raises ValueError for num_pages < 1."""
+        """Create and connect the replicas and the extensions. Raises ValueError for num_pages < 1."""
         self.config = config
         self.ranks = [Rank(config, index) for index in range(config.num_ranks)]
         self.num_pages = sum(rank.pool.num_pages for rank in self.ranks)

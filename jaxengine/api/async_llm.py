@@ -225,7 +225,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         await self.utility("reset_mm_cache")
 
     async def start_profile(self) -> None:
-        """Start to profile this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
+        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
         a profile is already running.
         """
         await self.utility("start_profile")

@@ -400,7 +400,7 @@ class LLM(WeightMethods, VllmMethods):
             self.core.utility("reset_mm_cache")
 
     def start_profile(self) -> None:
-        """Start to profile this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
+        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
         a profile is already running.
         """
         with self._lock:
