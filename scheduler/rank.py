@@ -201,7 +201,7 @@ class Rank:
         """
         s, decodes = self.slots, self.decodes
         # Long chunks come last because the model may attend to them in another way
-        # (jaxengine.models.layers.attention.mla_made).
+        # (jaxengine.models.layers.attention.mla_expanded).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
         ones, unset, chosen = self._decode_columns

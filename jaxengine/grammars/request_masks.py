@@ -378,7 +378,7 @@ class RequestMasks:
                 self.num_masks += 1
                 self.seconds += each.seconds
             watch = self._watches.get(request)
-            if watch is not None and watch.gives_way(each.words):
+            if watch is not None and watch.skips_reasoning(each.words):
                 del self._watches[request]
             elif watch is not None:
                 self._first_masks[request] = each

@@ -35,7 +35,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
 from jaxengine.models.layers.attention.compressed import BLOCKS
-from jaxengine.models.layers.attention.mla_made import MADE_ROWS
+from jaxengine.models.layers.attention.mla_expanded import EXPANDED_ROWS
 from jaxengine.models.layers.base.rope import ROPE
 from jaxengine.models.layers.base.rows import step_rows
 from jaxengine.models.layers.base.section import Note, SelectedKeys, key_limits_of, notes_of, sections_of
@@ -47,7 +47,13 @@ from jaxengine.pallas_kernels.registry import UNPAGED
 from jaxengine.sharding.stages import Stage
 
 # The makers of all fields of StepInputs except `rows`.
-STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS, "blocks": BLOCKS}
+STEP_INPUTS = {
+    "rope": ROPE,
+    "schedule": SCHEDULE,
+    "temperature": TEMPERATURE,
+    "expanded": EXPANDED_ROWS,
+    "blocks": BLOCKS,
+}
 
 
 class DecoderLayer(Protocol):
