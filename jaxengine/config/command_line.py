@@ -60,7 +60,7 @@ def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def positive_int(text: str) -> int:
-    """Return the integer >= 1 that a text of ASCII digits denotes. Raises argparse.ArgumentTypeError for other texts."""
+    """Return the integer >= 1 that a text of ASCII digits denotes. Raises argparse.ArgumentTypeError otherwise."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -99,7 +99,7 @@ def class_texts(cls: type) -> dict[str, str]:
 
 
 def field_texts(docstring: str) -> dict[str, str]:
-    """Return the texts in a docstring's `Attributes:` section, each on one line, by field; {} without such a section."""
+    """Return the texts of a docstring's `Attributes:` section, each on one line, by field; {} without a section."""
     # From Python 3.13 on the compiler removes the indentation.
     section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {2}(\w+): ", section, flags=re.MULTILINE)
