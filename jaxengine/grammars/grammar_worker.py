@@ -364,7 +364,7 @@ class GrammarWorker:
             self._launch()
 
     def _give_up(self, reason: str) -> None:
-        """Kill the process and fail all sequences for this reason. The next `open` or `launch` starts another process."""
+        """Kill the process and fail all sequences for this reason. The next `open` or `launch` starts a new one."""
         self._kill()
         self._num_lost_starts = 0
         for key in list(self._sequences):
