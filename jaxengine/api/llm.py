@@ -117,18 +117,15 @@ class LLM(WeightMethods, VllmMethods):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stop the engine; running calls of other threads, and all later calls, end with EngineDeadError.
-
-        Does nothing in a fork of its process.
-        """
+        """Stop the engine, unless this is a fork of its process: running and later calls end with EngineDeadError."""
         if self._core.owner.is_here:
             with self._lock:
                 self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """Return how many tokens each expert has been given so far, u32[expert layers, E], modulo 2**32; None if the
-        model has no experts. The counts show how evenly `enable_expert_parallel` loads the devices. Raises
-        EngineDeadError.
+        """Return the tokens each expert was given so far, u32[expert layers, E], modulo 2**32; None without experts.
+
+        Raises EngineDeadError.
         """
         with self._lock:
             self.core.check()
