@@ -19,7 +19,7 @@ from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.output_stream import OutputStream
-from jaxengine.api.owner import refuse_pickle
+from jaxengine.api.owner import pickle_error
 from jaxengine.api.weights import AsyncWeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -119,7 +119,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return self._core
 
     def __reduce__(self) -> NoReturn:
-        raise refuse_pickle("AsyncLLM")
+        raise pickle_error("AsyncLLM")
 
     @property
     def errored(self) -> bool:

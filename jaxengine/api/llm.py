@@ -18,7 +18,7 @@ from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.not_built import VllmMethods
-from jaxengine.api.owner import refuse_pickle
+from jaxengine.api.owner import pickle_error
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
@@ -103,7 +103,7 @@ class LLM(WeightMethods, VllmMethods):
         return self._core
 
     def __reduce__(self) -> NoReturn:
-        raise refuse_pickle("LLM")
+        raise pickle_error("LLM")
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:

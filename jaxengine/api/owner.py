@@ -41,7 +41,7 @@ class Owner:
             )
 
 
-def refuse_pickle(kind: str) -> TypeError:
+def pickle_error(kind: str) -> TypeError:
     """Return the TypeError to raise when an engine is pickled or copied. kind: name of its class."""
     return TypeError(
         f"{kind} cannot be pickled or copied: its devices and threads belong to this process; create it in the process "

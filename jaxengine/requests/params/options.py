@@ -55,31 +55,31 @@ class RequestOptions:
         """
         if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
             text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
-            raise _refuse("priority", self.priority, text)
+            raise _invalid("priority", self.priority, text)
         timeout = self.timeout
         if timeout is not None and not (
             type(timeout) in (int, float) and (0 < timeout <= MAX_TIMEOUT or timeout == math.inf)
         ):
             text = f"timeout must be a number above 0, at most {MAX_TIMEOUT:.0f} seconds, got {show_value(timeout)}"
-            raise _refuse("timeout", timeout, text)
+            raise _invalid("timeout", timeout, text)
         if self.priority and scheduling_policy != "priority":
             text = f"priority is {self.priority}; it needs scheduling_policy='priority'"
-            raise _refuse("priority", self.priority, text)
+            raise _invalid("priority", self.priority, text)
         if self.lora is not None and not (enable_lora and isinstance(self.lora, str)):
             text = f"lora is {show_value(self.lora)}; it must be the name of an adapter, and needs enable_lora"
-            raise _refuse("lora", self.lora, text)
+            raise _invalid("lora", self.lora, text)
         session = self.session
         if session is not None and not (isinstance(session, str) and SESSION.fullmatch(session)):
             text = f"session is {show_value(session)}; allowed: 1 to 128 letters, digits, '.', '_', ':' and '-'"
-            raise _refuse("session", session, text)
+            raise _invalid("session", session, text)
         client = self.client
         if client is None:
             return
         if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
             allowed = f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters"
-            raise _refuse("client", client, f"client is {show_value(client)}; allowed: {allowed}")
+            raise _invalid("client", client, f"client is {show_value(client)}; allowed: {allowed}")
         if scheduling_policy != "fair":
-            raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
+            raise _invalid("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
 
 
 def session_key(owner: str, session: str | None) -> str:
@@ -98,14 +98,14 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
     clients: list[Any] = list(client) if several else [client] * count
     for name, values, given in (("priority", priorities, priority), ("client", clients, client)):
         if len(values) != count:
-            raise _refuse(name, given, f"{name} has {len(values)} values for {count} prompts")
+            raise _invalid(name, given, f"{name} has {len(values)} values for {count} prompts")
     return [
         RequestOptions(priority=rank, client=who, lora=lora)
         for rank, who, lora in zip(priorities, clients, loras, strict=True)
     ]
 
 
-def _refuse(name: str, value: Any, text: str) -> RequestError:
+def _invalid(name: str, value: Any, text: str) -> RequestError:
     """Return a RequestError with this text, which the caller raises, about the value of the option `name`."""
     return RequestError(text, param=name, value=value)
 

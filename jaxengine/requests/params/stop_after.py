@@ -57,7 +57,7 @@ def _listed(name: str, value: Any) -> Sequence[Any]:
     """
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not 1 <= len(listed) <= _MAX_WORDS:
-        raise _refuse(name, value)
+        raise _invalid(name, value)
     return listed
 
 
@@ -67,11 +67,11 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
     """
     listed = _listed(name, value)
     if not all(isinstance(word, str) and 1 <= len(word) <= _MAX_CHARS for word in listed):
-        raise _refuse(name, value)
+        raise _invalid(name, value)
     return tuple(listed)
 
 
-def _refuse(name: str, value: Any) -> RequestError:
+def _invalid(name: str, value: Any) -> RequestError:
     """Return a RequestError, for the caller to raise, about the field `name` of stop_after."""
     allowed = f"a text of 1 to {_MAX_CHARS} characters, or a list of 1 to {_MAX_WORDS}"
     return RequestError(

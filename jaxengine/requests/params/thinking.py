@@ -41,7 +41,7 @@ class ThinkingWords:
         for name in ("reasoning_begin", "closing"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and 1 <= len(value) <= MAX_CHARS):
-                raise _refuse(f"thinking_words.{name}", value, f"a text of 1 to {MAX_CHARS} characters, or None")
+                raise _invalid(f"thinking_words.{name}", value, f"a text of 1 to {MAX_CHARS} characters, or None")
 
 
 def thinking_words(name: str, value: Any) -> ThinkingWords:
@@ -52,7 +52,7 @@ def thinking_words(name: str, value: Any) -> ThinkingWords:
         return value
     known = {field.name for field in fields(ThinkingWords)}
     if not isinstance(value, Mapping) or "reasoning_end" not in value or set(value) - known:
-        raise _refuse(name, value, "None or a dict with reasoning_end and optionally reasoning_begin and closing")
+        raise _invalid(name, value, "None or a dict with reasoning_end and optionally reasoning_begin and closing")
     return ThinkingWords(**value)
 
 
@@ -67,7 +67,7 @@ def limited(
     """
     closing = tuple(encode(str(words.closing)))
     if not closing:
-        raise _refuse("thinking_words.closing", words.closing, "a text of this model's tokens")
+        raise _invalid("thinking_words.closing", words.closing, "a text of this model's tokens")
     if grammar is None:
         begin = () if words.reasoning_begin is None else tuple(encode(words.reasoning_begin))
         # A model that cannot write the opening word does not reason.
@@ -80,7 +80,7 @@ def limited(
     return replace(grammar, budget=budget)
 
 
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, for the caller to raise, about the value of `name`, a field or a path such as field.key.
     Its param is the field.
     """
