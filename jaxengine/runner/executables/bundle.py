@@ -168,7 +168,7 @@ class Bundle:
         if digest != hashlib.sha256(body).hexdigest():
             raise self.refused(f"its {MANIFEST} is damaged: its sha256 does not match")
         if key is not None and not (isinstance(code, str) and hmac.compare_digest(code.encode(), _code(key, body))):
-            raise self.refused(f"its {MANIFEST} is not signed with the key in bundle_key_file")
+            raise self.refused(f"hmac_sha256 of its {MANIFEST} was not made with the key in bundle_key_file")
         try:
             found = json.loads(body)
             format = found["format"]
@@ -179,13 +179,13 @@ class Bundle:
         for part, kind in _PARTS.items():
             values = found.get(part)
             if not isinstance(values, dict) or not all(isinstance(each, kind) for each in values.values()):
-                raise self.refused(f"{part} in its {MANIFEST} is invalid")
+                raise self.refused(f"{part} of its {MANIFEST} is invalid")
         for name, wanted in (("num_pages", int), ("jaxengine", str)):
             if type(found.get(name)) is not wanted or found[name] in (0, ""):
-                raise self.refused(f"{name} in its {MANIFEST} is invalid")
+                raise self.refused(f"{name} of its {MANIFEST} is invalid")
         for entry in found["programs"].values():
             if list(map(type, entry)) != [str, str, int] or not _is_digest(entry[1]) or not 0 < entry[2] < 2**40:
-                raise self.refused(f"programs in its {MANIFEST} is invalid")
+                raise self.refused(f"programs of its {MANIFEST} is invalid")
         return found
 
 

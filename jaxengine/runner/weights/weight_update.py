@@ -222,7 +222,9 @@ def read_here(
         if any(
             isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
         ):
-            raise WeightUpdateError("the engine sleeps: give all of its weights (strict=True), or wake it up first")
+            raise WeightUpdateError(
+                "the engine sleeps without a copy of its weights: give all of them, with strict=True"
+            )
     if not new.num_leaves:
         raise WeightUpdateError("params has no tensor of this model")
     return new
@@ -490,9 +492,7 @@ def _refuse_chunks(chunk_bytes: int | None) -> None:
 def _refuse_mapping(mapping: Any) -> None:
     """Raise WeightUpdateError for a non-empty mapping; called for forms of params whose names it cannot change."""
     if mapping:
-        raise WeightUpdateError(
-            "mapping renames tensors that are given by name; this form of params has fixed names"
-        )
+        raise WeightUpdateError("mapping renames tensors that are given by name; this form of params has fixed names")
 
 
 def _text(path: tuple[Any, ...]) -> str:
