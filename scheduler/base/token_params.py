@@ -17,8 +17,8 @@ from jaxengine.scheduler.base.sampling_fields import PENALTIES, ROWS, SamplingFi
 
 # Features that a request needs besides argmax sampling, one bit each. The programs of a step skip what no row needs.
 # LAST_TOKEN: the allowed next tokens depend on the last sampled one, which the host must see before the next choice.
-# ADAPTER: the request runs with an adapter. FEW_ADAPTERS, of a step: its requests use few adapter slots. The scheduler
-# sets both.
+# ADAPTER: the request runs with one. FEW_ADAPTERS, of a step: its requests use few of their slots. The scheduler sets
+# both.
 BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(3, 8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
 CAPTURE = 1 << 10

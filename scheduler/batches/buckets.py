@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 # Most tokens of a step whose decodes have several tokens each. With more, matrix products are bound by compute, no
-# longer by reading the weights, so another draft costs about as much as it saves.
+# longer by reading the weights, so another token costs about as much as it saves.
 MAX_WIDE_TOKENS = 256
 
 

@@ -39,7 +39,7 @@ class Packer:
       buckets: the fixed set of step shapes.
       page_size: tokens of a page, which limits the page-table entries that a step can write.
       num_ranks: number of replicas, each of which has a message.
-      num_groups: number of page tables of a slot: one for each cache group, and one for snapshots if there are any.
+      num_groups: number of page tables of a slot: one for each cache group, and one more for saved states, if any.
       sections: functions by the name of a further message field. Each returns the field's shape for a bucket, or None
         if the bucket's messages do not have the field.
     """

@@ -69,8 +69,8 @@ class Results:
         Args:
           batch: the step's batch, from the replica's `commit`.
           token_ids: i32 [>= rows], or i32 [>= rows, W], of which the first `counts` tokens of each row are valid.
-          counts: i32 [>= rows], at least 1 each; less than num_scheduled if drafts were not accepted. None if each row
-            has one token.
+          counts: i32 [>= rows], at least 1 each; less than num_scheduled if not all were accepted. None if each row has
+            one token.
           result: result of the whole step, to which this replica's tokens are added.
           now: when the tokens arrived, in seconds of the engine's clock.
         """

@@ -118,7 +118,7 @@ class StepPrograms:
     def windows(self) -> tuple[int | None, ...]:
         """For each cache group with pages, the number of keys that must be kept for a token; None for all.
 
-        These are the keys that the token attends to and, because drafts before it may be rejected, the keys that the
+        These are the keys that the token attends to and, because tokens before it may be rejected, the keys that the
         token in its place may then attend to.
         """
         windows = (group.window for group in paged_groups(self.groups))
