@@ -1,7 +1,7 @@
-"""References within JSON schemas: their targets, and schemas that are moved into other schemas.
+"""References in JSON schemas: resolving them, and moving schemas into other documents.
 
-A reference is relative to the document that contains it, so a schema that moves into another one loses its targets.
-`moved` copies a schema with its targets as definitions of the new document.
+A reference is relative to the document that contains it, so it would lose its target in another document. `moved`
+copies a schema together with the targets of its references, which become definitions of the new document.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin
 
-# Keywords whose value is an object of schemas by name, a list of schemas, or a schema. The values of all others are
-# data, or have no effect.
+# Keywords whose value is an object of schemas by name, a list of schemas, or a schema. Values of other keywords are
+# data or have no effect.
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 SCHEMA = (
@@ -28,15 +28,15 @@ _ANCHORS = ("$anchor", "$dynamicAnchor")
 _NOT_MOVED = frozenset((*DEFINITIONS, *_ANCHORS, "$id", "$schema", "$recursiveAnchor"))
 _APPLIED = ("anyOf", "oneOf", "allOf")
 _APPLIED_IF = ("then", "else")
-# Limit of schemas that apply to one value: schemas refer to each other, and to themselves.
+# Limit of the schemas that apply to one value, since schemas may refer to each other and to themselves.
 _MAX_APPLICABLE = 256
-# Copies of deeper schemas are incomplete; StructuredOutputsParams refuses a schema long before.
+# Copies of deeper schemas are incomplete. StructuredOutputsParams refuses schemas that are far less deep.
 _MAX_DEPTH = 64
 _INDEX = re.compile("[0-9]{1,9}")
 
 
 class UnresolvedError(ValueError):
-    """Error of a reference that points to nothing, or to no schema, within its document."""
+    """Error for a reference that points to nothing in its document, or to something that is not a schema."""
 
 
 class Place(NamedTuple):
@@ -44,15 +44,15 @@ class Place(NamedTuple):
 
     Attributes:
       schema: the part, any JSON value.
-      base: URI that references within it are relative to; "" without `$id`.
+      base: URI to which references in it are relative; "" without `$id`.
     """
 
     schema: Any
     base: str = ""
 
     def inside(self, schema: Any) -> Place:
-        """Return `schema`, a part of this one, as a Place. Its base is its own `$id`, resolved against this base, or
-        this base if it has no `$id` or only a fragment.
+        """Return `schema`, a part of this one, as a Place. Its base is its `$id`, resolved against this base; it is
+        this base if it has no `$id` or one that is only a fragment.
         """
         own = schema.get("$id") if isinstance(schema, Mapping) else None
         if not isinstance(own, str) or own.startswith("#"):
@@ -69,20 +69,13 @@ class Place(NamedTuple):
             yield from (self.inside(self.schema[word]) for word in SCHEMA if word in self.schema)
 
     def listed(self, word: str) -> list[Place]:
-        """Return the schemas that a keyword such as "anyOf" lists, as Places; [] without such a list.
-
-        word: the keyword.
-        """
+        """Return the schemas in the list of the keyword `word`, such as "anyOf"; [] without such a list."""
         found = self.schema.get(word) if isinstance(self.schema, Mapping) else None
         return [self.inside(each) for each in found] if isinstance(found, list) else []
 
 
 def mapping(schema: Any, word: str) -> Mapping[str, Any]:
-    """Return the JSON object that is the value of a keyword in a schema; {} if the schema has no such keyword or its
-    value is not an object.
-
-    word: the keyword.
-    """
+    """Return the JSON object that is the value of the keyword `word` in a schema; {} if there is none."""
     found = schema.get(word) if isinstance(schema, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
@@ -94,11 +87,11 @@ class SchemaDocument:
         self.root = Place(None).inside(root)
 
     def resolve(self, reference: Any, base: str | None = None) -> Place:
-        """Return the part that a reference points to: a JSON pointer ("#/properties/a"), an anchor ("#a") or either of
-        these after the `$id` of a part of the document.
+        """Return the part to which a reference points. The reference is a JSON pointer ("#/properties/a"), an anchor
+        ("#a"), or either of these after the `$id` of a part of the document.
 
-        base: URI that the reference is relative to; None for the root's. Raises UnresolvedError if the reference is not
-        a string or points to nothing.
+        base: URI to which the reference is relative; None for the root's. Raises UnresolvedError if the reference is
+        not a string or points to nothing.
         """
         base = self.root.base if base is None else base
         if not isinstance(reference, str):
@@ -116,29 +109,27 @@ class SchemaDocument:
 
     def applicable(self, place: Place, always: bool = False) -> Iterator[Place]:
         """Yield the schemas that may apply to the same value as `place`: `place` itself, then, breadth first, those
-        that it reaches through anyOf, oneOf, allOf, then, else and references; each once, at most _MAX_APPLICABLE.
-        References without a target, and schemas that are no objects (true, false), are skipped, `place` included.
+        that it reaches through anyOf, oneOf, allOf, then, else and references. Each is yielded once, and at most
+        _MAX_APPLICABLE are. Schemas that are not objects (true, false) and references without a target are skipped.
 
-        always: yield only schemas that apply in any case, which leaves out anyOf, oneOf, then and else.
+        always: yield only schemas that always apply, and so do not follow anyOf, oneOf, then and else.
         """
-        waiting, seen = [place], set[int]()
-        while waiting and len(seen) < _MAX_APPLICABLE:
-            place = waiting.pop(0)
+        pending, seen = [place], set[int]()
+        while pending and len(seen) < _MAX_APPLICABLE:
+            place = pending.pop(0)
             if not isinstance(place.schema, Mapping) or id(place.schema) in seen:
                 continue
             seen.add(id(place.schema))
             yield place
             for word in ("allOf",) if always else _APPLIED:
-                waiting += place.listed(word)
+                pending += place.listed(word)
             if not always:
-                waiting += [place.inside(place.schema[word]) for word in _APPLIED_IF if word in place.schema]
-            waiting += self.referred(place, strict=False)
+                pending += [place.inside(place.schema[word]) for word in _APPLIED_IF if word in place.schema]
+            pending += self.referred(place, strict=False)
 
     def referred(self, place: Place, strict: bool = True) -> list[Place]:
-        """Return the targets of a schema's own `$ref`, `$dynamicRef` and `$recursiveRef`, not those of references
-        within its parts.
-
-        strict: raise UnresolvedError for a reference without a target; otherwise such references are skipped.
+        """Return the targets of a schema's own `$ref`, `$dynamicRef` and `$recursiveRef`, but not of references in its
+        parts. strict: whether a reference without a target raises UnresolvedError; otherwise it is skipped.
         """
         found = []
         for word in REFERENCES:
@@ -152,20 +143,20 @@ class SchemaDocument:
 
     @cached_property
     def _named(self) -> dict[str, Place]:
-        """Parts of the document by `$id` (as an absolute URI) and by anchor (as URI#anchor). Of two parts with the same
-        name, the first found counts.
+        """Parts of the document by `$id` (as an absolute URI) and by anchor (as URI#anchor). If two parts have the same
+        name, the one that is found first counts.
         """
         named: dict[str, Place] = {}
-        waiting = [self.root]
-        while waiting:
-            place = waiting.pop()
+        pending = [self.root]
+        while pending:
+            place = pending.pop()
             if isinstance(place.schema, Mapping):
                 if isinstance(own := place.schema.get("$id"), str):
                     named.setdefault(f"{place.base}{own}" if own.startswith("#") else place.base, place)
                 for word in _ANCHORS:
                     if isinstance(anchor := place.schema.get(word), str):
                         named.setdefault(f"{place.base}#{anchor}", place)
-                waiting += place.subschemas()
+                pending += place.subschemas()
         return named
 
 
@@ -178,7 +169,7 @@ def _joined(base: str, uri: str) -> str:
 
 
 def _pointed(place: Place, pointer: str) -> Place | None:
-    """Follow a JSON pointer from a place; return the place it points to, None if it points nowhere."""
+    """Follow a JSON pointer from a place, and return the place to which it points; None if it points to nothing."""
     for step in pointer.split("/")[1:]:
         found, key = place.schema, step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:
@@ -191,25 +182,22 @@ def _pointed(place: Place, pointer: str) -> Place | None:
 
 
 def moved(place: Place, document: SchemaDocument, definitions: dict[str, Any]) -> Any:
-    """Return a copy of a schema of `document` for use in another document; its references are rewritten as
-    `#/$defs/NAME`.
+    """Return a copy of a schema of `document` for another document, with its references rewritten as `#/$defs/NAME`.
 
-    definitions: `$defs` of the other document, changed in place: copies of the references' targets are added under new
-    names. `$defs`, anchors and `$id`s are not copied. Raises UnresolvedError for a reference that points to no schema.
+    definitions: `$defs` of the other document, to which copies of the references' targets are added under new names.
+    `$defs`, anchors and `$id`s are not copied. Raises UnresolvedError for a reference that does not point to a schema.
     """
     mover = _Mover(document, definitions)
     copy = mover.copy(place)
-    while mover.waiting:
-        name, target = mover.waiting.pop()
+    while mover.pending:
+        name, target = mover.pending.pop()
         definitions[name] = mover.copy(target)
     return copy
 
 
 def self_contained(document: SchemaDocument, *places: Place) -> dict[str, Any]:
-    """Return one schema, with the definitions that it needs, that a value meets if it meets all of `places`, parts of
-    `document`.
-
-    Raises UnresolvedError for a reference that points to no schema.
+    """Return a schema, with the definitions that it needs, that is equivalent to all of `places`, parts of `document`,
+    together. Raises UnresolvedError for a reference that does not point to a schema.
     """
     definitions: dict[str, Any] = {}
     copies = [moved(place, document, definitions) for place in places]
@@ -218,7 +206,7 @@ def self_contained(document: SchemaDocument, *places: Place) -> dict[str, Any]:
 
 
 def with_definitions(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the schema with `definitions` as its `$defs`; the schema itself if `definitions` is empty."""
+    """Return a copy of the schema whose `$defs` are `definitions`; the schema itself if `definitions` is empty."""
     return {**schema, "$defs": definitions} if definitions else schema
 
 
@@ -229,19 +217,18 @@ class _Mover:
     Attributes:
       document: document from which schemas are copied.
       definitions: `$defs` of the other document.
-      waiting: (name in `definitions`, schema to copy there) for references that were rewritten and whose target is not
-        copied yet.
+      pending: (name in `definitions`, schema to copy there) for rewritten references whose target is not copied yet.
       _names: name in `definitions` by id() of the schema.
     """
 
     document: SchemaDocument
     definitions: dict[str, Any]
-    waiting: list[tuple[str, Place]] = field(default_factory=list)
+    pending: list[tuple[str, Place]] = field(default_factory=list)
     _names: dict[int, str] = field(default_factory=dict)
 
     def copy(self, place: Place, depth: int = 0) -> Any:
-        """Return a copy of a schema with its references rewritten; each target is added to `waiting`. A value that is
-        not an object, or is deeper than _MAX_DEPTH levels, is returned itself, uncopied. Raises UnresolvedError.
+        """Return a copy of a schema with its references rewritten, and add their targets to `pending`. A value that is
+        not an object or is deeper than _MAX_DEPTH levels is returned without a copy. Raises UnresolvedError.
         """
         schema = place.schema
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
@@ -261,15 +248,15 @@ class _Mover:
             if isinstance(part := schema.get(word), Mapping):
                 copy[word] = inner(part)
         for word in REFERENCES:
-            # Within one document, a dynamic reference is the same as any other.
+            # Within one document, a dynamic reference is equivalent to any other.
             if word in schema:
                 target = self.document.resolve(copy.pop(word), place.base)
                 copy["$ref" if word == "$ref" or "$ref" not in schema else word] = self._name(target)
         return copy
 
     def _name(self, target: Place) -> str:
-        """Return the reference, in the new document, to a target. A target that is met for the first time gets a name
-        and is added to `waiting`. Raises UnresolvedError if the target is not a schema.
+        """Return the reference to a target in the new document. A new target gets a name and is added to `pending`.
+        Raises UnresolvedError if the target is not a schema.
         """
         if not isinstance(target.schema, Mapping | bool):
             raise UnresolvedError(f"a reference of the schema points to {type(target.schema).__name__}, not a schema")
@@ -277,5 +264,5 @@ class _Mover:
         if name is None:
             name = self._names[id(target.schema)] = str(len(self.definitions))
             self.definitions[name] = True  # reserves the name until the copy exists
-            self.waiting.append((name, target))
+            self.pending.append((name, target))
         return f"#/$defs/{name}"

@@ -1,8 +1,7 @@
-"""Build: the settings for which a model is built (its dtype, its devices, the storage of its weights), and construction
-of the model without memory for weights.
+"""Build: the settings with which a model is built, such as its dtype, its devices and the storage of its weights.
 
-Build is the one argument that families pass through to layers. It is independent of the families
-(models/model_classes.py) and of the sources of weights (models/weights).
+Families pass a Build through to their layers. It is independent of the families (models/model_classes.py) and of the
+sources of weights (models/weights). `build_abstract` constructs a model without allocating memory for its weights.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ Model = TypeVar("Model")
 
 @dataclass(frozen=True)
 class Build:
-    """Settings for which a model is built.
+    """Settings with which a model is built.
 
     Attributes:
-      dtype: dtype of activations between layers, and of weights whose scheme does not define another.
+      dtype: dtype of activations between layers, and of weights unless their scheme defines another.
       mesh: devices over which the model will be split.
       stage: pipeline stage, which has some of the layers; None for all layers.
       scheme: function from a checkpoint module's name ("model.layers.3.mlp.up_proj") to the Scheme that stores its
-        matrix. Hashable, with a complete repr.
-      layer: number of the layer that is being built, None outside the layers.
+        matrix. It must be hashable and have a complete repr.
+      layer: number of the layer that is being built; None outside of the layers.
       lora: room for adapters in the matrix products of layers; None for a model without adapters.
-      whole_parts: names of parts of the model that are replicated: each device has all their weights and computes them
-        alone.
-      exact: whether results for a token have the same bits in whatever batch (jaxengine.models.layers.exact).
+      whole_parts: names of parts of the model that are replicated: each device has all of their weights and computes
+        them without the others.
+      exact: whether a token's results have the same bits in any batch (jaxengine.models.layers.exact).
     """
 
     dtype: Any
@@ -66,12 +65,12 @@ class Build:
         """Declare a matrix of the model, stored by the scheme of its checkpoint modules, and return its Weight (see
         Scheme.declare).
 
-        shape, axes: [in, out], [num_experts, in, out], or [rows, D] of a `table`, and their logical axes, None for an
-        axis that is not split. num_experts: None for a matrix that is not a stack of experts. sources: the checkpoint
-        modules that form it, joined along `out`, or along the rows of a table.
+        shape: [in, out], [num_experts, in, out], or [rows, D] of a `table`. axes: logical name of each axis, None for
+        an axis that is not split. num_experts: None for a matrix that is not a stack of experts. sources: the
+        checkpoint modules that form the matrix, joined along `out`, or along the rows of a table.
 
-        Raises ModelConfigError if the modules are stored in different formats, or cannot have this shape; ValueError if
-        the stored form cannot be split over the mesh.
+        Raises ModelConfigError if the modules are stored in different formats or cannot have this shape, and ValueError
+        if the stored form cannot be split over the mesh.
         """
         chosen = self._schemes(sources)
         schemes = {*chosen.values()}
@@ -87,26 +86,24 @@ class Build:
         return len({*self._schemes(sources).values()}) == 1
 
     def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:
-        """Return the Scheme of each module by its name in the checkpoint, in which the number of the layer being built
-        is filled in.
-        """
+        """Return the Scheme of each module by its name in the checkpoint, with the number of the layer being built."""
         names = [numbered(source.name, self.layer) for source in sources]
         return {name: self.scheme(name) for name in names}
 
     def for_table(self) -> Build:
-        """Return the build for a token table: this one if its scheme also covers tables, otherwise a copy with plain
+        """Return the build for a token table: this one if its scheme covers tables, otherwise a copy that stores plain
         weights.
         """
         kept = isinstance(self.scheme, Quantization | Everywhere) and self.scheme.with_tables
         return self if kept else replace(self, scheme=PLAIN)
 
     def as_named(self, quantization: Callable[[str], Any] | None) -> Build:
-        """Return the build for a part of the model outside of its text layers: without adapters, and
-        with each module stored as the checkpoint's quantization defines for its name.
+        """Return the build for a part of the model outside of its text layers: without adapters, and with each module
+        stored as the checkpoint's quantization defines for the module's name.
 
-        quantization: the model configuration's. The modules are plain if it is not the checkpoint's own, as when the
-        text's matrices are rounded at load, and for AutoGPTQ, whose configurations name no modules and which quantizes
-        only the text layers.
+        quantization: that of the model's configuration. If it is not the checkpoint's own, because the text's matrices
+        are quantised at load, the modules are plain. They are plain for AutoGPTQ as well, which only quantises the text
+        layers and does not name modules.
         """
         if not isinstance(quantization, Quantization) or quantization.method == GPTQ:
             return replace(self, lora=None, scheme=PLAIN)
@@ -115,9 +112,9 @@ class Build:
 
 
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:
-    """Return a `model_class` whose weights are ShapeDtypeStructs; no memory is allocated. Raises ValueError for a mesh
-    over which its weights cannot be split evenly, and ModelConfigError (a ValueError) for a config that the class does
-    not support.
+    """Return a `model_class` whose weights are ShapeDtypeStructs, without allocating memory. Raises ValueError for a
+    mesh over which its weights cannot be split evenly, and ModelConfigError (a ValueError) for a config that the class
+    does not support.
     """
     model = nnx.eval_shape(lambda: model_class(config, build))
     unsplit = next((param for param in declared_params(model) if not param.splits_over(build.mesh)), None)

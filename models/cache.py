@@ -1,19 +1,20 @@
 """Cache of a model: groups of layers, the size of a group's page, and the pool of all pages.
 
 Layers that keep keys for the same tokens (all tokens, or those of a window) form a group with its own page table. All
-groups take pages from one pool. A page holds the keys and values of `page_size` tokens in the layers of one group.
-Layer number i of any group finds page p in row i * pages + p, so groups can exchange memory without kernels being aware
-of them. Where layers differ in heads or head sizes, a row has room for the widest layer, and several narrow layers
-share a row (`LayerPlace`). CPUs and GPUs read a layer's pages as a view of the same bytes, in which every row is cut
-into several; on TPUs, whose tiles allow no such view, layers lie side by side in a row's lanes.
+groups take pages from one pool. A page holds the keys and values of `page_size` tokens in the layers of one group. Page
+p of layer number i of any group is in row i * pages + p of the pool, so groups can exchange pages without the kernels'
+knowledge. If layers differ in heads or head sizes, a row has room for the widest layer, and several narrow layers share
+a row (`LayerPlace`). CPUs and GPUs read a layer's pages through a view of the same bytes in which every row is split
+into several. On TPUs, whose tiles allow no such view, layers are side by side in the lanes of a row.
 
 A layer that attends to another layer's keys and values has no pages (LayerAttention.kv_source). Layers with a recurrent
-state have arrays with a row for each slot instead of pages. A pool of codes has scales for every layer with pages: rows
-of k_scale and v_scale, f32[layers, K], in the layers' order. A layer gets the pool with its own row (`of_layer`). Token
-scales are in the pages.
+state have arrays with a row for each slot instead of pages. A quantised pool has scales for every layer with pages:
+k_scale and v_scale, f32[layers, K], have a row for each layer in order, and a layer gets the pool with its own row
+(`of_layer`). Scales of single tokens are in the pages.
 
-`platform` is the one whose kernels read the pool: a name in jaxengine.pallas_kernels.registry, see `platform_of`. Sizes
-are of one device. On a mesh every replica has its own pages, and each of its devices holds some heads of them.
+`platform` is the one whose kernels read the pool, a name in jaxengine.pallas_kernels.registry (see `platform_of`).
+Sizes are those of one device. On a mesh every replica has its own pages, and each of its devices holds some heads of
+them.
 """
 
 from __future__ import annotations
@@ -93,11 +94,11 @@ class Paged:
     """Cache group of layers that share a page table.
 
     Attributes:
-      layers: layers of a stage, numbered as in the full model, ascending.
-      window: number of latest tokens that a token attends to, itself included; None for all. Pages before it are freed.
+      layers: numbers in the whole model of the layers in a stage, ascending.
+      window: number of tokens, including its own, that a token attends to; None for all. Earlier pages are freed.
       specs: shape of one page of each of these layers.
-      nothing: substitute page, with as many tokens as other pages and one number per token, if no layer of the stage
-        has pages; otherwise None. Page ids then only number pieces of prefixes and take almost no memory.
+      nothing: if no layer of the stage has pages, a substitute page with as many tokens as other pages and one number
+        per token, otherwise None. Page ids then only identify pieces of prefixes and take almost no memory.
     """
 
     layers: tuple[int, ...]
@@ -111,8 +112,8 @@ class LayerPlace(NamedTuple):
 
     Attributes:
       spec: shape of one page of the layer.
-      row: page p of the layer lies in row `row * pages + p` of the pool.
-      parts: number of layers, all of this spec, that share such a row; 1 for a layer that fills it.
+      row: page p of the layer is in row `row * pages + p` of the pool.
+      parts: number of layers, all with this spec, that share a row; 1 for a layer that fills it.
       part: index of this layer among them.
     """
 
@@ -124,10 +125,10 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """Cache group of layers that keep a recurrent state. Each sequence has a row in each of these arrays.
+    """Cache group of layers that keep a recurrent state. Each sequence has a row in each of the arrays.
 
     Attributes:
-      layers: layers of a stage, numbered as in the full model, ascending.
+      layers: numbers in the whole model of the layers in a stage, ascending.
       arrays: shape of a row of each array on one device.
     """
 
@@ -136,7 +137,7 @@ class State:
 
 
 class Cache(NamedTuple):
-    """Memory that a model with State layers keeps between steps. Other models have the pool alone.
+    """Memory that a model with State layers keeps between steps. Other models only have the pool.
 
     Attributes:
     kv: the pool.
@@ -153,7 +154,7 @@ def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
 
 
 def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
-    """Return newly allocated, zeroed arrays for Cache.states of one device. num_rows: rows of each array."""
+    """Return new arrays of zeros for Cache.states of one device. num_rows: rows of each array."""
     return tuple(
         tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in state_arrays(groups)
     )
@@ -168,15 +169,16 @@ def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]
 def group_layers(
     windows: Sequence[int | None], widths: Sequence[int] | None = None, *, hybrid: bool = True
 ) -> list[tuple[int | None, tuple[int, ...]]]:
-    """Return the cache groups of layers, each as (window, indices of its layers). windows: the window of each layer,
-    None for all keys; not empty unless `hybrid` is False. widths: elements of a token in each layer; None if they do
-    not differ.
+    """Return the cache groups of layers, each as (window, indices of its layers).
 
-    Layers of one window are distributed in turn over groups of at most n layers, so that every pipeline stage has a
-    similar share of each group. n is chosen so that few rows of the groups' pages stay empty, and few groups are
-    needed, as each has a page table and a slot mapping. n counts layers of the greatest width; narrower ones count by
-    their share of it. If all layers have one window, there is one group. With hybrid False all layers form one group
-    that keeps all keys.
+    windows: the window of each layer, None for all keys; not empty unless `hybrid` is False. widths: elements of a
+    token in each layer; None if all are equal.
+
+    Layers with the same window are dealt out to groups of at most n layers, so that every pipeline stage has a similar
+    share of each group. n is chosen such that few rows of the groups' pages stay empty and few groups are needed, since
+    each has a page table and a slot mapping. In n a layer of the greatest width counts as 1, and a narrower one by its
+    share of that width. If all layers have the same window, there is one group. If `hybrid` is False, all layers form
+    one group that keeps all keys.
     """
     if not hybrid:
         return [(None, tuple(range(len(windows))))]
@@ -187,7 +189,7 @@ def group_layers(
     total = sum(counts.values())
 
     def cost(size: int) -> float:
-        """Return the cost of groups of at most `size` layers: the pool rows that stay empty, plus a penalty for each
+        """Return the cost of groups of at most `size` layers: the number of empty pool rows, plus a penalty for each
         group.
         """
         groups = sum(-(-count // size) for count in counts.values())
@@ -202,15 +204,15 @@ def group_layers(
 
 
 def _num_rows(parts: Sequence[int]) -> int:
-    """Return the number of pool rows that layers fill. parts: for each layer, the number of layers of its width that
-    share a row.
+    """Return the number of pool rows that layers fill. parts: for each layer, how many layers of its width share a
+    row.
     """
     return sum(-(-parts.count(each) // each) for each in set(parts))
 
 
 def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
-    """Return the distinct page shapes of the layers of this stage, each with the number of layers that share a pool
-    row; {} if none has pages. Raises ValueError for token scales in layers whose pages differ.
+    """Return the distinct page shapes of this stage's layers, each with the number of layers that share a pool row; {}
+    if none has pages. Raises ValueError if pages differ and have scales of tokens.
     """
     specs = list(dict.fromkeys(spec for group in paged_groups(groups) for spec in group.specs))
     if len(specs) > 1 and any(spec.token_scales for spec in specs):
@@ -226,22 +228,23 @@ def _token_elements(spec: KVSpec) -> int:
 
 def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
     """Return the location in the pool of each layer with pages in this stage, by its number in the model. Raises
-    ValueError for token scales in layers whose pages differ.
+    ValueError if pages differ and have scales of tokens.
     """
     places, specs = {}, _specs(groups)
     for group in paged_groups(groups):
         row = 0
         for spec in dict.fromkeys(group.specs):
-            own = [layer for layer, each in zip(group.layers, group.specs, strict=True) if each == spec]
+            layers = [layer for layer, each in zip(group.layers, group.specs, strict=True) if each == spec]
             parts = specs[spec]
-            places |= {layer: LayerPlace(spec, row + at // parts, parts, at % parts) for at, layer in enumerate(own)}
-            row += -(-len(own) // parts)
+            for index, layer in enumerate(layers):
+                places[layer] = LayerPlace(spec, row + index // parts, parts, index % parts)
+            row += -(-len(layers) // parts)
     return places
 
 
 def num_places(groups: Sequence[Paged | State]) -> int:
-    """Return the number of pool rows that a page takes, at least 1: the rows that the largest group fills, which is its
-    number of layers if all layers have equal pages. Raises ValueError for token scales in layers whose pages differ.
+    """Return the number of pool rows that a page takes, at least 1. These are the rows that the largest group fills:
+    its number of layers if all layers have equal pages. Raises ValueError if pages differ and have scales of tokens.
     """
     return max([1, *(1 + place.row for place in layer_places(groups).values())])
 
@@ -249,8 +252,8 @@ def num_places(groups: Sequence[Paged | State]) -> int:
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     """Return the spec of one device's pool that holds `num_pages` pages of any group.
 
-    If no layer has pages, it is the Paged.nothing of a group. If pages differ, its rows have one KV head, as wide as
-    all layers require. Raises ValueError for token scales in layers whose pages differ.
+    If no layer has pages, it is the Paged.nothing of a group. If pages differ, its rows have one KV head that is wide
+    enough for all layers. Raises ValueError if pages differ and have scales of tokens.
     """
     if not (specs := _specs(groups)):
         return next(group.nothing for group in paged_groups(groups) if group.nothing is not None)
@@ -264,8 +267,8 @@ def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
 
 
 def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
-    """Return how many pages of any group the pool `kv` of these groups holds on one device. Raises ValueError if its
-    number of rows is not a multiple of the rows of a page.
+    """Return how many pages the pool `kv` of these groups has on one device. Raises ValueError if its number of rows is
+    not a multiple of the rows of a page.
     """
     num_pages, rest = divmod(kv.num_pages, num_places(groups))
     if rest:
@@ -275,13 +278,13 @@ def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
 
 def page_bytes_of_group(groups: Sequence[Paged | State], *, platform: str) -> int:
     """Return the bytes of a page on one device, in all layers of its group; 0 if no layer of this stage has pages.
-    platform: the platform whose layout the page has. Raises ValueError for token scales in layers whose pages differ.
+    platform: the platform whose layout the page has. Raises ValueError if pages differ and have scales of tokens.
     """
     return page_bytes(pool_spec(groups, 1), layout_of(platform)) * num_places(groups) if _specs(groups) else 0
 
 
 def kv_partition(kv: KVPages) -> KVPages:
-    """Return the pool with a PartitionSpec in place of each array: pages are split over replicas, heads over the
+    """Return the pool with a PartitionSpec in place of each array. Pages are split over replicas, and heads over the
     devices of a replica.
     """
     heads = logical_to_spec((None, "kv_heads"))
@@ -291,12 +294,11 @@ def kv_partition(kv: KVPages) -> KVPages:
 
 
 def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: str, mesh: Mesh) -> KVPages:
-    """Return the pool over all devices of the mesh, as sharded ShapeDtypeStructs; nothing is allocated. Its `spec` is
-    that of one device.
+    """Return the pool over all devices of the mesh as sharded ShapeDtypeStructs, without allocating it. Its `spec` is
+    that of one device. If the dtype needs head scales, the pool has them for all layers with pages in this stage.
 
-    num_pages: pages of any group in each replica. platform: the platform whose kernels read it. It has head scales for
-    all layers with pages in this stage if the dtype needs them. Raises ValueError for such a dtype if layers differ in
-    KV heads, and for token scales in layers whose pages differ.
+    num_pages: pages in each replica. platform: the platform whose kernels read the pool. Raises ValueError for such a
+    dtype if layers differ in KV heads, and if pages differ and have scales of tokens.
     """
     places, pool = layer_places(groups), pool_spec(groups, num_pages)
     heads = {each.num_kv_heads for each in _specs(groups)} or {pool.num_kv_heads}
@@ -305,9 +307,7 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: st
     kv = jax.eval_shape(lambda: _pool(pool, platform, (len(places), max(heads))))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape over all devices of an array whose shape on one device is that of `leaf`, sharded by
-        `spec`.
-        """
+        """Return the shape over all devices of an array that is sharded by `spec`. leaf: its shape on one device."""
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(whole_shape(leaf.shape, sharding), leaf.dtype, sharding=sharding)
 
@@ -315,32 +315,31 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: st
 
 
 def device_kv(shapes: KVPages) -> KVPages:
-    """Return one device's part of the pool that `abstract_kv` describes, newly allocated and zeroed, with head scales
-    of 1.
-    """
+    """Return one device's part of the pool that `abstract_kv` describes: new arrays of zeros, with head scales of 1."""
     return _pool(shapes.spec, shapes.platform, (0, 0) if shapes.k_scale is None else part_shape(shapes.k_scale))
 
 
 def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
-    """Return the pool with the spec and the scales of one layer, given by its place and its index among this stage's
-    layers with pages. The data array is the pool's own; `as_viewed` gives it the layer's shape.
+    """Return the pool with the spec and the scales of one layer. Its data array is unchanged; `as_viewed` gives it the
+    layer's shape.
 
-    Raises ValueError for a layer that shares rows on TPUs and whose pages are not a whole number of tiles.
+    place: location of the layer. index: its index among this stage's layers with pages. Raises ValueError on TPUs for a
+    layer that shares rows and whose pages are not a whole number of tiles.
     """
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
-    own = replace(kv, k_scale=k_scale, v_scale=v_scale)
+    scaled = replace(kv, k_scale=k_scale, v_scale=v_scale)
     if not _differs(kv, place):
-        return own
+        return scaled
     if kv.layout == TOKEN_ROWS:
         lanes = _own_lanes(place)
         first = place.part * lanes
-        return replace(own, spec=replace(place.spec, num_pages=kv.num_pages), lanes=(first, first + lanes))
-    return replace(own, spec=replace(place.spec, num_pages=kv.num_pages * place.parts))
+        return replace(scaled, spec=replace(place.spec, num_pages=kv.num_pages), lanes=(first, first + lanes))
+    return replace(scaled, spec=replace(place.spec, num_pages=kv.num_pages * place.parts))
 
 
 def _own_lanes(place: LayerPlace) -> int:
-    """Return the number of lanes of a row that a layer takes on a TPU. Raises ValueError if the layer's pages are not a
-    whole number of tiles.
+    """Return how many lanes of a row a layer takes on a TPU. Raises ValueError if the layer's pages are not a whole
+    number of tiles.
     """
     lanes, elements = pool_shape(place.spec, TOKEN_ROWS)[2], _token_elements(place.spec)
     if lanes != elements:
@@ -357,8 +356,8 @@ def _differs(kv: KVPages, place: LayerPlace) -> bool:
 
 
 def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
-    """Return the row, in the layer's view of the pool, of the layer's page 0; page p is `row_step` * p rows later.
-    num_pages: number of pages of any group in the pool.
+    """Return the row of the layer's page 0 in the layer's view of the pool. Page p is `row_step` * p rows later.
+    num_pages: number of pages in the pool.
     """
     row = place.row * num_pages
     return row if row_step(kv, place) == 1 else row * place.parts + place.part
@@ -370,8 +369,8 @@ def row_step(kv: KVPages, place: LayerPlace) -> int:
 
 
 def as_viewed(kv: Any) -> Any:
-    """Return a pool, as returned by `of_layer`, with its data (the same bytes) reshaped to the layer's pages. A tuple
-    is treated element by element; anything else is returned unchanged.
+    """Return a pool, a result of `of_layer`, with its data reshaped to the layer's pages. In a tuple, each element is
+    treated so; anything else is returned unchanged.
     """
     if type(kv) is tuple:
         return tuple(as_viewed(each) for each in kv)
@@ -382,8 +381,8 @@ def as_viewed(kv: Any) -> Any:
 
 
 def as_stored(kv: Any, like: Any) -> Any:
-    """Undo `as_viewed`: return the pool with its data reshaped to that of the pool `like`. Tuples are treated element
-    by element; anything but a pool is returned unchanged.
+    """Undo `as_viewed`: return the pool with its data reshaped to that of the pool `like`. In a tuple, each element is
+    treated so; anything but a pool is returned unchanged.
     """
     if type(kv) is tuple:
         return tuple(as_stored(each, its) for each, its in zip(kv, like, strict=True))
@@ -394,9 +393,9 @@ def as_stored(kv: Any, like: Any) -> Any:
 
 def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
     """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of keys and of values in one layer's
-    pages, f32[K] each; None for values that are part of the keys. num_pages: number of pages in the pool.
+    pages, each f32[K]; None for values that are part of the keys. num_pages: number of pages in the pool.
 
-    Raises ValueError for a pool of codes, and on TPUs for a layer that shares rows and whose pages are not a whole
+    Raises ValueError for a quantised pool, and on TPUs for a layer that shares rows and whose pages are not a whole
     number of tiles.
     """
     first = jnp.int32(place.row * num_pages)
@@ -413,8 +412,8 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
 
 
 def _pool(spec: KVSpec, platform: str, scales: tuple[int, ...]) -> KVPages:
-    """Return a newly allocated, zeroed pool of this spec for a platform. scales: (number of layers with pages, KV
-    heads); used only if the dtype has head scales, which are then 1.
+    """Return a new pool of zeros with this spec for a platform. If the dtype has head scales, they are 1. scales: their
+    shape, (number of layers with pages, KV heads).
     """
     kv = alloc(spec, platform=platform)
     if not has_head_scales(spec):

@@ -1,8 +1,8 @@
-"""ForwardBatch, the input of a model, and StepLayout, the message that it is unpacked from.
+"""ForwardBatch, the input of a model, and StepLayout, the layout of the message from which it is unpacked.
 
-`ForwardBatch` is the only batch that a model gets. The host never builds one: it sends a `StepLayout` message, one flat
-int32 buffer, and the compiled step expands that with the slot state on the device. This file has the shapes of both and
-is free of jax, so that the scheduler can import it.
+`ForwardBatch` is the only batch that a model gets. The host never builds one. It sends a message, one flat int32 buffer
+with the layout `StepLayout`, and the compiled step expands the message with the slot state on the device. This file
+does not import jax, so that the scheduler can import it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class ForwardBatch(NamedTuple):
     Attributes:
       token_ids: i32[T].
       positions: i32[T], 0 in padding.
-      logits_indices: i32[S], the token of each row whose hidden state is sampled from.
+      logits_indices: i32[S], index of the token of each row from whose hidden state logits are computed.
       ragged: for each cache group, where each row's queries and keys are (cu_q_lens, kv_lens, page_table, slot_mapping,
-        counts); only page_table and slot_mapping differ between groups.
+        counts). Only page_table and slot_mapping differ between groups.
       sections: data of optional capabilities for this step, by the name under which layers look them up. The type of a
-        section is declared in the file of the layer that reads it; one that acts on the hidden states between layers is
-        a jaxengine.models.layers.base.section.Section. A capability without data for the step has no entry.
+        section is declared in the file of the layer that reads it. A section that acts on the hidden states between
+        layers is a jaxengine.models.layers.base.section.Section. A capability without data for the step has no entry.
     """
 
     token_ids: jax.Array
@@ -48,15 +48,17 @@ DELTA_COLUMNS = ("row", "column", "page")
 class StepLayout:
     """Layout of a step's message: the offset of each field in its flat int32 buffer.
 
-    Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
-    jaxengine.scheduler.base.token_params, the same for all replicas), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
-    `deltas` [len(DELTA_COLUMNS), num_deltas], the new page-table entries. In a row, `start` >= 0 sets the slot's number
-    of computed tokens, and -1 keeps the number that the device has; `sample` is 1 if the row ends at its last known
-    token, and larger if an extension marks such a row; `next_token` is the prompt token after the chunk, -1 if there is
-    none. A token id of -1 represents the slot's last sampled token, or one that the device proposes. Slots are numbered
-    within the replica; padding rows have max_num_seqs, which no slot has. With G cache groups, an entry's page-table
-    row is group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional
-    capabilities have added to the bucket's messages; unused elements are -1.
+    The fields, in order:
+      header: [len(HEADER)]. Its `features` is the union of what the step's requests need (bits of
+        jaxengine.scheduler.base.token_params), the same for all replicas.
+      rows: [len(ROW_COLUMNS), S]. `slot` is numbered within the replica; padding rows have max_num_seqs, which no slot
+        has. `start` >= 0 sets the slot's number of computed tokens; -1 keeps the number that the device has. `sample`
+        is 1 if the row ends at its last known token, and more if an extension marks such a row. `next_token` is the
+        prompt token after the chunk, -1 if there is none.
+      token_ids: [T]. -1 stands for the slot's last sampled token, or for one that the device proposes.
+      deltas: [len(DELTA_COLUMNS), num_deltas], the new page-table entries. With G cache groups, an entry's row is
+        group * max_num_seqs + slot; in padding it is G * max_num_seqs.
+      sections: fields that optional capabilities add to the bucket's messages; unused elements are -1.
 
     Attributes:
       num_tokens: T.
@@ -72,7 +74,7 @@ class StepLayout:
 
     @cached_property
     def _fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """Position and shape of each field, by name: its slice of the flat buffer, in elements, and its shape."""
+        """Slice of the flat buffer, in elements, and shape of each field, by name."""
         shapes = {
             "header": (len(HEADER),),
             "rows": (len(ROW_COLUMNS), self.num_seqs),
@@ -97,8 +99,8 @@ class StepLayout:
         return name in self._fields
 
     def view(self, buffer: Any, name: str) -> Any:
-        """Return the field `name` of a message buffer i32[size] in its shape: a view of a numpy array, a static slice
-        under jit. Raises KeyError if the layout has no such field.
+        """Return the field `name` of a message buffer i32[size], in its shape. For a numpy array it is a view, under
+        jit a static slice. Raises KeyError if the layout has no such field.
         """
         where, shape = self._fields[name]
         return buffer[where].reshape(shape)

@@ -1,8 +1,8 @@
-"""Table of kernel implementations: one row for each operation and kind of implementation, and one for each platform.
+"""Tables of kernel implementations: a row for each operation and kind of implementation, and one for each platform.
 
-Owns the tables, the error for a missing row, and the mapping from devices and option values to platforms. A new kernel
-is a module and a row here; the conformance suite runs over what each platform takes. Rows are module names, resolved at
-first use: a host imports the kernels of its own platform only.
+This module also maps devices and option values to platforms, and raises the error for a missing row. A new kernel is a
+module and a row here; the conformance suite runs over everything that a platform uses. Rows are names of modules, which
+are imported at first use, so that a host only imports the kernels of its own platform.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
-NATIVE = "native"  # machine code of llvmlite, used only after `native_code` has built it
-NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # of weights that NATIVE kernels multiply
-# How a platform's kernels store keys and values; jaxengine.pallas_kernels.kv.pages describes and implements these.
+NATIVE = "native"  # machine code from llvmlite, which is only used after `native_code` has built it
+NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # dtypes of weights that NATIVE kernels multiply
+# Layouts in which kernels store keys and values. jaxengine.pallas_kernels.kv.pages describes and implements them.
 HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
 
 
@@ -28,11 +28,11 @@ class KernelPlatform:
     """Kernels that one kind of device runs.
 
     Attributes:
-      kinds: kinds of implementations, the best first: an operation runs as the first one that has a row.
+      kinds: kinds of implementations, the best first. An operation uses the first kind that has a row for it.
       backend: jax's lowering platform, "cpu", "cuda" or "tpu".
-      layout: how its kernels store keys and values.
-      option: value that chooses its kernels in options, `check --kernels` and those of `replay`.
-      reads_token_scales: whether its attention supports codes with a scale per token and kv head.
+      layout: layout in which its kernels store keys and values.
+      option: value of `check --kernels` and of the options of `replay` that chooses its kernels.
+      reads_token_scales: whether its attention supports 8-bit pools with a scale per token and KV head.
     """
 
     kinds: tuple[str, ...]
@@ -52,12 +52,12 @@ PLATFORMS = {
     "gpu_xla": KernelPlatform(("cuda", "xla"), "cuda", HEAD_TILES, "xla", reads_token_scales=True),
     "tpu": KernelPlatform(("tpu", "xla"), "tpu", TOKEN_ROWS, "tpu"),
 }
-# Platform by the value that chooses its kernels in options.
+# Platform by KernelPlatform.option.
 PLATFORM_OF_OPTION = {row.option: name for name, row in PLATFORMS.items()}
-# Platform of whole sequences without pages. No device has it. It is plain XLA, and all its operations have gradients.
+# Platform of whole sequences without pages, which no device has. It is plain XLA, and its operations have gradients.
 UNPAGED = "unpaged"
-# The platform of CPUs where a token's result may not depend, to the bit, on what else is in its step: every token has
-# a row of its own there. It shares the CPU's pages.
+# Platform of CPUs on which not a single bit of a token's result may depend on the rest of its step: operations compute
+# every token by itself. It has the CPU's pages.
 EXACT = "exact"
 _KINDS = {
     **{name: row.kinds for name, row in PLATFORMS.items()},
@@ -65,7 +65,7 @@ _KINDS = {
     EXACT: (EXACT, "cpu", "xla"),
 }
 # Kinds in plain XLA, and machine code, which is tested when it is built. Implementations of other kinds are kernels,
-# which have to be proven on the device (pallas_kernels.proof).
+# which have to be tested on the device (pallas_kernels.proof).
 PLAIN_KINDS = frozenset((NATIVE, "cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "blackwell"): "attention.blackwell.attend",
@@ -136,40 +136,40 @@ _ROWS: dict[tuple[str, str], str] = {
     ("state_space", UNPAGED): "state.unpaged",
     ("state_space", EXACT): "state.one_by_one",
 }
-# The operations of each platform of devices.
+# (operation, platform) for the operations of each platform of devices.
 KERNELS = tuple(
     (op, platform)
     for op in dict.fromkeys(op for op, _ in _ROWS)
     for platform, row in PLATFORMS.items()
     if any((op, kind) in _ROWS for kind in row.kinds)
 )
-# Modules in place of kernels that are not used, for operations whose platforms have no row in plain XLA.
+# Modules that replace kernels that are not used, for operations without a row in plain XLA for their platforms.
 _STAND_INS = {"lora_product": "matmul.xla.lora"}
-# Pairs of a schedule and the operation that uses it: neither runs as a kind that the other does not have.
+# Pairs of a schedule and the operation that uses it. Both must run as the same kind.
 _TOGETHER = (("attention_schedule", "ragged_paged_attention"), ("kv_update_schedule", "kv_cache_update"))
 # Modules that can compile a block of attention by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
 # Modules that list candidate sizes for products with quantised matrices, for `jaxengine tune`.
 _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
-# Products of groups whose kernels add the bias of a row's group to its sums. Elsewhere it is added to the product.
+# Grouped products whose kernels add the bias of a row's group to the row's sums. Otherwise it is added afterwards.
 _ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", "tpu")))
 # Modules with `group_step` and `multiplied_rows`, which describe how a platform's grouped kernels lay out rows.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
-# For each jax platform, the platform here whose row is used by operations that are chosen at compilation. All CUDA
-# cards share one, except those with Triton kernels.
+# For each jax platform, the platform whose rows are used by operations that are chosen at compilation. All CUDA cards
+# share one, except those with Triton kernels.
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
-_MADE: set[str] = set()  # kinds whose machine code this process has built
+_BUILT: set[str] = set()  # kinds whose machine code this process has built
 _UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
 _OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls", default=None)
 
 
 @contextmanager
 def rows_of(platform: str) -> Iterator[None]:
-    """Return a context manager in which operations that are chosen at compilation use the row of `platform`, whatever
-    the device is.
+    """Return a context manager in which operations that are chosen at compilation use the rows of `platform`, whatever
+    the device.
     """
     token = _ONLY.set(platform)
     try:
@@ -179,8 +179,8 @@ def rows_of(platform: str) -> Iterator[None]:
 
 
 def platform_rows() -> dict[str, str]:
-    """Return the platform whose row an operation chosen at compilation uses, by the keyword of
-    `jax.lax.platform_dependent`: {"default": platform} within `rows_of`, else one entry per jax platform.
+    """Return the platforms whose rows operations that are chosen at compilation use, by the keyword of
+    `jax.lax.platform_dependent`: {"default": platform} within `rows_of`, otherwise one entry for each jax platform.
     """
     if (only := _ONLY.get()) is not None:
         return {"default": only}
@@ -190,10 +190,10 @@ def platform_rows() -> dict[str, str]:
 
 @contextmanager
 def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
-    """Return a context manager in which the rows (operation, kind) are not used: an operation runs as the next kind of
-    its platform that has a row.
+    """Return a context manager in which these rows, (operation, kind), are not used: the operation uses the next kind
+    of its platform that has a row. An operation and its schedule are excluded together.
 
-    The rows of an enclosing context stay unused, too. An operation and the schedule that it uses are left out together.
+    Within another such context, its rows are excluded as well.
     """
     left_out = {*_UNUSED.get(), *rows}
     for op, kind in tuple(left_out):
@@ -208,10 +208,10 @@ def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
 @contextmanager
 def observed(observer: Callable[..., Any]) -> Iterator[None]:
     """Return a context manager in which `kernel` returns functions that call observer(op, platform, function,
-    *arguments, **options) in place of `function`, the implementation.
+    *arguments, **options) instead of `function`, the implementation.
 
-    The observer must return the operation's result, as a rule by calling `function`. For code that lists a trace's
-    calls.
+    The observer must return the operation's result, usually by calling `function`. It is for code that lists the calls
+    in a trace.
     """
     token = _OBSERVER.set(observer)
     try:
@@ -239,33 +239,33 @@ def backend_of(platform: str) -> str:
 
 
 def kernel_kind(op: str, platform: str) -> str | None:
-    """Return the kind as which `op` runs on `platform`: the first of the platform's kinds that has a row for it and is
-    not excluded (`without_rows`, NATIVE before `native_code`). None if there is none.
+    """Return the kind of implementation that `op` uses on `platform`: the first of the platform's kinds that has a row
+    for it and is not excluded by `without_rows`; None if there is none. NATIVE is excluded before `native_code`.
     """
     unused = _UNUSED.get()
-    kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or kind in _MADE)
+    kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or kind in _BUILT)
     return next((kind for kind in kinds if (op, kind) in _ROWS and (op, kind) not in unused), None)
 
 
 def native_code() -> str:
-    """Build the machine code of NATIVE kernels, once per process, and return a description of it, on which programs
-    depend; "" if it cannot be built and these operations run as plain XLA. Programs with such kernels can be loaded
-    only afterwards.
+    """Build the machine code of NATIVE kernels, once per process, and return a description of it, which is part of the
+    key of programs that use it. Programs with such kernels can only be loaded afterwards. If it cannot be built, return
+    "", and the operations run as plain XLA.
     """
     module = importlib.import_module("jaxengine.pallas_kernels.matmul.native.library")
     if about := module.load():
-        _MADE.add(NATIVE)
+        _BUILT.add(NATIVE)
     return about
 
 
 def is_kernel(op: str, platform: str) -> bool:
-    """Whether `op` runs on `platform` as a kernel, not in plain XLA."""
+    """Whether `op` runs as a kernel on `platform`, not in plain XLA."""
     kind = kernel_kind(op, platform)
     return kind is not None and kind not in PLAIN_KINDS
 
 
 def has_kernels(platform: str) -> bool:
-    """Whether any operation runs on `platform` as a kernel."""
+    """Whether any operation runs as a kernel on `platform`."""
     return any(is_kernel(op, own) for op, own in KERNELS if own == platform)
 
 
@@ -275,10 +275,10 @@ def adds_bias(op: str, platform: str) -> bool:
 
 
 def kernel_module(op: str, platform: str) -> str:
-    """Return the name, under pallas_kernels, of the module that implements `op` on `platform`. That is plain XLA's for
-    an operation whose only rows are excluded, if it has one (_STAND_INS).
+    """Return the name, within pallas_kernels, of the module that implements `op` on `platform`. If all rows of the
+    operation are excluded, it is the module in _STAND_INS, if there is one.
 
-    Raises ValueError naming the platforms that have the operation.
+    Raises ValueError, which names the platforms that have the operation, if there is none.
     """
     if (kind := kernel_kind(op, platform)) is not None:
         return _ROWS[op, kind]
@@ -289,7 +289,7 @@ def kernel_module(op: str, platform: str) -> str:
 
 
 def kernel(op: str, platform: str) -> Callable:
-    """Return the function that implements `op` on `platform`, wrapped within `observed`. Raises ValueError if the
+    """Return the function that implements `op` on `platform`; within `observed` it is wrapped. Raises ValueError if the
     platform does not have the operation.
     """
     function = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
@@ -298,47 +298,45 @@ def kernel(op: str, platform: str) -> Callable:
 
 
 def kernel_rows(platform: str) -> dict[str, str]:
-    """Return, for each operation that `platform` implements, the name of its module under pallas_kernels."""
+    """Return the operations that `platform` implements, with the names of their modules within pallas_kernels."""
     return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
 
 def block_profile(platform: str) -> Callable | None:
-    """Return the function that builds one block of `platform`'s attention by itself, to be compiled
-    (`attention.tpu.profile`).
-
-    None for platforms whose compiler reports no cost.
+    """Return the function that builds a single block of `platform`'s attention for compilation
+    (`attention.tpu.profile`); None for platforms whose compiler reports no cost.
     """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile
 
 
 def product_candidates(platform: str) -> Callable | None:
-    """Return the function that takes a `matmul.candidates.Problem` and yields its `Candidate`s on `platform`; None if
-    there is nothing to choose.
+    """Return the function that yields the `Candidate`s for a `matmul.candidates.Problem` on `platform`; None if there
+    is nothing to choose.
     """
     module = _CANDIDATES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").candidates
 
 
 def group_kernel(platform: str) -> Any:
-    """Return the module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None if XLA computes
-    grouped products there.
+    """Return the module with `group_step` and `multiplied_rows` for `platform`'s grouped kernels; None if XLA computes
+    grouped products.
     """
     module = _GROUPS.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}")
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:
-    """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, including
-    those that replace kernels which fail their proof.
+    """Return the sorted full names of the modules whose code may be part of a program that is compiled for `platform`,
+    including those that replace kernels that fail their tests on the device.
 
-    Platforms of one backend count as one: if an operation is chosen by what jax compiles for, all CUDA cards share a
-    row. "cpu" includes the rows of EXACT. Raises KeyError for a name outside PLATFORMS.
+    Platforms with the same backend are treated alike, since operations that are chosen at compilation share a row on
+    all CUDA cards. "cpu" includes the rows of EXACT. Raises KeyError for a name that is not in PLATFORMS.
     """
     backend = PLATFORMS[platform].backend
     rows = [(op, row) for op, row in KERNELS if PLATFORMS[row].backend == backend]
     modules = {kernel_module(op, row) for op, row in rows}
-    for op, row in rows:  # and what runs in place of a kernel that fails its proof
+    for op, row in rows:  # what replaces kernels that fail their tests
         if is_kernel(op, row):
             plain = {_ROWS[op, kind] for kind in _KINDS[row] if (op, kind) in _ROWS}
             modules |= plain | ({_STAND_INS[op]} if op in _STAND_INS else set())
@@ -351,7 +349,7 @@ def platform_of(device: Any) -> str:
     """Return the platform of a jax device: "cpu", "tpu", "gpu" (Hopper), "gpu_blackwell", "gpu_triton" (Ampere and Ada)
     or "gpu_xla" (any other CUDA card).
 
-    Raises ValueError for a kind of device that has no rows.
+    Raises ValueError for another kind of device.
     """
     if device.platform in ("cpu", "tpu"):
         return device.platform
@@ -365,8 +363,8 @@ def platform_of(device: Any) -> str:
 
 
 def product_platform_of(device: Any) -> str:
-    """Return the platform whose matrix products a jax device runs: `platform_of` the device, but "gpu" for Blackwell
-    cards, whose kernels share its rows. Raises ValueError for a kind of device that has no rows.
+    """Return the platform whose matrix products a jax device runs. It is `platform_of` the device, except for Blackwell
+    cards, which share the rows of "gpu". Raises ValueError for a kind of device that has no platform.
     """
     platform = platform_of(device)
     return "gpu" if platform == "gpu_blackwell" else platform

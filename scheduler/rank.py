@@ -1,9 +1,9 @@
 """Schedule of one replica ("rank"): its pages, its slots, and its rows of the next step.
 
-Decodes come first, then running prefills, then the requests that the scheduler admits, while tokens, slots and pages
-last. A prefill chunk and a decode are the same thing: a request with `num_scheduled` new tokens. Decodes are handled as
-arrays; Python objects are touched only for requests that start, end, prefill, are preempted or stream every token. This
-module knows neither the waiting queue nor other replicas.
+Decodes come first, then running prefills, then the requests that the scheduler admits, until tokens, slots or pages run
+out. A prefill chunk and a decode are the same thing: a request with `num_scheduled` new tokens. Decodes are handled as
+arrays. Python objects are touched only for requests that start, end, prefill, are preempted or stream every token. This
+module is independent of the waiting queue and of other replicas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxengine.scheduler.pages.snapshots import Hits
 
 
 class Offer(NamedTuple):
-    """Treatment that a waiting request would get from a replica if it were admitted now.
+    """What a waiting request would get from a replica if it were admitted now.
 
     Attributes:
       known: i32 [n], the request's known tokens.
@@ -41,22 +41,21 @@ class Offer(NamedTuple):
 
 
 class Rank:
-    """Scheduler of one replica's batches. For each step: `begin`, any number of `admit`, `commit`; later `update`.
+    """Scheduler of one replica's batches. For each step call `begin`, then `admit` any number of times, then `commit`,
+    and `update` once its tokens are known.
 
     Attributes:
       index: number of the replica.
       pages: page tables of its slots. pool: the pool of their pages.
       slots: its running requests.
-      budget: remaining tokens of the step being scheduled; 0 if the replica preempted, so that it admits no request.
+      budget: tokens that the step being scheduled can still take; 0 after a preemption, so that no request is admitted.
       preempted: requests that lost their slot in this step.
       decodes: i64 [n], slots that feed their last sampled token in this step.
       weights_digest: digest of the weights that compute requests admitted from now on, see Request.
     """
 
     def __init__(self, config: SchedulerConfig, index: int = 0):
-        """Start without requests, with an empty pool of config.num_pages pages. Raises ValueError if num_pages is below
-        1.
-        """
+        """Begin without requests, with an empty pool of config.num_pages pages. Raises ValueError for num_pages < 1."""
         self.config = config
         self.index = index
         self.pages = PageTables(config)
@@ -68,7 +67,7 @@ class Rank:
         self.weights_digest = b""
         self._results = Results(self.slots, index, config.max_model_len)
         self._num_steps = 0
-        # num_scheduled, start and sample of decodes, for the largest possible number of them.
+        # num_scheduled, start and sample of a batch of max_num_seqs decodes; smaller batches take slices.
         self._decode_columns = [
             np.full(config.max_num_seqs, fill, dtype) for fill, dtype in ((1, np.int32), (-1, np.int32), (1, np.bool_))
         ]
@@ -78,7 +77,7 @@ class Rank:
         self.decodes = np.empty(0, np.int64)
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
-        # Free pages that the running requests still need for tokens that are known already.
+        # Free pages that running requests still need for tokens that are already known.
         self._num_promised = 0
 
     def extend(self, extensions: Sequence[RankExtension]) -> None:
@@ -87,12 +86,12 @@ class Rank:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens of this replica's running requests, computed or not."""
+        """Number of known tokens of this replica's running requests, whether computed or not."""
         return int(self.slots.num_tokens[self.slots.active].sum())
 
     def count_token_slots(self) -> tuple[int, int]:
-        """Return the number of token slots in pages held by running requests, over all cache groups, and how many of
-        them hold no computed token.
+        """Return the number of token slots in the pages that running requests hold, over all cache groups, and how many
+        of these slots hold no computed token.
         """
         s, pages, page_size = self.slots, self.pages, self.config.page_size
         active = np.flatnonzero(s.active)
@@ -105,22 +104,22 @@ class Rank:
         return self.budget > 0 and self.slots.num_free > 0
 
     def begin(self, num_in_flight: int) -> None:
-        """Start a step with the rows of running requests, decodes and then prefill chunks: allocate their pages, and
-        register those that the chunks fill in the prefix cache.
+        """Start a step with the rows of running requests: decodes, then prefill chunks. Allocate their pages, and
+        register in the prefix cache the pages that the chunks fill.
 
-        Pages that windows have left are freed first. If pages do not suffice, requests are preempted (`preempted`), and
-        `budget` is 0. num_in_flight: number of steps whose tokens are not known yet.
+        Pages that sliding windows have left are freed first. If there are too few pages, requests are preempted
+        (`preempted`), and `budget` becomes 0. num_in_flight: number of steps whose tokens are not known yet.
         """
         self._num_steps += 1
         self._admitted, self.preempted = [], []
         for extension in self._extensions:
             extension.begin()
-        # Pages that the windows of their last chunks have left; decodes give pages back as they grow.
+        # Prefills free the pages that their windows have left here; decodes do so when they grow.
         for slot, _ in self._prefills:
             self.pages.give_back(slot, int(self.slots.num_computed[slot]))
         decodes = self._schedule_decodes(num_in_flight)
         self.budget = self.config.max_num_batched_tokens - len(decodes)
-        # A request that does not decode has known tokens left to compute, or its last one is in flight.
+        # A running request that does not decode has known tokens left to compute, or its last token is in flight.
         prefills = self._schedule_prefills() if len(decodes) < self.slots.num_active else []
         if self.preempted:
             decodes = decodes[self.slots.active[decodes]]
@@ -129,18 +128,18 @@ class Rank:
         for slot, count in prefills:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
         self.decodes, self._prefills = decodes, prefills
-        # If there are no prefills, none is left, or the step has no tokens for them, or an extension has deferred them.
+        # Without prefills there are none left, or the step had no tokens for them, or an extension has deferred them.
         is_waiting = prefills or (self._extensions and len(decodes) < self.slots.num_active)
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:
-        """Return what an open replica can do for a waiting request; None if its pages or the step's tokens do not
-        suffice (for all of its tokens, without enable_chunked_prefill), or an extension defers the request. Reserves
-        nothing, but sets the request's weights digest and page digests.
+        """Return what an open replica can do for a waiting request. None if it has too few free pages, if the step has
+        no tokens left (without enable_chunked_prefill: too few for the whole prompt), or if an extension defers the
+        request. Reserves nothing, but sets the request's weights digest and page digests.
 
-        The pages must suffice for all known tokens, not only for those of the next step, in addition to what running
-        requests still need for theirs: a prompt admitted to grow into pages that others will hold would be preempted
-        and computed again.
+        There must be pages for all known tokens of the request, not only for those of the next step, in addition to the
+        pages that running requests still need for theirs. Otherwise a prompt could be admitted that later has to be
+        preempted and computed again, because others hold the pages that it would grow into.
         """
         request.compute_with(self.weights_digest)
         known = request.known_token_ids()
@@ -154,11 +153,11 @@ class Rank:
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
-        """Give a request a slot, and the pages and tokens of `offer`, the result of `offer`, since which nothing may
-        have changed. The request is then RUNNING.
+        """Give a request a slot, and the pages and tokens of an offer, and set its status to RUNNING.
 
-        Raises OverflowError, TypeError or ValueError if a value of the request fits no column; it then has no slot.
-        After an error that leaves it with one, the replica cannot go on.
+        offer: result of the method `offer`; nothing may have changed since it was made. Raises OverflowError, TypeError
+        or ValueError, with no slot taken, if a value of the request does not fit its column. If the request has a slot
+        after an error, the replica is in an undefined state.
         """
         s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
@@ -179,12 +178,12 @@ class Rank:
 
     @property
     def num_decodes(self) -> int | None:
-        """Number of decodes of the step being scheduled; None if the step has other rows, too."""
+        """Number of decodes of the step being scheduled; None if the step has other rows as well."""
         return None if self._prefills else len(self.decodes)
 
     def commit(self) -> ScheduledBatch:
-        """End the step being scheduled: let extensions complete its batch, count its tokens as computed and those that
-        it samples as decided, and return the batch, which is to be dispatched.
+        """End the step being scheduled and return its batch, which must then be dispatched. Extensions complete the
+        batch; its tokens count as computed from now on, and the tokens that it samples count in Slots.num_tokens.
         """
         s, batch = self.slots, self._batch()
         for extension in self._extensions:
@@ -197,12 +196,12 @@ class Rank:
         return batch
 
     def _batch(self) -> ScheduledBatch:
-        """Return the batch of the scheduled step: decodes of one token each, then prefill chunks, the shortest first.
-        Takes the page tables' deltas. With several micro-batches the step's number is written to Slots.last_step.
+        """Return the batch of the scheduled step: decodes of one token each, then prefill chunks, shortest first. The
+        batch takes the page tables' deltas. With several micro-batches the step's number is written to Slots.last_step.
         """
         s, decodes = self.slots, self.decodes
-        # Long chunks come last: the model may attend to their keys in another form
-        # (jaxengine.models.layers.attention.mla_made).
+        # Long chunks come last because the model may attend to them in another way
+        # (jaxengine.models.layers.attention.mla_expanded).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
         ones, unset, chosen = self._decode_columns
@@ -253,8 +252,8 @@ class Rank:
         now: float,
         counts: np.ndarray | None = None,
     ) -> list[End]:
-        """Apply the sampled tokens of one of its batches, in the order of steps; add them to `result`, and return the
-        ends of requests that they bring, which the caller must carry out. Arguments: see `Results.take`.
+        """Apply the sampled tokens of a batch and add them to `result`. Return the requests that they end, which the
+        caller must finish. Batches must be updated in the order of their steps. Arguments: see `Results.take`.
         """
         return self._results.take(batch, token_ids, counts, result, now)
 
@@ -262,14 +261,14 @@ class Rank:
         """Free a running request's slot and pages, and what extensions hold for it. The request keeps its output and
         its status.
 
-        With prefix caching, all full pages of its computed tokens, generated ones included, are registered in the cache
-        first.
+        With prefix caching, all full pages of its computed tokens are first registered in the cache, including those of
+        generated tokens.
         """
         s = self.slots
         request = s.requests[slot]
         assert request is not None
         if self.config.enable_prefix_caching:
-            # A token's KV exists once its step has been dispatched; the last sampled token may never be fed.
+            # A token's KV counts as written once its step is dispatched. The last sampled token may never be fed.
             written = int(min(s.num_computed[slot], s.num_known[slot]))
             if not self.pages.is_registered(slot, written):
                 tokens = s.known_token_ids(slot)[:written]
@@ -281,9 +280,8 @@ class Rank:
             extension.release(slot)
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> list[Request]:
-        """Take away slots and pages of running requests, between two steps, with none in flight.
-
-        which: selects the requests; None for all. Returns those requests, which have to wait again.
+        """Preempt running requests, between two steps and with no step in flight, and return them; they have to wait
+        again. which: selects the requests; None for all.
         """
         self.preempted = []
         for slot in self.slots.active.nonzero()[0].tolist():
@@ -293,11 +291,11 @@ class Rank:
         return self.preempted
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
-        """Return the slots that feed their last token, i64 [n] ascending, after allocating a page of every group for
-        each that needs one.
+        """Return the slots that decode in this step, i64 [n] ascending, after allocating a page of every group for each
+        slot that needs one.
 
-        If pages do not suffice, requests are preempted, those last in order first. num_in_flight: number of steps whose
-        tokens are not known yet.
+        If there are too few pages, requests are preempted, the last in order first. num_in_flight: number of steps
+        whose tokens are not known yet.
         """
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
@@ -305,23 +303,24 @@ class Rank:
         pages, computed = self.pages, s.num_computed[slots]
         needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
         if len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
-            for slot in needy.tolist():  # pages with other owners do not become free by that
+            for slot in needy.tolist():  # pages that other requests share do not become free
                 pages.give_back(slot, int(s.num_computed[slot]))
         while len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
-            self._preempt(s.last_in_line())
+            self._preempt(s.last_in_order())
             needy = needy[s.active[needy]]
         if len(needy):
             pages.grow_by_one(needy)
         return slots[s.active[slots]] if self.preempted else slots
 
     def _next_share(self, ready: np.ndarray, num_in_flight: int) -> np.ndarray:
-        """Return the slots that decode in one of several steps in flight together (num_micro_batches > 1), i64 [n]
-        ascending: of those with known last tokens, the ones that waited longest.
+        """Return the slots that decode in the next of several micro-batches (num_micro_batches > 1), i64 [n] ascending:
+        of the slots whose last token is known, those that have waited longest.
 
-        ready: bool [max_num_seqs], slots that decode. num_in_flight: number of steps whose tokens are not known yet.
+        ready: bool [max_num_seqs], slots that could decode. num_in_flight: number of steps whose tokens are not known.
 
-        The free decodes are spread over the steps that may follow before one comes back, so that no stage runs empty;
-        and no step takes more than an even share of all decodes, so that requests which arrived together are split up.
+        The available decodes are spread over the steps that can be dispatched before the next one returns, so that no
+        stage runs empty. No step takes more than an even share of all decodes, so that requests that arrived together
+        are split up.
         """
         s, num_steps = self.slots, self.config.num_micro_batches
         slots = np.flatnonzero(ready & (s.num_known == s.num_tokens))
@@ -332,11 +331,12 @@ class Rank:
         return np.sort(slots[np.argsort(s.last_step[slots], kind="stable")[:count]])
 
     def _schedule_prefills(self) -> list[tuple[int, int]]:
-        """Return (slot, number of tokens to compute) of running requests whose known tokens are not all computed, in
-        queue order while the budget lasts. Allocates their pages, lets extensions reserve, and reduces `budget`.
+        """Return (slot, number of tokens to compute) for running requests that still have known tokens to compute, in
+        queue order until the budget is used up. Allocates their pages, calls the extensions' `reserve`, and reduces
+        `budget`.
 
-        If pages do not suffice, requests are preempted, those last in order first; the list may still contain these, so
-        the caller must remove them.
+        If there are too few pages, requests are preempted, the last in order first. The list may still contain
+        preempted requests, which the caller must remove.
         """
         s, slots = self.slots, self._unfed()
         if not len(slots):
@@ -354,7 +354,7 @@ class Rank:
                 continue
             need = self.pages.num_missing(slot, computed + count)
             while need > self.pool.num_free and s.active[slot]:
-                self._preempt(s.last_in_line())
+                self._preempt(s.last_in_order())
             if not s.active[slot]:
                 break
             self.pages.grow(slot, computed + count)
@@ -365,35 +365,33 @@ class Rank:
         return scheduled
 
     def _unfed(self) -> np.ndarray:
-        """Return the slots that do not decode yet, i64 [n]: some of the tokens that were known when the request took
-        the slot are not computed.
+        """Return the slots that do not decode yet, i64 [n]: some of the tokens that were known when their request took
+        the slot have not been computed.
         """
         s = self.slots
         return (s.active & (s.num_computed < s.num_fed)).nonzero()[0]
 
     def _num_missing(self, slot: int) -> int:
-        """Return the most pages that the known tokens of a slot will take (`most_pages_of`), minus those that it
-        holds.
-        """
+        """Return how many more pages the known tokens of a slot will take at most (`most_pages_of`)."""
         held = self.pages.count_held(np.array([slot]))
         return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
 
     def _num_kept_free(self) -> int:
-        """Return the number of pages that admission leaves free for running requests: the next column of each that may
-        outgrow the columns that it has.
+        """Return the number of pages that admission leaves free for running requests: one more column for each request
+        that may outgrow those that it has.
 
-        This watermark avoids admitting a request only to preempt it at the next decode that begins a page. It follows
-        what runs (vLLM's is a share of the pool): an empty replica keeps nothing free.
+        Without this watermark a request might be admitted only to be preempted as soon as a decode begins a new page.
+        It depends on the running requests, so an empty replica keeps nothing free. (vLLM's watermark is a fixed share
+        of the pool.)
         """
         s = self.slots
         may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
         return self.pages.num_to_grow(np.flatnonzero(may_grow))
 
     def _chunk(self, request: Request, start: int, remaining: int, hits: Hits | None = None) -> int:
-        """Return how many of the `remaining` tokens of a request, from `start` on, the step computes: at most the
-        budget and long_prefill_token_threshold (0: no limit), and what every extension allows; 0 if one defers it.
-
-        hits: see RankExtension.chunk.
+        """Return how many of the `remaining` tokens of a request, from `start` on, the step computes. The budget,
+        long_prefill_token_threshold (0 for no limit) and every extension limit the number; it is 0 if an extension
+        defers the request. hits: see RankExtension.chunk.
         """
         count = min(remaining, self.budget, self.config.long_prefill_token_threshold or remaining)
         for extension in self._extensions:
@@ -401,9 +399,8 @@ class Rank:
         return count
 
     def findable(self, request: Request, known: np.ndarray) -> Sequence[bytes]:
-        """Return the digests of those leading pages of a request's tokens, `known` i32 [n], that need not be computed
-        if they are in a cache. At least one token is left to compute, and at most `most_cached` tokens may come from a
-        cache.
+        """Return the digests of the leading pages of a request's tokens, `known` i32 [n], that may be taken from a
+        cache. At least one token is left to compute, and no more than `most_cached` tokens may come from a cache.
         """
         hashes = request.extend_page_hashes(known, self.config.page_size)
         most = request.params.most_cached
@@ -411,10 +408,10 @@ class Rank:
         return hashes[: most // self.config.page_size]
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
-        """Register in the prefix cache those pages of the slot whose tokens are all among its first `num_computed`.
+        """Register in the prefix cache the pages that the slot's first `num_computed` tokens fill.
 
-        count: how many of these tokens the step being scheduled computes; unless it is 0, extensions are called
-        (`register`).
+        count: how many of these tokens the step being scheduled computes. Unless it is 0, the extensions' `register` is
+        called.
         """
         request = self.slots.requests[slot]
         assert request is not None
@@ -425,7 +422,7 @@ class Rank:
 
     def _preempt(self, slot: int) -> None:
         """Take away a running request's slot and pages, set its status to PREEMPTED, count the preemption, and append
-        it to `preempted`. If tokens of it are in flight, it waits for these first.
+        the request to `preempted`. If some of its tokens are in flight, it must wait for them before it can run again.
         """
         s = self.slots
         request = s.requests[slot]

@@ -1,8 +1,7 @@
-"""Policy: which requests run next, and on which replica. One queue of waiting requests, one or more replicas that run
-them.
+"""Scheduler: decides which waiting requests run next, and on which replica.
 
-The scheduler runs ahead of the device: `schedule` may be called before the tokens of earlier steps are known. It knows
-no devices, tokenizers or text.
+There is one queue of waiting requests, and one or more replicas that run them. The scheduler works ahead of the device:
+`schedule` may be called before the tokens of earlier steps are known. Devices, tokenizers and text do not occur here.
 """
 
 from __future__ import annotations
@@ -35,36 +34,34 @@ _PREEMPTED = (
 
 
 class Scheduler:
-    """Scheduler that decides what each step computes. Call `schedule`, run the step on the device, and call `update`,
-    in that order for every step with rows.
+    """Scheduler that decides what each step computes. For every step with rows call `schedule`, run the step on the
+    device, then call `update`.
 
-    All replicas share one queue, and a request gets its replica when it is admitted, not when it arrives. So no request
-    waits for one replica while another idles, whatever lengths the requests turn out to have; the queue's order, with
-    priorities and with preempted requests at the front, holds over all replicas; and nothing has to be moved, because a
-    waiting request has no KV except what a prefix cache kept. (vLLM chooses on arrival, by 4 x waiting + running.) If
-    the first request in the queue cannot run, none behind it is admitted, so that a long prompt is not overtaken for
-    ever.
+    All replicas share one queue. A request is assigned to a replica when it is admitted, not when it arrives. So no
+    request waits for one replica while another is idle, however long the requests turn out to be. The queue's order,
+    with priorities and with preempted requests at the front, holds over all replicas. And no KV has to be moved,
+    because a waiting request has none except what a prefix cache has kept. (vLLM chooses a replica on arrival, by 4 x
+    waiting + running.) If the first request in the queue cannot run, no later one is admitted, so that a long prompt
+    is not overtaken forever.
 
-    Of the replicas that have a slot, tokens and pages for the first request, the one is chosen for which the tokens of
-    its running requests plus those of this request that its prefix cache lacks are fewest; the first of equals. Both
-    sums are work: held tokens are read by every later step and bound what fits, tokens not cached must be computed. So
-    a cached prefix attracts a request unless that replica is more loaded than another by more than the prefix's length,
-    and without one the replica with most room wins.
+    Among the replicas that have a slot, tokens and pages for the first request, the one with the least work is chosen;
+    if several are equal, the first. Its work is the number of tokens of its running requests, which every later step
+    reads, plus the number of this request's tokens that its prefix cache lacks, which have to be computed. So a request
+    goes to the replica that has its prefix cached, unless that replica has more tokens than another by more than the
+    prefix's length. Without a cached prefix it goes to the replica with the fewest tokens.
 
     Attributes:
       ranks: the replicas.
       num_pages: pages of all replicas.
-      num_preemptions, num_prefix_queries, num_prefix_hits: over all replicas; the last two in tokens.
+      num_preemptions, num_prefix_queries, num_prefix_hits: totals over all replicas; the last two in tokens.
       extensions: the optional capabilities that take part.
-      paused: whether the owner of the scheduler should schedule no step; `schedule` does not check it.
+      paused: whether the scheduler's owner must schedule no step; `schedule` does not check it.
 
     Raises ValueError for a configuration without pages.
     """
 
     def __init__(self, config: SchedulerConfig):
-        """Create the replicas and the extensions, and attach them to each other. Raises ValueError if num_pages is
-        below 1.
-        """
+        """Create and connect the replicas and the extensions. Raises ValueError for num_pages < 1."""
         self.config = config
         self.ranks = [Rank(config, index) for index in range(config.num_ranks)]
         self.num_pages = sum(rank.pool.num_pages for rank in self.ranks)
@@ -86,9 +83,7 @@ class Scheduler:
             rank.extend([extension.ranks[index] for extension in self.extensions if extension.ranks])
 
     def extension(self, name: str) -> Any:
-        """Return the extension of the capability `name`, which the engine must have been started with. Raises
-        StopIteration for any other.
-        """
+        """Return the extension of the capability `name`. Raises StopIteration if the engine was started without it."""
         return next(extension for extension in self.extensions if extension.name == name)
 
     @property
@@ -107,9 +102,7 @@ class Scheduler:
         return self._fair is not None
 
     def num_waiting_of(self, client: str) -> int:
-        """Return the number of a client's requests in the queue. Only for the fair policy (AssertionError
-        otherwise).
-        """
+        """Return the number of a client's requests in the queue. Must only be called under the fair policy."""
         assert self._fair is not None
         return self._fair.num_waiting(client)
 
@@ -120,7 +113,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Number of waiting requests that could not run even if there were room."""
+        """Number of waiting requests that could not run even if slots, pages and tokens were free."""
         return len(self._held) + sum(request.wait is not Wait.NONE for request in self._waiting)
 
     @property
@@ -144,12 +137,12 @@ class Scheduler:
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Add a request to the queue and number it (`arrival_index`). A request that waits for an extension
+        """Number a request (`arrival_index`) and add it to the queue. A request that waits for an extension
         (Wait.APART) is held outside the queue.
 
         Raises:
-          RequestError: the id is taken, the policy has no priorities or no clients, the prompt is empty or leaves no
-            room for a token, or the request may need more pages than a pool has. Nothing has changed then.
+          RequestError: the id is in use, the policy does not use priorities or clients, the prompt is empty or leaves
+            no room for a token, or the request may need more pages than a pool has. Nothing has changed then.
         """
         config = self.config
         if request.request_id in self._requests:
@@ -191,11 +184,11 @@ class Scheduler:
         self._enqueue(request)
 
     def hold(self, request: Request) -> None:
-        """Take away the slot of a running request and hold it outside the queue until `release`, so that it blocks no
-        other request.
+        """Take away the slot of a running request, and hold the request outside the queue until `release`, so that it
+        blocks no other request.
 
         Its computed pages stay in the prefix cache. A token that a step in flight samples for it is dropped and sampled
-        again, so at most one of its tokens may be in flight.
+        again later, so at most one of its tokens may be in flight.
         """
         self.ranks[request.rank].release(request.slot)
         request.status, request.wait = RequestStatus.PREEMPTED, Wait.APART
@@ -205,15 +198,15 @@ class Scheduler:
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:
-        """Put a request that is held outside the queue back into the queue. Does nothing for any other request."""
+        """Put a request that is held outside the queue into the queue. Do nothing for any other request."""
         if request in self._held:
             self._held.remove(request)
             request.wait = Wait.NONE
             self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request for `reason`, whatever its state. Its slot and pages are freed at once, and its tokens in
-        flight are dropped. Does nothing if it has already ended.
+        """End a request in any state for `reason`. Its slot and pages are freed at once, and its tokens in flight are
+        dropped. Do nothing if it has already ended.
 
         stop_reason: the token or text that ended it, or a description of what went wrong; None otherwise.
         """
@@ -247,10 +240,10 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> ScheduledStep:
         """Return the next step, and count it as in flight if it has rows.
 
-        Running requests come first, and may be preempted for lack of pages. Then waiting ones are admitted, including
-        those that extensions no longer hold, and extensions add their data. A step without rows means that nothing can
-        run before the next `update`. now: seconds of the engine's clock; requests whose deadline has passed are ended
-        (`ScheduledStep.expired`).
+        Requests whose deadline has passed are ended first (`ScheduledStep.expired`). Then running requests are
+        scheduled, some of which may be preempted for lack of pages. Then waiting requests are admitted, including those
+        that extensions no longer hold, and extensions add their data. A step without rows means that nothing can run
+        before the next `update`. now: seconds of the engine's clock.
         """
         expired = self.expire(now) if self._deadlines else []
         for rank in self.ranks:
@@ -280,15 +273,15 @@ class Scheduler:
         now: float = 0.0,
         counts: np.ndarray | None = None,
     ) -> StepResult:
-        """Apply the tokens that a step sampled, finish the requests that they end, and return both as a StepResult. The
-        step no longer counts as in flight. Raises ValueError unless token_ids has one entry for each replica.
+        """Apply the tokens that a step has sampled, finish the requests that they end, and return both as a StepResult.
+        The step no longer counts as in flight. Raises ValueError unless token_ids has one entry for each replica.
 
         Args:
-          step: from `schedule`; steps must be updated in their order.
+          step: result of `schedule`; steps must be updated in the order in which they were scheduled.
           token_ids: for each replica, ids by row, i32 [replicas, >= rows]; for a step whose width is more than 1
             i32 [replicas, >= rows, width]. Rows that do not sample are ignored. A negative id means that the row's
             logits were not finite; its request ends with an error.
-          now: when they came, in seconds of the engine's clock.
+          now: when the tokens arrived, in seconds of the engine's clock.
           counts: i32 [replicas, >= rows], how many tokens each row got in a step of width > 1; None for other steps.
         """
         self._num_in_flight -= 1
@@ -311,8 +304,8 @@ class Scheduler:
             rank.pages.reset_prefix_cache()
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> None:
-        """Put running requests back into the queue. They are computed again from their first token, except for what the
-        prefix cache has. No step may be in flight. `num_preemptions` of the scheduler does not count them.
+        """Put running requests back into the queue. They will be computed again from their first token, except for what
+        the prefix cache has. No step may be in flight. The scheduler's `num_preemptions` does not count them.
 
         which: selects the requests; None for all.
         """
@@ -321,15 +314,15 @@ class Scheduler:
                 self._put_back(request)
 
     def replace_weights(self, digest: bytes) -> None:
-        """Set the digest of the weights of all later steps. Requests admitted from now on do not find cached pages of
-        other weights.
+        """Set the digest of the weights that all later steps use. Requests admitted from now on do not find cached
+        pages that other weights have computed.
         """
         for rank in self.ranks:
             rank.weights_digest = digest
 
     def expire(self, now: float) -> list[Request]:
-        """End the requests whose deadlines are before `now`, seconds of the engine's clock, as aborted with stop_reason
-        "timeout", and return them. `schedule` does this, too.
+        """End the requests whose deadline is before `now`, as aborted with stop_reason "timeout", and return them.
+        `schedule` calls this too. now: seconds of the engine's clock.
         """
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:
@@ -340,12 +333,13 @@ class Scheduler:
         return expired
 
     def _admit(self, now: float) -> list[Request]:
-        """Admit waiting requests to replicas, in queue order, until the first one fits nowhere or must wait.
+        """Admit waiting requests to replicas, in queue order, until the first one does not fit any replica or must
+        wait. Return the requests that failed.
 
-        Requests that an extension does not admit are then held outside the queue. A request with a value that fits no
-        column is logged and ended with an error; only these requests are returned. At its first admission a request
-        gets num_cached_tokens and first_scheduled_time, and with prefix caching it counts in num_prefix_queries and
-        num_prefix_hits. now: see `schedule`.
+        A request that an extension does not admit is held outside the queue. A request with a value that does not fit
+        its column is logged, ended with an error, and returned. At its first admission a request gets num_cached_tokens
+        and first_scheduled_time, and with prefix caching it counts in num_prefix_queries and num_prefix_hits. now: see
+        `schedule`.
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
@@ -354,16 +348,16 @@ class Scheduler:
                 request.wait = Wait.APART
                 self._held.add(request)
                 continue
-            place = self._place(request)
-            if place is None:
+            best = self._best_offer(request)
+            if best is None:
                 break
-            rank, offer = place
+            rank, offer = best
             try:
                 rank.admit(request, offer)
             except (OverflowError, TypeError, ValueError) as error:
-                if request.slot >= 0:  # no value of the request: pages may be in the cache that no step will fill
+                if request.slot >= 0:  # not the request's fault; the cache may now have pages that no step will fill
                     raise
-                logger.exception("request %s cannot be taken in", request.request_id)
+                logger.exception("request %s cannot be admitted", request.request_id)
                 self.finish(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
                 failed.append(request)
                 continue
@@ -378,24 +372,22 @@ class Scheduler:
         return failed
 
     def _release_ready(self) -> None:
-        """Put the requests that extensions no longer hold back into the queue."""
+        """Put the requests that extensions no longer hold into the queue."""
         for extension in self.extensions:
             for request in extension.ready():
                 self.release(request)
 
-    def _place(self, request: Request) -> tuple[Rank, Offer] | None:
-        """Return the replica with the least work (`_work`) that can run a request now, with its offer; None if no
-        replica can.
+    def _best_offer(self, request: Request) -> tuple[Rank, Offer] | None:
+        """Return the replica that would have the least work with a request, and its offer; None if no replica can run
+        the request now.
         """
-        offers = [(rank, offer) for rank in self.ranks if rank.is_open and (offer := rank.offer(request)) is not None]
-        return min(offers, key=self._work, default=None)
 
-    def _work(self, place: tuple[Rank, Offer]) -> int:
-        """Return the number of known tokens that the replica of `place` would hold with the new request, minus those of
-        the request that are cached.
-        """
-        rank, offer = place
-        return rank.num_tokens + len(offer.known) - offer.num_cached
+        def work(candidate: tuple[Rank, Offer]) -> int:
+            rank, offer = candidate
+            return rank.num_tokens + len(offer.known) - offer.num_cached
+
+        offers = [(rank, offer) for rank in self.ranks if rank.is_open and (offer := rank.offer(request)) is not None]
+        return min(offers, key=work, default=None)
 
     def _enqueue(self, request: Request) -> None:
         """Add a request to the queue, or to those held outside it if it waits for an extension (Wait.APART)."""
@@ -405,8 +397,8 @@ class Scheduler:
             self._waiting.push(request)
 
     def _requeue(self, request: Request) -> None:
-        """Put a request that was preempted for lack of pages back to its old position in the queue, tell the
-        extensions, count the preemption, and log a warning for the first preemption and every fiftieth after it.
+        """Return a request that was preempted for lack of pages to its old position in the queue, notify extensions,
+        and count the preemption. Log a warning for the first preemption and for every fiftieth after it.
         """
         self._put_back(request)
         modes = [mode for each in self.extensions if (mode := each.preempted(request))]
@@ -416,8 +408,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _put_back(self, request: Request) -> None:
-        """Put a request that has lost its slot back to its old position in the queue, or outside it (`_enqueue`). Under
-        the fair policy its client has one running request less.
+        """Return a request that has lost its slot to its old position in the queue, or hold it outside (`_enqueue`).
+        Under the fair policy its client has one running request less.
         """
         self._enqueue(request)
         if self._fair is not None:

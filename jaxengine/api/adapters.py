@@ -1,6 +1,4 @@
-"""Loading of LoRA adapters into an engine, in this process or another; their files are read on a thread of the engine's
-process.
-"""
+"""Loading of LoRA adapters into an engine in this process or another one."""
 
 from __future__ import annotations
 
@@ -19,10 +17,11 @@ _POLL_SECONDS = 0.01
 async def load_adapter(
     utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None, *, in_place: bool = False
 ) -> None:
-    """Load an adapter from a path on the engine's machine, and return when it is loaded.
+    """Load an adapter from a path on the engine's machine, and return when it is loaded. Its files are read on a thread
+    of the engine's process.
 
-    utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the name is loaded
-    already. in_place: replace the adapter of this name; its running requests continue with their old matrices. Raises
+    utility: `EngineClient.utility`. number: the adapter's lora_int_id; with None it is an error if the name is already
+    loaded. in_place: replace the adapter with this name; its running requests continue with the old matrices. Raises
     RequestError, with nothing changed, or EngineDeadError.
     """
     ticket = await utility("load_adapter", name, path, number, in_place)

@@ -1,4 +1,4 @@
-"""Online API: requests as async streams over one engine, which steps on its own thread."""
+"""Online API: requests are async streams, and one engine runs them all on a thread of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.output_stream import OutputStream
-from jaxengine.api.owner import refuse_pickle
+from jaxengine.api.owner import pickle_error
 from jaxengine.api.weights import AsyncWeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -63,7 +63,7 @@ class _Reader:
 class AsyncLLM(AsyncWeightMethods, VllmMethods):
     """Engine that streams the outputs of many requests at once, for use from async code.
 
-    Making one loads the model and starts the thread that runs steps. Raises ConfigError, ModelConfigError or
+    The constructor loads the model and starts the thread that runs steps. It raises ConfigError, ModelConfigError or
     ModelFileError.
 
     Args:
@@ -103,9 +103,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     ) -> Self:
         """Make an engine from `EngineArgs` or an EngineConfig.
 
-        usage_context: ignored; it is for vLLM's usage statistics, which are not collected here. Raises ConfigError for
-        start_engine_loop or stat_loggers other than the defaults, and ConfigError, ModelConfigError or ModelFileError
-        if the engine cannot start.
+        usage_context: ignored; in vLLM it labels usage statistics, which jaxengine does not collect. Raises ConfigError
+        if start_engine_loop or stat_loggers is not the default, and ConfigError, ModelConfigError or ModelFileError if
+        the engine cannot start.
         """
         for name, value, only in (("start_engine_loop", start_engine_loop, True), ("stat_loggers", stat_loggers, None)):
             if value is not only:
@@ -119,7 +119,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return self._core
 
     def __reduce__(self) -> NoReturn:
-        raise refuse_pickle("AsyncLLM")
+        raise pickle_error("AsyncLLM")
 
     @property
     def errored(self) -> bool:
@@ -147,14 +147,14 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs as `sampling_params.output_kind` specifies, until the request is finished.
 
-        The request begins with the iteration, which also raises the errors. Leaving the iteration early, or cancelling
-        the task that runs it, aborts the request and frees its pages.
+        The request starts when the iteration starts, and the iteration raises its errors. Leaving the iteration early,
+        or cancelling the task that runs it, aborts the request and frees its pages.
 
         Args:
           sampling_params: None for the model's defaults.
-          request_id: None for a new one.
+          request_id: None for a generated one.
           priority, timeout, client, session: see `RequestOptions`.
-          lora_request: the adapter to use; it is loaded unless it already is.
+          lora_request: the adapter to use. It is loaded first if necessary.
 
         Raises:
           RequestError: the request cannot be served; other requests are not affected.
@@ -175,17 +175,19 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         decode: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> CompletionLogprobs:
-        """Return the raw log-probability of each token of one completion for each prompt, computed by the programs that
-        serve.
+        """Return the raw log-probability of each token of given completions, one completion for each prompt.
 
-        They are of temperature 1, without penalties, truncation or masks. completions: token ids, one sequence for each
-        prompt. decode: decode the tokens one by one instead of at once as a prompt; needs enable_trace_replay.
-        lora_request: one adapter for all. Raises the first error of a request (RequestError or EngineDeadError); the
-        other requests still run to their ends.
+        The same compiled programs compute them as in `generate`. They are those of temperature 1, without penalties,
+        truncation or masks.
+
+        completions: token ids, one sequence for each prompt. decode: feed the tokens one by one, as decoding does,
+        instead of all at once like a prompt; needs enable_trace_replay. lora_request: one adapter for all prompts.
+        Raises the first error of a request (RequestError or EngineDeadError); the other requests still run to their
+        ends.
         """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
-        asked = zip(known.prompts, known.params, strict=True)
-        outputs = await asyncio.gather(*(self._last(prompt, params, lora_request) for prompt, params in asked))
+        requests = zip(known.prompts, known.params, strict=True)
+        outputs = await asyncio.gather(*(self._last(prompt, params, lora_request) for prompt, params in requests))
         return known.result(outputs)
 
     async def _last(self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None) -> RequestOutput:
@@ -205,8 +207,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Unload the adapter with this lora_int_id: no new request may use it. Returns whether there was one. Raises
-        EngineDeadError.
+        """Unload the adapter with this lora_int_id, so that no new request can use it. Returns whether there was one.
+        Raises EngineDeadError.
         """
         for each in await self.utility("adapters"):
             if each["number"] == lora_int_id:
@@ -223,22 +225,22 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         await self.utility("reset_mm_cache")
 
     async def start_profile(self) -> None:
-        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, or if a profile
-        is running.
+        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
+        a profile is already running.
         """
         await self.utility("start_profile")
 
     async def stop_profile(self) -> None:
-        """End the profile and write it into the folder of profiler_config. Raises RequestError if none runs or writing
-        fails.
+        """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
+        running or it cannot be written.
         """
         await self.utility("stop_profile")
 
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:
-        """Load the adapter unless it is loaded, then yield the outputs; `outputs` is closed at the end. Raises
-        RequestError if the adapter cannot be loaded, and the errors of `outputs`.
+        """Load the adapter unless it is loaded, yield the outputs, and close `outputs` at the end. Raises RequestError
+        if the adapter cannot be loaded, and the errors of `outputs`.
         """
         await self.add_lora(request)
         async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], outputs)):
@@ -257,8 +259,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """Yield the only output of a request to a pooling model: its vector.
 
-        pooling_params: None for the model's defaults. request_id: None for a new one. priority, timeout, client: see
-        `RequestOptions`. Leaving the iteration early aborts the request. The iteration raises RequestError and
+        pooling_params: None for the model's defaults. request_id: None for a generated one. priority, timeout, client:
+        see `RequestOptions`. Leaving the iteration early aborts the request. The iteration raises RequestError and
         EngineDeadError.
         """
         params = copy.copy(pooling_params)
@@ -271,10 +273,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request, whole or new parts by `sampling_params.output_kind`, until it is finished.
+        """Yield outputs as `sampling_params.output_kind` specifies, until the request is finished. Implements
+        `EngineClient.stream`.
 
-        None for an argument means the model's defaults, a new id, default options. Leaving the iteration early aborts
-        the request. The iteration raises RequestError and EngineDeadError. Implements `EngineClient.stream`.
+        sampling_params: None for the model's defaults. request_id: None for a generated one. options: None for the
+        defaults. Leaving the iteration early aborts the request. The iteration raises RequestError and EngineDeadError.
         """
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
         return self._outputs(prompt, params, request_id, options)
@@ -287,9 +290,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """Yield the only output of a request to a pooling model, for callers that already have RequestOptions.
+        Implements `EngineClient.pool`.
 
-        None for an argument means the model's defaults, a new id, default options. The iteration raises RequestError
-        and EngineDeadError. Implements `EngineClient.pool`.
+        pooling_params: None for the model's defaults. request_id: None for a generated one. options: None for the
+        defaults. The iteration raises RequestError and EngineDeadError.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
         return self._outputs(prompt, params, request_id, options)
@@ -303,8 +307,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     ) -> AsyncIterator[Any]:
         """Submit a request to the engine's thread and yield its outputs; abort it if the caller stops reading.
 
-        request_id: None for a new one. options: None for the defaults. With DELTA outputs, those that wait for the
-        reader are merged. The iteration raises RequestError and EngineDeadError.
+        request_id: None for a generated one. options: None for the defaults. DELTA outputs that the reader has not
+        fetched yet are merged into one. The iteration raises RequestError and EngineDeadError.
         """
         if request_id is None:
             self._num_requests += 1
@@ -328,9 +332,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                     self._run_command(lambda: self._stop(reader, request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Queue the end of a request; its stream will yield a last output with finish_reason "abort".
+        """Tell the engine to end a request, whose stream then yields a last output with finish_reason "abort".
 
-        Returns before the engine has ended it. Ignores an unknown id. Raises EngineDeadError.
+        Returns before the engine has ended the request. Ignores an unknown id. Raises EngineDeadError.
         """
         self._run_command(lambda: self._abort(request_id))
 
@@ -341,7 +345,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             raise self._dead
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a function of `EngineCore.utilities` between two steps; return its result, a plain JSON value.
+        """Call a function of `EngineCore.utilities` between two steps and return its result, a plain JSON value.
 
         Raises RequestError for an unknown name, the function's own errors, and EngineDeadError.
         """
@@ -436,8 +440,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._readers[request_id] = reader
 
     def _stop(self, reader: _Reader, request_id: str) -> None:
-        """Abort the request of a reader that left; do nothing if the id belongs to another reader's request, as for a
-        duplicate id.
+        """Abort the request of a reader that has stopped reading. Do nothing if the id belongs to another reader's
+        request, which is the case if this reader's request was refused because its id was in use.
         """
         if self._readers.get(request_id) is reader:
             del self._readers[request_id]
@@ -483,7 +487,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                 del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
-        """Set `_dead`, run the queued commands, which then fail, and end all streams with `error`."""
+        """Set `_dead`, run the queued commands, which raise it to their callers, and end all streams with `error`."""
         with self._command_lock:
             self._dead = error
         while self._commands:

@@ -1,6 +1,6 @@
-"""EngineCore, a model ready to serve: prompts in, outputs out, one `step` at a time. LLM and AsyncLLM run it.
+"""EngineCore: a model that is ready to serve. It takes prompts and returns outputs, one `step` at a time.
 
-`inputs` turns prompts and parameters into requests; here they are queued, run and reported.
+LLM and AsyncLLM run it. `inputs` turns prompts and parameters into requests, which EngineCore queues, runs and reports.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Engine with request preparation and output processing: loads the model, compiles every step, then serves. Not
+    """Engine with request preparation and output processing. It loads the model, compiles every step, then serves. Not
     thread-safe.
 
     Attributes:
-      config: resolved configuration, with no option left open.
+      config: resolved configuration, in which all defaults are filled in.
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
       owner: the process that may use the engine.
@@ -57,20 +57,21 @@ class EngineCore:
     ):
         """Load the model and compile its steps.
 
-        With config.fit, options that fit the devices are chosen first. Logs tables of weights and memory unless
-        disable_log_stats.
-        devices: candidates, None for all. mesh, mesh_axes: a mesh instead, see `LLM`. Raises ConfigError,
-        ModelConfigError or ModelFileError, each saying what to change; ClusterError with several nodes. A cluster is
-        shut down on an error.
+        With config.fit, options that fit the devices are chosen first. Tables of weights and memory are logged unless
+        disable_log_stats is set.
+
+        devices: devices to choose from, None for all. mesh, mesh_axes: a mesh to use instead, see `LLM`. Raises
+        ConfigError, ModelConfigError or ModelFileError, which say what to change, and ClusterError if there are several
+        nodes. On an error the cluster is shut down.
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
-            raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
+            raise ConfigError("nnodes", config.nnodes, "1 with devices or a mesh; it takes those of all processes")
         self.owner = Owner(has_devices=True)
         self.dead: EngineDeadError | None = None
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
             if config.fit:
-                from jaxengine.plan.fit import fitted  # of use here only
+                from jaxengine.plan.fit import fitted  # rarely needed
 
                 config = fitted(config, devices, mesh)
             opened = open_resolved(config, devices, mesh, mesh_axes)
@@ -96,9 +97,10 @@ class EngineCore:
         self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """End the engine and its other processes, if it has any; write a profile that is running. Do nothing in a fork.
+        """End the engine and its other processes, if it has any, and write a profile that is running. Do nothing in a
+        fork.
 
-        reason: why the engine has failed, sent to the other processes; None for an ordinary end.
+        reason: why the engine has failed, for the other processes; None if it has not.
         """
         if not self.owner.is_here:
             return
@@ -110,7 +112,7 @@ class EngineCore:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Functions, by name, that an operator may call between two steps. Arguments and results are plain JSON
+        """Functions that an operator may call between two steps, by name. Their arguments and results are plain JSON
         values.
         """
         return {
@@ -129,8 +131,8 @@ class EngineCore:
         }
 
     def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a function of `utilities` and return its result. Raises RequestError for an unknown name, and the
-        function's errors.
+        """Call a function of `utilities` and return its result. Raises the function's errors, and RequestError for an
+        unknown name.
         """
         if name not in self.utilities:
             raise RequestError(f"there is no {name!r}; allowed: {', '.join(self.utilities)}", param="name", value=name)
@@ -142,10 +144,8 @@ class EngineCore:
         return self.engine.has_unfinished
 
     def rest(self) -> float:
-        """Do periodic work while `has_unfinished` is False; return the seconds until the next call is due, inf for
-        never.
-
-        While the scheduler is paused, that is at most the time until the next request times out.
+        """Do the periodic work that is due while `has_unfinished` is False, and return the seconds until the next call
+        is due, inf for never. While the scheduler is paused, the next call is due when a request times out.
         """
         scheduler, due = self.engine.scheduler, self.engine.extensions.rest()
         return max(0.0, min(due, scheduler.next_deadline - time.monotonic())) if scheduler.paused else due
@@ -163,9 +163,10 @@ class EngineCore:
             raise self.dead
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Queue the requests of a prepared request's outputs. Raises RequestError, with nothing changed, for an id in
-        use or a request that cannot be served; EngineDeadError once a step has failed, after `shutdown`, and in a
-        fork.
+        """Queue a prepared request: one request of the engine for each of its outputs.
+
+        Raises RequestError, with nothing changed, if its id is in use or it cannot be served. Raises EngineDeadError
+        once a step has failed, after `shutdown`, and in a fork.
         """
         self.check()
         if prepared.request_id in self._processor:
@@ -176,7 +177,7 @@ class EngineCore:
         self._processor.add(prepared)
 
     def abort(self, request_id: str) -> list[AnyOutput]:
-        """End all sequences of a request and free their pages; return its last outputs, [] if there is no such
+        """End all sequences of a request, free their pages, and return its last outputs; [] if there is no such
         request.
         """
         running = self._processor.running(request_id)
@@ -185,17 +186,17 @@ class EngineCore:
         return self._process(EngineOutput(finished=running))
 
     def step(self) -> list[AnyOutput]:
-        """Run one step; return its outputs. `pop_rejected` returns the requests that ended without an output.
+        """Run one step and return its outputs. `pop_rejected` returns the requests that ended without an output.
 
         Raises EngineDeadError if the engine is dead or the step fails.
         """
         return self._process(self.advance())
 
     def advance(self) -> EngineOutput:
-        """Run one step; return its tokens, for a caller that turns them into text elsewhere.
+        """Run one step and return its tokens, for a caller that turns them into text elsewhere.
 
         Raises EngineDeadError if the step fails, once a step has failed, after `shutdown`, and in a fork. A failed step
-        leaves the device buffers in an unknown state, so that no later step can run.
+        leaves the device buffers in an unknown state, so no later step can run.
         """
         self.check()
         try:
@@ -208,8 +209,8 @@ class EngineCore:
         return output
 
     def pop_rejected(self) -> list[tuple[str, RequestError]]:
-        """Return (request id, error for its caller) of each request that `step` has refused since the last call, and
-        forget them.
+        """Return (request id, error for its caller) for each request that `step` has refused since the last call of
+        this method.
         """
         rejected, self._rejected = self._rejected, []
         return rejected
@@ -227,13 +228,13 @@ class EngineCore:
         return True
 
     def _count_rejections(self, count: int) -> None:
-        """Add `count` to the number of rejections: requests that another process refused because too many were
-        waiting.
+        """Add `count` to the number of requests that were refused because too many were waiting. A server's other
+        process counts them.
         """
         self.engine.request_stats.num_rejections += count
 
     def _load(self) -> dict[str, int]:
-        """Return the numbers of running and waiting requests, and of slots: requests that can run at once."""
+        """Return the numbers of running and of waiting requests, and of slots, which is how many can run at once."""
         scheduler = self.engine.scheduler
         num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks
         return {"num_running": scheduler.num_running, "num_waiting": scheduler.num_waiting, "num_slots": num_slots}
@@ -243,11 +244,11 @@ class EngineCore:
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
-        """Return the callers' outputs of an engine step, and record the ended requests.
+        """Return the callers' outputs of an engine step, and record the requests that have ended.
 
-        Refused requests are queued for `pop_rejected`, and the other sequences of a refused request are aborted.
+        Refused requests are queued for `pop_rejected`, and the other sequences of their callers' requests are aborted.
         """
-        if not any(vars(result).values()):  # most steps have nothing that a caller waits for
+        if not any(vars(result).values()):  # true for most steps
             return []
         for request, error in result.refused:
             request_id, siblings = self._processor.forget(request)
@@ -263,8 +264,8 @@ class EngineCore:
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
         """End a request because of the content of its output, and record its end.
 
-        text: stop_reason of the output: the stop string, or that the output repeats itself. num_tokens: output tokens
-        so far.
+        text: stop_reason of the output: the stop string, or a note that the output repeats itself. num_tokens: number
+        of output tokens so far.
         """
         self.engine.finish(request, reason, text)
         self.engine.record_finish(request, reason, num_tokens)

@@ -1,4 +1,4 @@
-"""Interface between a server and an engine, which runs in this process (AsyncLLM) or another one."""
+"""EngineClient: the interface of an engine for a server. The engine runs in this process (AsyncLLM) or another one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imports tokenizers and models, which code that only catches
 
 
 class EngineDeadError(RuntimeError):
-    """Error of an engine that has failed or was shut down; a new one must be started."""
+    """Error of an engine that has failed or was shut down, so that a new one must be started."""
 
 
 class EngineDrainingError(EngineDeadError):
@@ -35,7 +35,7 @@ class EngineClient(Protocol):
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is currently unable to answer."""
+        """Whether the engine cannot answer at the moment."""
         ...
 
     def stream(
@@ -49,10 +49,14 @@ class EngineClient(Protocol):
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages. A
         request that takes longer than `options.timeout` seconds ends with finish_reason "abort" and stop_reason
-        "timeout". None for an argument: the model's defaults, a new id, default options.
+        "timeout".
+
+        sampling_params: None for the model's defaults. request_id: None for a generated one. options: None for the
+        defaults.
 
         Raises:
-          RequestError: the request cannot be served; other requests are not affected. OverloadedError: try later.
+          RequestError: the request cannot be served; other requests are not affected. If it is an OverloadedError, the
+            caller may try again later.
           EngineDeadError: the engine has failed.
         """
         ...
@@ -66,21 +70,22 @@ class EngineClient(Protocol):
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """Yield the only output of a request to a pooling model.
 
-        None for an argument means the model's defaults, a new id, default options. Leaving the iteration early aborts
-        the request. The iteration raises RequestError, OverloadedError and EngineDeadError.
+        pooling_params: None for the model's defaults. request_id: None for a generated one. options: None for the
+        defaults. Leaving the iteration early aborts the request. The iteration raises RequestError, OverloadedError and
+        EngineDeadError.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream yields a last output with finish_reason "abort". Ignores an unknown id."""
+        """End a request, whose stream then yields a last output with finish_reason "abort". Ignores an unknown id."""
         ...
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError when the engine cannot answer."""
+        """Raise EngineDeadError if the engine cannot answer."""
         ...
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a function of `EngineCore.utilities` between two steps; arguments and result are plain JSON values.
+        """Call a function of `EngineCore.utilities` between two steps. Arguments and result are plain JSON values.
 
         Raises RequestError for an unknown name, the function's own errors, and EngineDeadError if the engine has
         failed.
@@ -104,17 +109,17 @@ class EngineWrapper:
 
     @property
     def errored(self) -> bool:
-        """Whether the wrapped engine is currently unable to answer."""
+        """Whether the wrapped engine cannot answer at the moment."""
         return self._engine.errored
 
     async def abort(self, request_id: str) -> None:
-        """End a request of the wrapped engine; its stream yields a last output with finish_reason "abort". Ignores an
-        unknown id.
+        """End a request of the wrapped engine, whose stream then yields a last output with finish_reason "abort".
+        Ignores an unknown id.
         """
         await self._engine.abort(request_id)
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError when the wrapped engine cannot answer."""
+        """Raise EngineDeadError if the wrapped engine cannot answer."""
         await self._engine.check_health()
 
     async def utility(self, name: str, *arguments: Any) -> Any:
@@ -124,17 +129,15 @@ class EngineWrapper:
         return await self._engine.utility(name, *arguments)
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the wrapped engine's periods of detokenization: (start, end, number of outputs), seconds of
-        time.monotonic.
-        """
+        """Return the `text_spans` of the wrapped engine."""
         return self._engine.text_spans()
 
 
 def prefix_reset(running: bool, external: bool, name: str = "reset_connector") -> str:
     """Return the name of the utility that drops cached prefixes.
 
-    running: choose the one that also makes running requests recompute their pages. external: raise RequestError about
-    the argument `name`, because no reset deletes files.
+    running: whether running requests have to compute their pages again. external: if true, raise RequestError about the
+    argument `name`, because no reset deletes files.
     """
     if external:
         raise RequestError(f"{name} is true; allowed: false, as no reset deletes files of pages", param=name)

@@ -1,7 +1,7 @@
-"""A lock that threads which share one engine acquire in order of arrival.
+"""FairLock: the lock of an engine that several threads share, acquired in order of arrival.
 
-threading.Lock may be reacquired by the thread that just released it. A thread that runs steps in a loop would then keep
-out a thread whose answer is ready, or that wants to add a request.
+A thread that has just released a threading.Lock may acquire it again at once. A thread that runs steps in a loop would
+then keep out another one whose answer is ready, or that wants to add a request.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 class FairLock:
     """Lock that serves waiters in order; a context manager, not reentrant.
 
-    In the main thread the first Ctrl-C, while locked or waiting for the lock, is deferred until the lock is released; a
-    second one interrupts at once.
+    While the main thread holds the lock or waits for it, the first Ctrl-C is deferred until it releases the lock; a
+    second one interrupts it at once.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None):
-        """Make an unlocked lock. check: called before the lock is taken or waited for; its errors propagate."""
+        """Make an unlocked lock. check: called before each attempt to take the lock; its errors propagate."""
         self._check = check
         self._guard = threading.Lock()
         self._is_taken = False
-        # One lock per waiting thread, in order of arrival, released when it is that thread's turn.
+        # One locked Lock for each waiting thread, in order of arrival. It is released when it is that thread's turn.
         self._queue: deque[threading.Lock] = deque()
         self._ctrl_c: _CtrlC | None = None
 
@@ -36,12 +36,12 @@ class FairLock:
         Raises the errors of `check`, and KeyboardInterrupt at a second Ctrl-C.
         """
         self._check()
-        ctrl_c = _CtrlC.held()
+        ctrl_c = _CtrlC.defer()
         try:
             self._take()
         except BaseException:  # a second Ctrl-C
             if ctrl_c is not None:
-                ctrl_c.let_go()
+                ctrl_c.deliver()
             raise
         self._ctrl_c = ctrl_c
 
@@ -51,10 +51,10 @@ class FairLock:
         with self._guard:
             self._pass_on()
         if ctrl_c is not None:
-            ctrl_c.let_go()
+            ctrl_c.deliver()
 
     def _take(self) -> None:
-        """Acquire the lock after all threads that already wait. On an interruption, leave the queue and raise it."""
+        """Acquire the lock after all threads that already wait. If interrupted, leave the queue and re-raise."""
         with self._guard:
             if not self._is_taken:
                 self._is_taken = True
@@ -69,7 +69,7 @@ class FairLock:
             raise
 
     def _leave(self, mine: threading.Lock) -> None:
-        """Remove this thread from the queue, or pass the lock on if it was passed to this thread meanwhile.
+        """Remove this thread from the queue. If it has just been given the lock, pass the lock on instead.
 
         mine: the queue entry that this thread waits for.
         """
@@ -91,13 +91,14 @@ class _CtrlC:
     """Deferral of Ctrl-C: the first SIGINT is remembered, further ones are passed to the earlier handler."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]):
-        self._handler, self._waits = handler, False
+        """Remember nothing yet. handler: the earlier handler of SIGINT."""
+        self._handler, self._is_pending = handler, False
 
     @classmethod
-    def held(cls) -> _CtrlC | None:
-        """Start to defer SIGINT; return the object whose `let_go` ends that.
+    def defer(cls) -> _CtrlC | None:
+        """Start to defer SIGINT, and return the object whose `deliver` ends the deferral.
 
-        Returns None if it cannot be deferred: outside the main thread, or without a Python handler.
+        Returns None if SIGINT cannot be deferred: outside the main thread, or if it has no Python handler.
         """
         if threading.current_thread() is not threading.main_thread():
             return None
@@ -105,17 +106,17 @@ class _CtrlC:
         if not callable(handler):
             return None
         ctrl_c = cls(handler)
-        signal.signal(signal.SIGINT, ctrl_c._hear)
+        signal.signal(signal.SIGINT, ctrl_c._handle)
         return ctrl_c
 
-    def let_go(self) -> None:
+    def deliver(self) -> None:
         """Restore the earlier handler, and raise SIGINT if one was remembered."""
         signal.signal(signal.SIGINT, self._handler)
-        if self._waits:
+        if self._is_pending:
             signal.raise_signal(signal.SIGINT)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT: remember the first one; call the earlier handler for further ones."""
-        if self._waits:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first SIGINT; call the earlier handler for further ones."""
+        if self._is_pending:
             self._handler(number, frame)
-        self._waits = True
+        self._is_pending = True

@@ -1,4 +1,4 @@
-"""Offline API: `LLM(...)`, `generate`, `chat`, with vLLM's names and results."""
+"""Offline API: the class `LLM`, whose methods have vLLM's names and return what vLLM's return."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.not_built import VllmMethods
-from jaxengine.api.owner import refuse_pickle
+from jaxengine.api.owner import pickle_error
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
 ProgressFactory = Callable[..., Any]
 
-# Seconds between two checks whether a pause of the engine, in which requests wait, is over.
+# Seconds between two checks of whether the engine, paused while requests wait, has been resumed.
 _PAUSED_SECONDS = 0.005
 
 
 @dataclass(eq=False)
 class _Call:
-    """State of one running call: finished outputs by request id, and the first request error, None without one."""
+    """State of one running call: its finished outputs by request id, and the first error of one of its requests."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
@@ -69,9 +69,9 @@ class LLM(WeightMethods, VllmMethods):
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
       devices: jax devices to use, as many of the first ones as the parallel sizes need; None for all.
       mesh: a jax.sharding.Mesh in place of parallel sizes, such as that of a training script.
-      mesh_axes: the meaning of the mesh's axes, {"fsdp": "data", "tp": "tensor"} for instance: "data" for replicas,
-        "tensor" for tensor parallelism, or its parts "attn" and "model". Axes may share a meaning. One that is not
-        named means its own name; an axis of one device needs no meaning.
+      mesh_axes: what each axis of the mesh is used for, for instance {"fsdp": "data", "tp": "tensor"}: "data" for
+        replicas, "tensor" for tensor parallelism, or "attn" and "model" for its two parts. Several axes may have the
+        same use. An axis that is not listed is used for what its own name says; an axis of size 1 needs no use.
       options: see `jaxengine.EngineConfig`.
 
     Raises:
@@ -103,7 +103,7 @@ class LLM(WeightMethods, VllmMethods):
         return self._core
 
     def __reduce__(self) -> NoReturn:
-        raise refuse_pickle("LLM")
+        raise pickle_error("LLM")
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -117,17 +117,15 @@ class LLM(WeightMethods, VllmMethods):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stop the engine; running calls of other threads, and all later calls, end with EngineDeadError.
-
-        Does nothing in a fork of its process.
-        """
+        """Stop the engine, unless this is a fork of its process: running and later calls end with EngineDeadError."""
         if self._core.owner.is_here:
             with self._lock:
                 self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32; None without
-        experts. It shows how evenly `enable_expert_parallel` loads the devices. Raises EngineDeadError.
+        """Return the tokens each expert was given so far, u32[expert layers, E], modulo 2**32; None without experts.
+
+        Raises EngineDeadError.
         """
         with self._lock:
             self.core.check()
@@ -148,8 +146,8 @@ class LLM(WeightMethods, VllmMethods):
 
         Args:
           prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
-          sampling_params: one for all or one per prompt; None for the model's defaults. Whatever their output_kind,
-            only final outputs are returned.
+          sampling_params: one for all or one per prompt; None for the model's defaults. Only final outputs are
+            returned, regardless of output_kind.
           use_tqdm: whether to show a progress bar, or a function that makes one.
           priority: one for all or one per prompt; smaller runs first. Needs scheduling_policy="priority".
           client: name of the client, one for all or one per prompt. Needs scheduling_policy="fair", which serves
@@ -157,8 +155,8 @@ class LLM(WeightMethods, VllmMethods):
           lora_request: the adapter to use, one for all or one per prompt; None for none. Needs enable_lora.
 
         Raises:
-          RequestError: the first invalid prompt or parameter, or a grammar that cannot be compiled. No request of this
-            call goes on.
+          RequestError: a prompt or parameter is invalid, or a grammar cannot be compiled. The first such error is
+            raised, and all requests of this call are aborted.
           ModelFileError: an adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """
@@ -179,12 +177,15 @@ class LLM(WeightMethods, VllmMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
-        """Return the raw log-probability of each token of one completion for each prompt, computed by the programs that
-        serve: at temperature 1, without penalties, truncation or masks.
+        """Return the raw log-probability of each token of given completions, one completion for each prompt.
+
+        The same compiled programs compute them as in `generate`. They are those of temperature 1, without penalties,
+        truncation or masks.
 
         prompts, lora_request: as for `generate`, without images. completions: token ids, one sequence for each prompt;
-        an empty one has none. decode: decode the tokens one by one, not at once as a prompt; needs enable_trace_replay.
-        Raises RequestError, also if logprobs_mode is of logits, ModelFileError for an adapter, and EngineDeadError.
+        an empty sequence has no log-probabilities. decode: feed the tokens one by one, as decoding does, instead of all
+        at once like a prompt; needs enable_trace_replay. Raises RequestError, also if logprobs_mode asks for logits,
+        ModelFileError for an adapter, and EngineDeadError.
         """
         batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
@@ -200,8 +201,8 @@ class LLM(WeightMethods, VllmMethods):
         """Continue each prompt with the sequences that a beam search finds, best first; results come in the order of
         the prompts.
 
-        Each token takes a call of `generate` for all beams of all prompts. Raises RequestError for invalid prompts, for
-        images, and for a beam wider than the engine's logprobs allow; EngineDeadError.
+        Each token takes one call of `generate` with all beams of all prompts. Raises RequestError for invalid prompts,
+        for images, and for a beam that is wider than the engine's max_logprobs allows; raises EngineDeadError.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -229,8 +230,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; for a
-        task about tokens f32[n, N], a vector for each token.
+        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts. For a
+        task that pools each token it is f32[n, N], one vector for each token.
 
         prompts, use_tqdm: as for `generate`. pooling_params: one for all or one per prompt; None for the model's
         defaults. truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of
@@ -253,7 +254,7 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors are those of
-        `encode`. Raises RequestError also for a model that does not embed.
+        `encode`; it also raises RequestError for a model that does not embed.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
@@ -268,7 +269,7 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors are those
-        of `encode`. Raises RequestError also for a model that does not classify.
+        of `encode`; it also raises RequestError for a model that does not classify.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
@@ -303,15 +304,17 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of texts, `outputs.score`: one with one, one of data_1 with each of data_2, or pairwise.
+        """Score pairs of texts and return a score, `outputs.score`, for each pair.
 
-        A classifier with one label (cross-encoder, reranker) gets both texts, concatenated or formatted by
-        `chat_template` from messages of the roles "query" and "document". The score of an embedding model is the cosine
-        similarity, that of a model that embeds tokens (ColBERT) the sum of each query token's best match.
+        If data_1 is one text, it is paired with each text of data_2; two lists of equal length are paired one by one.
+        A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
+        `chat_template` from messages with the roles "query" and "document". An embedding model's score is the cosine
+        similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
 
-        chat_template: None for the engine's option; without that either, texts are concatenated, for an encoder by its
-        tokenizer. Raises RequestError for an empty text, numbers of texts that do not match, a classifier with several
-        labels, a template given to an embedding model, or a result that is not finite; EngineDeadError.
+        chat_template: None for the engine's option. If that is None too, the texts are concatenated; an encoder's
+        tokenizer does that. Raises RequestError for an empty text, numbers of texts that do not match, a classifier
+        with several labels, a template given to an embedding model, or a result that is not finite; raises
+        EngineDeadError.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -349,7 +352,8 @@ class LLM(WeightMethods, VllmMethods):
           chat_template_kwargs: variables of the template.
           mm_processor_kwargs: options of the model's media processor.
 
-        Raises RequestError, also for no messages and those that the template refuses, ModelFileError, EngineDeadError.
+        Raises RequestError, also if there are no messages or the template refuses them; ModelFileError for an adapter;
+        EngineDeadError.
         """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
@@ -377,8 +381,8 @@ class LLM(WeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the defaults of sampling_params: vLLM's, with the model's values as the option generation_config
-        specifies.
+        """Return the sampling parameters that requests get by default: vLLM's, overridden by the model's own values as
+        the option generation_config specifies.
         """
         return self._core.inputs.default_sampling_params()
 
@@ -393,15 +397,15 @@ class LLM(WeightMethods, VllmMethods):
             self.core.utility("reset_mm_cache")
 
     def start_profile(self) -> None:
-        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, or if a profile
-        is running.
+        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
+        a profile is already running.
         """
         with self._lock:
             self.core.utility("start_profile")
 
     def stop_profile(self) -> None:
-        """End the profile and write it into the folder of profiler_config. Raises RequestError if none runs or writing
-        fails.
+        """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
+        running or it cannot be written.
         """
         with self._lock:
             self.core.utility("stop_profile")
@@ -417,9 +421,10 @@ class LLM(WeightMethods, VllmMethods):
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """Run requests and return their outputs in order. params, options: one for each prompt of the batch. Before
-        raising it aborts all of them. Raises RequestError for the first request that cannot be served, or
-        EngineDeadError.
+        """Run the requests of a batch of prompts and return their outputs in order.
+
+        params, options: one for each prompt. Raises RequestError for the first request that cannot be served, or
+        EngineDeadError; on any error, all requests of the batch are aborted first.
         """
         started: dict[str, _Call] = {}
         call = _Call()
@@ -441,7 +446,7 @@ class LLM(WeightMethods, VllmMethods):
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Run steps, alternating with other threads, until all `num_requests` outputs of a call have arrived.
+        """Run steps, taking turns with other threads, until all `num_requests` outputs of a call have arrived.
 
         Raises the RequestError of one of its requests, or EngineDeadError.
         """

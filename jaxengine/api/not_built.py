@@ -1,4 +1,4 @@
-"""Methods and attributes of vLLM's engines that this engine does not have."""
+"""Methods and attributes that vLLM's engines have and this engine lacks, with the alternative to each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WEIGHTS = (
     "sharded_rdt, nccl_m2n) are not served; docs/reinforcement_learning.md"
 )
 
-# Name -> what there is instead.
+# Name -> alternative.
 NOT_BUILT: dict[str, str] = {
     "apply_model": "capture gives activations and steer changes them, docs/research.md",
     "checkpoint_prepare": _SEE,
@@ -50,12 +50,12 @@ class NotBuiltError(NotImplementedError, AttributeError):
 
 
 class VllmMethods:
-    """Base class of engines that names an alternative when a method or attribute of vLLM is missing."""
+    """Base class of engines whose errors name the alternative to a missing method or attribute of vLLM's."""
 
     if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise NotBuiltError for a name in NOT_BUILT, saying what there is instead; else AttributeError."""
+            """Raise NotBuiltError, which names the alternative, for a name in NOT_BUILT; else AttributeError."""
             kind = type(self).__name__
             if name in NOT_BUILT:
                 raise NotBuiltError(f"{kind}.{name} is not built; see {NOT_BUILT[name]}")

@@ -1,4 +1,4 @@
-"""Buffer between the engine and the reader of one request's outputs. Independent of threads and processes."""
+"""Buffer between the engine and the reader of one request's outputs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxengine.requests.pooling.outputs import PoolingRequestOutput
 
 
 class OutputStream:
-    """Buffer of one output, into which later outputs are merged, so that a slow reader costs no memory.
+    """Buffer of one output, into which later outputs are merged, so that a slow reader does not cost memory.
 
-    All methods are called on one event loop.
+    All methods must be called on the same event loop.
     """
 
     def __init__(self, aggregate: bool):
-        """Make an empty buffer. aggregate: outputs carry only new tokens (RequestOutputKind.DELTA), so that merging
-        concatenates them.
+        """Make an empty buffer. aggregate: whether outputs only have new tokens (RequestOutputKind.DELTA), so that they
+        are merged by concatenation.
         """
         self._aggregate = aggregate
         self._waiting: RequestOutput | PoolingRequestOutput[Any] | None = None
@@ -38,8 +38,8 @@ class OutputStream:
         self._ready.set()
 
     async def get(self) -> Any:
-        """Wait for an output; return what has arrived since the last call, as one output. Raises the error once no
-        output is left; do not call it again after that.
+        """Wait for an output, and return what has arrived since the last call as one output. Raises the error that ends
+        the stream once no output is left; it must not be called again after that.
         """
         await self._ready.wait()
         self._ready.clear()

@@ -1,4 +1,4 @@
-"""Process that an engine belongs to. A forked copy has the engine's memory, and none of its threads."""
+"""Owner: the process to which an engine belongs. A fork has a copy of the engine's memory, but not its threads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _OWNERS: WeakSet[Owner] = WeakSet()
 
 
 class Owner:
-    """Mark of the process that created this object, which tells that process from its forks.
+    """Mark of the process that has created this object, by which it is distinguished from its forks.
 
     Attributes:
       is_here: whether the code runs in that process, not in a fork of it.
-      has_devices: whether that process uses jax's devices. Unless an owner does, the handler of forks must not touch
-        jax, which would initialise its devices.
+      has_devices: whether that process uses jax's devices. If no owner does, the fork handler must not touch jax, which
+        would initialise its devices.
     """
 
     def __init__(self, *, has_devices: bool):
-        """Mark the current process as the owner, and register the handler of forks."""
+        """Mark the current process as the owner, and register the fork handler."""
         self.is_here, self.has_devices = True, has_devices
         self._pid = os.getpid()
         _OWNERS.add(self)
@@ -41,7 +41,7 @@ class Owner:
             )
 
 
-def refuse_pickle(kind: str) -> TypeError:
+def pickle_error(kind: str) -> TypeError:
     """Return the TypeError to raise when an engine is pickled or copied. kind: name of its class."""
     return TypeError(
         f"{kind} cannot be pickled or copied: its devices and threads belong to this process; create it in the process "
@@ -56,10 +56,10 @@ def _watch_forks() -> None:
 
 
 def _after_fork() -> None:
-    """Mark all owners as not here, in a forked process, and keep jax's clients alive until it ends.
+    """In a forked process, mark all owners as not here, and keep jax's clients alive until it ends.
 
-    At exit a process deletes jax's clients, which would wait for threads that a fork does not have. An extra reference
-    to each client, which is never released, prevents that. Does so only if an owner has devices.
+    At exit a process deletes jax's clients, which would wait for threads that a fork does not have. An additional
+    reference to each client, which is never released, prevents that. It is only needed if an owner has devices.
     """
     owners = list(_OWNERS)
     for owner in owners:

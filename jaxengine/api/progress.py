@@ -1,4 +1,4 @@
-"""Token counts and rates that a progress bar over requests shows."""
+"""Token counts and rates for a progress bar over requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pauses and weight updates of LLM and AsyncLLM; names and phases are vLLM's where it has them.
+"""Methods of LLM and AsyncLLM that pause, sleep and update weights. Names are vLLM's if vLLM has the method.
 
 The code that replaces weights is imported on first use.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Seconds between two checks whether a pause is complete.
+# Seconds between two checks of whether a pause is complete.
 _SETTLE_SECONDS = 0.002
 
 
 class WeightMethods(ABC):
-    """Methods that update weights, pause and sleep, of an engine whose steps are run by the calling threads."""
+    """Methods that update weights, pause and sleep, for an engine whose steps are run by the calling threads."""
 
     _lock: AbstractContextManager[Any]
     _step: Callable[[], None]
@@ -51,41 +51,43 @@ class WeightMethods(ABC):
         target: Target = "model",
         chunk_bytes: int | None = None,
     ) -> WeightUpdate:
-        """Replace the model's weights between two steps, all of them or none; compiles nothing.
+        """Replace the model's weights between two steps, either all of them or none. Nothing is compiled.
 
-        New weights are read and placed in addition to the old ones, while other threads' requests continue. Matrices
-        that were rounded when the engine loaded them are rounded again; weights of drafts and adapters are not
-        replaced.
+        New weights are read and put on the devices in addition to the old ones, while other threads' requests continue.
+        Matrices that were quantised when the engine loaded them are quantised again. Weights of drafts and adapters are
+        not replaced.
 
         Args:
           params: tensors by Hugging Face name, as a mapping or as pairs; a folder with safetensors or in device layout;
             a GGUF file; or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied if they are on
             the engine's devices in its layout.
-          version: of the new weights, as reported by `weight_version` and in outputs; None for the last one plus one,
-            or, if that is a text, for the number of updates of the model so far, this one included.
-          mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort"). Requests
-            that arrive meanwhile wait in each case. "wait" is refused while `pause_generation` or `sleep` keeps
-            requests, because they could not end.
-          kv: what happens to keys and values that the old weights computed: running requests are computed again
-            ("recompute"), or continue with them ("keep"); "drop" is "recompute", and clears cached prefixes at once. No
+          version: version of the new weights, as `weight_version` and outputs report it. None for the current one plus
+            one; if the current one is a text, for the number of updates of the model, including this one.
+          mode: whether running requests continue ("keep"), may finish first ("wait") or are ended ("abort"). New
+            requests wait in any case. "wait" is refused while `pause_generation` or `sleep` keeps requests, because
+            they could not finish.
+          kv: whether running requests compute their keys and values again ("recompute") or continue with those that the
+            old weights have computed ("keep"). "drop" is "recompute", and also clears cached prefixes at once. No
             request uses cached pages that other weights have computed.
-          mapping: from names in params to Hugging Face names, or (name, order of the array's axes or None, function of
-            the array or None), or to ScannedLayers, for an array with a tensor of each layer. Names that it lacks are
+          mapping: maps names in params to Hugging Face names; or to (name, order of the array's axes or None, function
+            of the array or None); or to ScannedLayers, for an array that stacks a tensor of each layer. Other names are
             not changed.
-          strict: False leaves weights unchanged for which params has no tensor.
-          donate: jax arrays in params are deleted as soon as they have been copied, even if a later one is faulty.
-            Arrays of the engine's own tree that are used without a copy are not deleted.
-          target: "draft" replaces the weights of the drafter instead: a draft model, an MTP layer (by the names that
-            the model's checkpoint has for it; other tensors are left out) or an EAGLE-3 head. No token depends on them,
-            and version must be None.
-          chunk_bytes: most bytes of copies of tensors in host memory, in addition to old and new weights, or of one
-            row; None keeps tensors until the weight that they form is complete. An iterator's tensor is released before
-            the next is requested. Not counted: a device's part of a weight while it is sent to a device with memory of
-            its own, parts on one such device of a jax array that is read, and matrices that are rounded or have a
-            format of their own, which are held until they are complete. Must be None for a folder in device layout.
-        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
-        those given twice, or the first whose numbers are not finite; RequestError for another argument;
-        EngineDeadError. The old weights are then kept.
+          strict: False keeps the weights for which params has no tensor.
+          donate: delete jax arrays in params as soon as they have been copied, even if a later one is faulty. Arrays of
+            the engine's own tree that are used without a copy are not deleted.
+          target: "draft" replaces the weights of the drafter instead: a draft model, an MTP layer (by its names in the
+            model's checkpoint; other tensors are ignored) or an EAGLE-3 head. No output token depends on them, and
+            version must be None.
+          chunk_bytes: limit of the bytes of copies of tensors in host memory, in addition to old and new weights; one
+            row is always allowed. None keeps tensors until the weight that they form is complete. An iterator's tensor
+            is released before the next one is requested. Not counted are a device's part of a weight while it is sent
+            to a device with its own memory, parts on such a device of a jax array that is read, and matrices that are
+            quantised or have their own format, which are kept until they are complete. Must be None for a folder in
+            device layout.
+
+        Raises WeightUpdateError, whose `faults` list all tensors that are missing, unknown or of a wrong shape, or
+        those given twice, or the first one whose elements are not finite; RequestError for another argument;
+        EngineDeadError. On an error the old weights are kept.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -103,18 +105,20 @@ class WeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """Replace an adapter's matrices between two steps, or add an adapter, from memory; compiles nothing.
+        """Replace an adapter's matrices between two steps, or add an adapter, from arrays in memory. Nothing is
+        compiled.
 
         Args:
           name: the adapter's name in requests (`LoRARequest.lora_name`).
           params: tensors by PEFT's names ("base_model.model.NAME.lora_A.weight"), as a mapping or as pairs.
-          config: as in PEFT's adapter_config.json; None for that of the adapter which has the name.
-          lora_int_id: of a new adapter; None for one that is free. A `LoRARequest` for it may have any path.
-          mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort").
-          kv: what happens to keys and values of running requests with this adapter: they are computed again
-            ("recompute" or "drop") or kept ("keep"). Other requests keep theirs.
-        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice or of a wrong
-        shape, or whose numbers are not finite; RequestError; EngineDeadError. The old adapter is then kept.
+          config: fields of PEFT's adapter_config.json; None to keep those of the adapter with this name.
+          lora_int_id: number of a new adapter; None for an unused one. A `LoRARequest` for it may have any path.
+          mode: whether running requests continue ("keep"), may finish first ("wait") or are ended ("abort").
+          kv: whether running requests with this adapter compute their keys and values again ("recompute" or "drop") or
+            keep them ("keep"). Other requests keep theirs.
+
+        Raises WeightUpdateError, whose `faults` list all tensors that are missing, unknown, given twice or of a wrong
+        shape, or whose elements are not finite; RequestError; EngineDeadError. On an error the old adapter is kept.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -124,16 +128,16 @@ class WeightMethods(ABC):
         self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Begin a pause, call a function once no request runs, and return its result; the pause ends in any case.
+        """Begin a pause, call a function once no request runs, end the pause, and return the function's result.
 
         mode: what happens to running requests: "keep", "wait" or "abort". Raises RequestError for an invalid pause,
-        EngineDeadError, and the function's errors.
+        EngineDeadError, and the function's errors; the pause is ended first.
         """
         key = object()
         with self._lock:
             weights = _weights_of(self.core)
         try:
-            with self._lock:  # a Ctrl-C that came meanwhile is raised when it is released, with the pause begun
+            with self._lock:  # a deferred Ctrl-C is raised when the lock is released, after the pause has begun
                 weights.hold(key, mode)
             return self._once_paused(key, function)
         finally:
@@ -144,7 +148,7 @@ class WeightMethods(ABC):
         """Run steps until a pause is complete, then call a function with the lock held and return its result. The pause
         continues.
 
-        key: of the pause, None for that of `pause_generation`. Raises RequestError if the pause is ended meanwhile,
+        key: key of the pause; None for that of `pause_generation`. Raises RequestError if the pause is ended meanwhile,
         EngineDeadError, and the function's errors.
         """
         while True:
@@ -154,9 +158,9 @@ class WeightMethods(ABC):
                 self._step()
 
     def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Pause: let no request run until `resume_generation`; return once the pause is complete. New requests wait.
+        """Pause the engine until `resume_generation`, and return once no request runs. New requests wait.
 
-        mode: "keep" stops running requests where they are, "wait" lets them finish first, "abort" ends them. Raises
+        mode: "keep" interrupts running requests, "wait" lets them finish first, "abort" ends them. Raises
         RequestError for another mode, for "wait" while the engine sleeps and has requests, and if another thread ends
         the pause before it is complete; EngineDeadError.
         """
@@ -166,7 +170,7 @@ class WeightMethods(ABC):
 
     def resume_generation(self) -> None:
         """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
-        sleeps because of `sleep`; EngineDeadError.
+        sleeps because of `sleep`, and EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).resume()
@@ -184,17 +188,19 @@ class WeightMethods(ABC):
         *,
         keep_kv: bool = False,
     ) -> None:
-        """Free device memory until `wake_up`; compiled programs are kept. Requests wait meanwhile. Returns once memory
-        is freed.
+        """Free device memory until `wake_up`, and return once it is freed. Compiled programs are kept. Requests wait.
 
-        level: 1 frees weights, which are kept in host memory, and pages; 2 frees pages, and weights without a copy, so
-        that `update_weights` must provide new ones; 0 only pauses. mode: what happens to running requests, "keep",
-        "wait" or "abort"; kept requests are recomputed if pages are freed. tags: what is freed, "weights", "kv_cache"
-        or both; None for both. A later call frees more. Must be None at level 0. keep_kv: first copy cached pages to
-        the tier in host memory, where requests find them after `wake_up`; otherwise that tier is emptied. Needs level
-        1, and an engine with kv_offloading_size.
+        Args:
+          level: 1 frees pages, and weights after copying them to host memory. 2 frees pages, and weights without a
+            copy, so that `update_weights` must provide new ones. 0 only pauses.
+          mode: what happens to running requests, "keep", "wait" or "abort". Requests that are kept will be computed
+            again if pages are freed.
+          tags: what is freed, "weights", "kv_cache" or both; None for both. A later call may free more. Must be None at
+            level 0.
+          keep_kv: first copy cached pages to the tier in host memory, where requests find them after `wake_up`;
+            otherwise that tier is emptied. Needs level 1, and an engine with kv_offloading_size.
 
-        Raises RequestError for arguments that are not allowed, EngineDeadError.
+        Raises RequestError for arguments that are not allowed, and EngineDeadError.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -202,8 +208,8 @@ class WeightMethods(ABC):
         self._once_paused(None, lambda: weights.sleep(level, tags, keep_kv))
 
     def release_kv_cache_memory(self) -> None:
-        """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
-        requests will be recomputed. Raises RequestError if the engine is not paused.
+        """Free the pages of a paused engine, but not its weights, until `wake_up`. Cached prefixes are dropped, and
+        requests that were kept will be computed again. Raises RequestError if the engine is not paused.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -211,11 +217,11 @@ class WeightMethods(ABC):
         self._once_paused(None, lambda: weights.sleep(1, ("kv_cache",)))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` freed, and end the pause once everything is restored, or at once if the engine does not
-        sleep.
+        """Restore what `sleep` has freed, and end the pause once everything is restored. If the engine does not sleep,
+        end the pause at once.
 
         tags: "weights", "kv_cache" or both; None for both. Raises RequestError for another tag, and for weights that
-        were freed at level 2 and not replaced.
+        were freed at level 2 and have not been replaced.
         """
         with self._lock:
             _weights_of(self.core).wake(tags)
@@ -223,13 +229,13 @@ class WeightMethods(ABC):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
-        reset_running_requests: also recompute running requests from their first token, once no step is in flight; the
-        steps that this needs are run here. Raises RequestError if reset_connector is true, because files of
-        kv_offloading_path are not deleted.
+        reset_running_requests: also compute running requests again from their first token, once no step is in flight.
+        The steps that are in flight are completed here. Raises RequestError if reset_connector is true, because files
+        of kv_offloading_path are not deleted.
         """
         with self._lock:
             done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
-            if reset_running_requests:  # what is in flight lands first
+            if reset_running_requests:  # steps in flight are collected first
                 while self.core.engine.scheduler.paused and self.core.has_unfinished:
                     self._step()
                 self.core.rest()
@@ -247,15 +253,15 @@ class WeightMethods(ABC):
             return _weights_of(self.core).version
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
-        name. That raises RequestError while the engine sleeps, or if other processes hold weights.
+        """Return {"weight_version"}, and with `checksum` also {"checksums"}: the SHA-256 of each weight on the devices,
+        by name. Checksums raise RequestError while the engine sleeps, or if other processes hold weights.
         """
         with self._lock:
             return _weight_info(self.core, checksum)
 
 
 class AsyncWeightMethods(ABC):
-    """Methods that update weights, pause and sleep, of an engine whose steps run on a separate thread."""
+    """Methods that update weights, pause and sleep, for an engine whose steps run on a separate thread."""
 
     @property
     @abstractmethod
@@ -281,12 +287,12 @@ class AsyncWeightMethods(ABC):
         target: Target = "model",
         chunk_bytes: int | None = None,
     ) -> WeightUpdate:
-        """Replace the model's weights between two steps, all of them or none; return what was replaced and the times.
-        Compiles nothing.
+        """Replace the model's weights between two steps, either all of them or none, and return what was replaced and
+        how long it took. Nothing is compiled.
 
         New weights are loaded while requests continue; only the switch needs a pause. See `LLM.update_weights` for the
         arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value;
-        RequestError for another argument; EngineDeadError. The old weights are then kept.
+        RequestError for another argument; EngineDeadError. On an error the old weights are kept.
         """
         weights = await self._weights()
         weights.check(version, mode, kv)
@@ -303,9 +309,10 @@ class AsyncWeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """Replace an adapter's matrices between two steps, or add an adapter, from memory. See `LLM.update_lora` for
-        the arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value;
-        RequestError; EngineDeadError. The old adapter is then kept.
+        """Replace an adapter's matrices between two steps, or add an adapter, from arrays in memory.
+
+        See `LLM.update_lora` for the arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a
+        wrong shape or value; RequestError; EngineDeadError. On an error the old adapter is kept.
         """
         weights = await self._weights()
         weights.check(None, mode, kv)
@@ -314,14 +321,15 @@ class AsyncWeightMethods(ABC):
         await self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     async def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Begin a pause, call a function on the engine's thread once no request runs, and return its result.
+        """Begin a pause, call a function on the engine's thread once no request runs, end the pause, and return the
+        function's result.
 
-        The pause ends in any case. mode: what happens to running requests: "keep", "wait" or "abort". Raises
-        RequestError for an invalid pause, EngineDeadError, and the function's errors.
+        mode: what happens to running requests: "keep", "wait" or "abort". Raises RequestError for an invalid pause,
+        EngineDeadError, and the function's errors; the pause is ended first.
         """
         weights, key = await self._weights(), object()
         try:
-            # If this task is cancelled meanwhile, the release still comes after the hold: commands keep their order.
+            # If this task is cancelled meanwhile, the release still follows the hold, as commands run in order.
             await self.between_steps(lambda: weights.hold(key, mode))
             return await self._once_paused(weights, key, function)
         finally:
@@ -331,8 +339,8 @@ class AsyncWeightMethods(ABC):
         """Wait until a pause is complete, then call a function on the engine's thread and return its result. The pause
         continues.
 
-        weights: the engine's Weights. key: of the pause, None for that of `pause_generation`. Raises RequestError if
-        the pause is ended meanwhile, EngineDeadError, and the function's errors.
+        weights: the engine's Weights. key: key of the pause; None for that of `pause_generation`. Raises RequestError
+        if the pause is ended meanwhile, EngineDeadError, and the function's errors.
         """
         while True:
             done = await self.between_steps(lambda: (function(),) if weights.settle(key) else None)
@@ -341,9 +349,9 @@ class AsyncWeightMethods(ABC):
             await asyncio.sleep(_SETTLE_SECONDS)
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Pause: let no request run until `resume_generation`; return once the pause is complete. New requests wait.
+        """Pause the engine until `resume_generation`, and return once no request runs. New requests wait.
 
-        mode: "keep" stops running requests where they are, "wait" lets them finish first, "abort" ends them. Raises
+        mode: "keep" interrupts running requests, "wait" lets them finish first, "abort" ends them. Raises
         RequestError for another mode, for "wait" while the engine sleeps and has requests, and if the pause is ended
         before it is complete; EngineDeadError.
         """
@@ -353,7 +361,7 @@ class AsyncWeightMethods(ABC):
 
     async def resume_generation(self) -> None:
         """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
-        sleeps because of `sleep`; EngineDeadError.
+        sleeps because of `sleep`, and EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(weights.resume)
@@ -371,28 +379,24 @@ class AsyncWeightMethods(ABC):
         *,
         keep_kv: bool = False,
     ) -> None:
-        """Free device memory until `wake_up`; return once it is freed. Requests wait meanwhile.
-
-        level: 1 keeps a copy of the weights in host memory, 2 does not, 0 only pauses. mode: what happens to running
-        requests, "keep", "wait" or "abort". tags: "weights", "kv_cache" or both; None for both. keep_kv: first copy
-        cached pages to host memory. Raises RequestError for arguments that are not allowed, EngineDeadError.
+        """Free device memory until `wake_up`, and return once it is freed. Requests wait. See `LLM.sleep` for the
+        arguments. Raises RequestError for arguments that are not allowed, and EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(lambda: weights.begin_sleep(level, mode, tags, keep_kv))
         await self._once_paused(weights, None, lambda: weights.sleep(level, tags, keep_kv))
 
     async def release_kv_cache_memory(self) -> None:
-        """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
-        requests will be recomputed. Raises RequestError if the engine is not paused.
+        """Free the pages of a paused engine, but not its weights, until `wake_up`. Cached prefixes are dropped, and
+        requests that were kept will be computed again. Raises RequestError if the engine is not paused.
         """
         weights = await self._weights()
         await self.between_steps(lambda: self.core.utility("check_paused"))
         await self._once_paused(weights, None, lambda: weights.sleep(1, ("kv_cache",)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` freed ("weights", "kv_cache" or both by `tags`; None for both), and end the pause once
-        everything is restored, or at once if the engine does not sleep. Raises RequestError for another tag, and for
-        weights that were freed at level 2 and not replaced.
+        """Restore what `sleep` has freed, and end the pause once everything is restored. If the engine does not sleep,
+        end the pause at once. See `LLM.wake_up` for the argument and errors.
         """
         weights = await self._weights()
         await self.between_steps(lambda: weights.wake(tags))
@@ -400,7 +404,7 @@ class AsyncWeightMethods(ABC):
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
-        reset_running_requests: also recompute running requests from their first token, as soon as no step is in flight.
+        reset_running_requests: also compute running requests again from their first token, once no step is in flight.
         Raises RequestError if reset_connector is true, because files of kv_offloading_path are not deleted.
         """
         name = prefix_reset(reset_running_requests, reset_connector)
@@ -412,8 +416,8 @@ class AsyncWeightMethods(ABC):
         return await self.between_steps(lambda: bool(weights.asleep))
 
     async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
-        name. That raises RequestError while the engine sleeps, or if other processes hold weights.
+        """Return {"weight_version"}, and with `checksum` also {"checksums"}: the SHA-256 of each weight on the devices,
+        by name. Checksums raise RequestError while the engine sleeps, or if other processes hold weights.
         """
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
@@ -439,9 +443,9 @@ def _read_new(
     target: Target,
     chunk_bytes: int | None,
 ) -> NewWeights:
-    """Load new weights onto the devices without using them yet. Steps may run meanwhile.
+    """Load new weights onto the devices, without using them yet. Steps may run meanwhile.
 
-    Arguments: see `LLM.update_weights`. Raises WeightUpdateError, RequestError for an argument that is not allowed,
+    Arguments: see `LLM.update_weights`. Raises WeightUpdateError, RequestError for an argument that is not allowed, and
     ClusterError if a process is lost.
     """
     from jaxengine.runner.weights.weight_update import read_weights
@@ -466,10 +470,10 @@ def _adapters_of(core: EngineCore) -> Any:
 
 
 def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, Any] | None, number: int | None) -> Any:
-    """Check an adapter's tensors and return it in host memory, as a GivenAdapter that is not used yet. Steps may run
-    meanwhile.
+    """Check an adapter's tensors, and return the adapter in host memory as a GivenAdapter that is not used yet. Steps
+    may run meanwhile.
 
-    number: lora_int_id. Other arguments: see `LLM.update_lora`. Raises WeightUpdateError, RequestError.
+    number: lora_int_id. Other arguments: see `LLM.update_lora`. Raises WeightUpdateError and RequestError.
     """
     from jaxengine.runner.weights.weight_update import read_adapter
 
@@ -480,9 +484,9 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
-    name, for which an engine that sleeps automatically is woken. Raises EngineDeadError, and RequestError if there
-    are no checksums because the engine sleeps or other processes hold weights.
+    """Return {"weight_version"}, and with `checksum` also {"checksums"}: the SHA-256 of each weight on the devices, by
+    name. An engine that sleeps automatically is woken for them. Raises EngineDeadError, and RequestError if there are
+    no checksums because the engine sleeps or other processes hold weights.
     """
     from jaxengine.runner.weights.weight_update import checksums
 

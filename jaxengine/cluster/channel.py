@@ -1,9 +1,9 @@
 """Messages between the processes of one engine: framed, authenticated, encrypted, and decoded as data only.
 
-Both ends share a key from a file. They agree on a secret of their connection (X25519), and each proves that it has the
-key by an HMAC-SHA256 over both public values, the secret and its role. Messages are sealed with ChaCha20-Poly1305, by a
-key of the connection and direction, with their number as nonce. Nobody else can read, change, repeat, drop or reflect
-one, and a recorded connection stays secret even from someone who learns the shared key later.
+Both ends share a key from a file. For each connection they agree on a secret (X25519), and each proves that it has the
+key by an HMAC-SHA256 over both public values, the secret and its role. Messages are encrypted with ChaCha20-Poly1305,
+by a key for the connection and direction and with their number as nonce. So nobody else can read a message, nor change,
+repeat, drop or reflect one unnoticed. Someone who learns the shared key later still cannot read a recorded connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxengine.config.engine_config import ConfigError
 
 # Operation -> its fields and their types.
 OPERATIONS: Mapping[str, Mapping[str, type]] = {
-    # First message of a worker, and of a further connection of a worker that only carries jax's start-up traffic.
+    # The first message of a worker, and that of a worker's second connection, which carries jax's start-up traffic.
     "hello": {"node_rank": int, "host": str, "versions": str},
     "coordinator": {},
     # Start-up. options: EngineConfig's fields.
@@ -65,15 +65,16 @@ _GREETING = b"jaxengine cluster 2\n"
 _PUBLIC_BYTES = _PROOF_BYTES = 32
 _TAG_BYTES = 16
 _HANDSHAKE_SECONDS = 10.0
-# Time without acknowledgement after which the system ends a connection: the other machine is gone.
+# Time without acknowledgement after which the system ends a connection, because the other machine is gone.
 _UNACKNOWLEDGED_MS = 6000
-# Silence after which a machine that still acknowledges counts as lost: loading or compiling keeps a process busy.
+# Time without a message after which a machine that still acknowledges counts as lost. It is long, because loading and
+# compiling keep a process busy.
 SILENCE_SECONDS = 60.0
 _ALIVE_SECONDS = 1.0
 
 
 class ClusterError(RuntimeError):
-    """Error of processes of an engine that did not join or were lost, and of an invalid message."""
+    """A process of the engine did not join or was lost, or a message is invalid."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Message:
 
     Attributes:
       op: operation, a key of OPERATIONS.
-      fields: by name, as OPERATIONS declares them.
-      arrays: of the dtypes in DTYPES.
+      fields: values by name, as OPERATIONS declares them.
+      arrays: arrays with dtypes in DTYPES.
     """
 
     op: str
@@ -94,8 +95,7 @@ class Message:
 def encode(message: Message) -> bytes:
     """Encode a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
 
-    The dtypes are those of DTYPES, little-endian. Raises KeyError for an array of another dtype, ClusterError for
-    fields that are too large.
+    Raises KeyError for an array with a dtype that is not in DTYPES, ClusterError for fields that are too large.
     """
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
@@ -132,10 +132,10 @@ def decode(payload: bytes) -> Message:
 
 
 def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.ndarray]:
-    """Return the arrays of a message's payload as views; they begin at byte `start`.
+    """Return the arrays of a message, which begin at byte `start` of its payload, as views.
 
-    listed: [dtype, shape] of each, not yet checked. Raises ClusterError if it is invalid, or if the arrays do not fill
-    the payload exactly.
+    listed: [dtype, shape] of each, not yet checked. Raises ClusterError if it is invalid, or if the arrays do not end
+    where the payload does.
     """
     arrays = []
     for entry in listed if isinstance(listed, list) else [None]:
@@ -186,8 +186,8 @@ class Channel:
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
         """Send a message of the operation `op` with these fields; return when the system has accepted all of it.
 
-        arrays: of the dtypes in DTYPES; KeyError for others. Raises ClusterError for a message that is too large,
-        OSError when the connection has ended.
+        arrays: arrays with dtypes in DTYPES; KeyError for others. Raises ClusterError for a message that is too large,
+        OSError if the connection has ended.
         """
         payload = encode(Message(op, fields, arrays))
         if len(payload) > MAX_MESSAGE_BYTES:
@@ -224,41 +224,39 @@ class Channel:
         return message.arrays[0].data
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Receive messages on this thread and pass them to `handle`, except heartbeats, until it returns False; send
+        """Receive messages on this thread and pass them to `handle`, except heartbeats, until it returns False. Sends
         heartbeats meanwhile.
 
         Raises OSError or ClusterError once the other end is gone, has sent an invalid message, or has been silent for
         SILENCE_SECONDS.
         """
-        heard = said = time.monotonic()
+        received = sent = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self.connection, selectors.EVENT_READ)
             while True:
-                if time.monotonic() - said >= _ALIVE_SECONDS:
+                if time.monotonic() - sent >= _ALIVE_SECONDS:
                     self.send("alive")
-                    said = time.monotonic()
+                    sent = time.monotonic()
                 if selector.select(_ALIVE_SECONDS):
                     message = self.receive()
-                    heard = time.monotonic()
+                    received = time.monotonic()
                     if message.op != "alive" and not handle(message):
                         return
-                elif time.monotonic() - heard > SILENCE_SECONDS:
-                    raise ClusterError(f"nothing was heard for {SILENCE_SECONDS:.0f} s")
+                elif time.monotonic() - received > SILENCE_SECONDS:
+                    raise ClusterError(f"nothing was received for {SILENCE_SECONDS:.0f} s")
 
     def close(self) -> None:
         """Close the connection, and wake a thread that is receiving."""
         close_connection(self.connection)
 
-    def _nonce(self, way: int) -> bytes:
-        """Count a message in a direction, and return its number as 12 little-endian bytes. way: 0 for sent, 1 for
-        received.
-        """
-        self._numbers[way] += 1
-        return self._numbers[way].to_bytes(12, "little")
+    def _nonce(self, direction: int) -> bytes:
+        """Count a message, and return its number as 12 little-endian bytes. direction: 0 for sent, 1 for received."""
+        self._numbers[direction] += 1
+        return self._numbers[direction].to_bytes(12, "little")
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connect to host 0 and do a worker's part of the handshake, within _HANDSHAKE_SECONDS each; return the channel.
+    """Connect to host 0, do a worker's part of the handshake, within _HANDSHAKE_SECONDS each, and return the channel.
 
     Raises ClusterError if the other end has another key or is not a host 0 of this version, OSError if nothing answers.
     """
@@ -273,8 +271,8 @@ def connect_channel(host: str, port: int, key: bytes) -> Channel:
 def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
     """Do a worker's part of the handshake on a connection to host 0, and return its channel.
 
-    key: shared by all processes. Raises ClusterError if the peer has another key or another version, OSError if it does
-    not answer in time; the caller then closes the connection.
+    key: the key that all processes share. Raises ClusterError if the peer has another key or version, OSError if it
+    does not answer in time; the caller then closes the connection.
     """
     deadline = _prepare(connection)
     own = X25519PrivateKey.generate()
@@ -334,10 +332,9 @@ def _prepare(connection: socket.socket) -> float:
 
 
 def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
-    """Return the shared secret of a connection, 32 bytes. own: private value of this end. theirs: public value of the
-    other end.
+    """Return the shared secret of a connection, 32 bytes. own: private key of this end. theirs: the other's public key.
 
-    Raises ClusterError for a public value that gives everybody the same secret.
+    Raises ClusterError for a public key that would give everybody the same secret.
     """
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(theirs))
@@ -348,7 +345,7 @@ def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
 def _keyed(key: bytes, role: bytes, shared: bytes) -> bytes:
     """Return the HMAC-SHA256, 32 bytes, of `role` and `shared` under `key`.
 
-    It is a proof that an end has the key, or the key of one direction. shared: both public values and the secret.
+    It proves that an end has the key, or it is the key of one direction. shared: both public values and the secret.
     """
     return hmac.new(key, role + b"\0" + shared, hashlib.sha256).digest()
 

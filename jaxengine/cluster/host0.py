@@ -1,9 +1,9 @@
-"""Host 0 of an engine over several processes, which schedules: its side of the connections to the workers.
+"""Host 0 of an engine of several processes, the one that schedules: its side of the connections to the workers.
 
-Host 0 sends each program to the workers (worker.py) before it executes it itself, so that all processes execute the
-same programs in the same order. It admits workers and detects lost ones. jax's start-up traffic between processes
-passes through such connections too, so that host 0 opens only master_port. Exchanges between devices use their
-own connections, over a network that must be trusted.
+Host 0 announces each program to the workers (worker.py) before it executes the program itself, so that all processes
+execute the same programs in the same order. It admits workers and detects lost ones. jax's start-up traffic between
+processes passes through such connections, too, so that host 0 opens only master_port. Devices exchange data over
+connections of their own, in a network that must be trusted.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _END_SECONDS = 10.0
 # Seconds after a failed exchange between devices within which the loss of a process counts as its cause.
 BLAME_SECONDS = 5.0
 _CHECK_SECONDS = 0.05
-# Limit of connections that are not authenticated yet; one more closes the oldest. A worker authenticates within
+# The most connections that are not authenticated yet; one more closes the oldest. A worker authenticates within
 # milliseconds, so strangers cannot keep it out.
 _MAX_GREETINGS = 64
-# jax must never end a process because another one is lost: it would give no reason, while this module logs one.
+# Time after which jax ends a process because another one is lost. It must never do so: this module does, and logs why.
 _NEVER_SECONDS = 10**6
 
 
 @dataclass(eq=False)
 class _Worker:
-    """Worker process as host 0 sees it.
+    """What host 0 knows about a worker process.
 
     Attributes:
       node_rank: its number, 1 to nnodes - 1.
@@ -118,11 +118,11 @@ class Cluster(Peers):
             raise
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Wait until all workers have loaded the model; send all of them, and return, the smallest number of pages of
-        any process.
+        """Wait until all workers have loaded the model, then return the smallest number of pages of any process, and
+        send it to all of them.
 
-        num_pages: of this process. programs: text that identifies the programs that this process runs. Raises
-        ClusterError if a worker has other programs, is lost, or is not done in time.
+        num_pages: number of pages of this process. programs: text that identifies the programs that this process runs.
+        Raises ClusterError if a worker has other programs, is lost, or is not done in time.
         """
         self._await("load the model", lambda worker: worker.plan is not None)
         plans = {worker: worker.plan.fields for worker in self._workers.values() if worker.plan is not None}

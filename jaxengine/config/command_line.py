@@ -1,7 +1,7 @@
-"""Command-line options generated from a dataclass, so that a new field of EngineConfig is an option without code here.
+"""Command-line options generated from a dataclass, so that a new field of EngineConfig becomes an option by itself.
 
 Field names become flags (`max_model_len` -> `--max-model-len`), types determine how a value is parsed, and the help
-text is the field's entry in the class docstring. Values are checked by the dataclass, as always.
+text is the field's entry in the class docstring. The dataclass checks the values.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def add_options(
     names: Sequence[str] | None = None,
     short: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Add to `parser`, in a group `title`, a flag for each init field of the dataclass `cls`, with help from its
+    """Add a flag for each init field of the dataclass `cls` to `parser`, in a group `title`, with help from the class's
     docstring.
 
-    names: the fields to add, in this order; None for all. short: alternative flags, by field. A field's metadata:
-    "nargs" is the number of values of a flag for a list of strings, "words" maps words to the integers that they stand
-    for. `given_options` returns the parsed values; a flag that is not given adds no attribute to the parsed arguments.
+    names: the fields to add, in this order; None for all. short: alternative flags, by field. In a field's metadata,
+    "nargs" is the number of values that a flag for a list of strings takes, and "words" maps words to the integers for
+    which they stand. `given_options` returns the parsed values. A flag that is not given adds no attribute to the
+    parsed arguments.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -51,28 +52,25 @@ def add_options(
 
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """Return the values of the fields of `cls` that were given on the command line, by field; other fields are absent.
-
-    args: parsed by a parser with the flags of `add_options`.
+    """Return the fields of `cls` that were given on the command line, with their values. args: result of a parser with
+    the flags of `add_options`.
     """
     prefix = destination(cls, "")
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def positive_int(text: str) -> int:
-    """Return the integer that a text of ASCII digits denotes. Raises argparse.ArgumentTypeError for other texts and for
-    0.
-    """
+    """Return the integer >= 1 that a text of ASCII digits denotes. Raises argparse.ArgumentTypeError otherwise."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def output_file(text: str) -> str:
-    """Return `text`, a file's name, if the file can be written or, if it does not exist, its folder exists and can be.
+    """Return `text`, the name of a file that can be written, or that can be created in an existing folder.
 
-    Raises argparse.ArgumentTypeError otherwise, and for a folder. The check precedes the minutes or hours that
-    computing the file's content may take.
+    Raises argparse.ArgumentTypeError for other names. The check is made early because it may take minutes or hours to
+    compute the file's content.
     """
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
@@ -86,22 +84,22 @@ def flag_of(name: str) -> str:
 
 
 def destination(cls: type, name: str) -> str:
-    """Return the attribute of the parsed arguments that holds the value of the field `name` of `cls`: "CLASS.NAME".
+    """Return the attribute of parsed arguments that has the value of the field `name` of `cls`: "CLASS.NAME".
 
-    Two dataclasses on one parser may share a field name (`seed`) if only one of them adds its flag.
+    So two dataclasses on one parser may have a field of the same name (`seed`) if only one of them adds its flag.
     """
     return f"{cls.__name__}.{name}"
 
 
 def class_texts(cls: type) -> dict[str, str]:
-    """Return the text of each field of a class and its base classes, by field, from the `Attributes:` of their
-    docstrings; a subclass's text overrides a base's.
+    """Return the texts of the fields of a class and its base classes, by field, from the `Attributes:` of their
+    docstrings. A subclass's text overrides that of a base class.
     """
     return {name: text for each in cls.__mro__[::-1] for name, text in field_texts(each.__doc__ or "").items()}
 
 
 def field_texts(docstring: str) -> dict[str, str]:
-    """Map each field to its text, on one line, in the docstring's `Attributes:` section; {} without one."""
+    """Return the texts of a docstring's `Attributes:` section, each on one line, by field; {} without a section."""
     # From Python 3.13 on the compiler removes the indentation.
     section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {2}(\w+): ", section, flags=re.MULTILINE)
@@ -109,21 +107,18 @@ def field_texts(docstring: str) -> dict[str, str]:
 
 
 def _help(text: str, default: Any) -> str:
-    """Return the help of a flag: its text, and its default unless that is None, (), missing or a dataclass.
-
-    Percent signs are doubled, since argparse expands them.
-    """
+    """Return the help of a flag: its text, and its default unless that is None, (), missing or a dataclass."""
     shown = default is not None and not dataclasses.is_dataclass(default) and default not in ((), dataclasses.MISSING)
     # argparse expands percent signs.
     return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
 
 
 def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the keyword arguments of add_argument for values of type `hint`; None in a union is ignored, as omitting
-    the flag means None.
+    """Return the keyword arguments of add_argument for values of type `hint`. None in a union is ignored, since it is
+    the value of an omitted flag.
 
-    nargs: how many texts a flag for a list of texts takes; None for one each time it is given. words: words that stand
-    for integers.
+    nargs: how many texts a flag for a list of texts takes; None for a flag that is repeated for each text. words: words
+    that stand for integers.
     """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any
@@ -151,7 +146,7 @@ def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union of types, or the type itself alone."""
+    """Return the members of a union of types, or a tuple with the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
@@ -176,16 +171,17 @@ def _int_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, such as 1,2,3") from None
 
 
-def _json(shape: Callable[[Any], Any]) -> Callable[[str], Any]:
-    """Return a parser of JSON texts, which returns `shape` of the decoded value.
+def _json(convert: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """Return a parser of JSON texts, which applies `convert` to the decoded value.
 
-    The parser raises argparse.ArgumentTypeError if the text is not JSON or `shape` raises ValueError or AttributeError.
+    The parser raises argparse.ArgumentTypeError if the text is not JSON or `convert` raises ValueError or
+    AttributeError.
     """
 
     def read(text: str) -> Any:
-        """Return `shape` of the JSON value of the text. Raises argparse.ArgumentTypeError if either fails."""
+        """Return the converted JSON value of a text. Raises argparse.ArgumentTypeError."""
         try:
-            return shape(json.loads(text))
+            return convert(json.loads(text))
         except (ValueError, AttributeError, RecursionError):
             raise argparse.ArgumentTypeError(f"{text!r} is not the JSON expected here") from None
 

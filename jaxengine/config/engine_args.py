@@ -1,4 +1,4 @@
-"""vLLM's EngineArgs: engine options that a program collects, changes and hands on."""
+"""vLLM's EngineArgs: engine options that a program collects and may change before it makes an engine of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 
 
 class EngineArgs(EngineConfig):
-    """EngineConfig whose fields may be assigned, and that accepts vLLM's other options and earlier names, like `LLM`.
+    """EngineConfig whose fields may be assigned. Like `LLM` it also accepts vLLM's other options and earlier names.
 
-    Values are checked at construction; assigned ones when an engine is made of them. `dataclasses.asdict`, `fields` and
-    `replace` work as on EngineConfig.
+    Values are checked at construction. Values that are assigned later are checked when an engine is made.
+    `dataclasses.asdict`, `fields` and `replace` work as on EngineConfig.
 
     Args:
       model, options: arguments of `LLM`. Raises ConfigError for an unknown option or a value that is not allowed.
@@ -29,7 +29,7 @@ class EngineArgs(EngineConfig):
         super().__init__(**chosen_options(_FIELDS, {"model": model, **options}))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option without checking its value; an earlier name of vLLM sets the field that replaced it.
+        """Set an option without checking its value; one of vLLM's earlier names sets the field that replaced it.
 
         Raises ConfigError for an unknown or unsupported name.
         """
@@ -40,9 +40,9 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for each engine option to `parser`, with the option's default, and return the parser.
+        """Add a flag for each engine option, with the option's default, to `parser` and return the parser.
 
-        A parsed option is an attribute of the same name: `LLM(**vars(parser.parse_args()))`.
+        Parsed options have the names of `LLM`'s arguments: `LLM(**vars(parser.parse_args()))`.
         """
         known = len(parser._actions)
         parser.add_argument("--model", default=None, metavar="MODEL", help=MODEL_HELP)
@@ -55,25 +55,21 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return EngineArgs of the engine options among parsed arguments; other attributes, such as a program's own,
-        are ignored.
-
-        Raises ConfigError for values that are not allowed.
+        """Return EngineArgs made of the engine options among parsed arguments. Other attributes, such as a program's
+        own, are ignored. Raises ConfigError for values that are not allowed.
         """
         names = _FIELDS.keys() | vllm_options.NAMES
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def engine_options(args: EngineConfig) -> dict[str, Any]:
-    """Return the fields of EngineConfig from `args`, an EngineArgs or EngineConfig, by name, as keyword arguments of
-    `LLM`.
-    """
+    """Return the options of an EngineArgs or EngineConfig by name, as keyword arguments of `LLM`."""
     return {name: getattr(args, name) for name in _FIELDS}
 
 
 def _default(name: str) -> Any:
-    """Return the value that an option, of EngineConfig or only of vLLM, has when it is not given on the command line;
-    None instead of an empty tuple.
+    """Return the default on the command line of an option of EngineConfig, or of one that only vLLM has. An empty tuple
+    becomes None.
     """
     if name in _FIELDS:
         return _FIELDS[name].default or None if isinstance(_FIELDS[name].default, tuple) else _FIELDS[name].default

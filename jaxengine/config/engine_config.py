@@ -1,7 +1,7 @@
-"""Engine options, checked once. Names and meaning are vLLM's where vLLM has the option.
+"""Engine options, which are checked once. If vLLM has an option, its name and meaning here are vLLM's.
 
-`EngineConfig` is frozen; `None` in it means the default of model and platform, which `resolved` fills in. An option
-that is not implemented is refused by name, never ignored.
+`EngineConfig` is frozen. A None in it stands for the default of the model or platform, which `resolved` fills in. An
+option that is not implemented is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -60,13 +60,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SIZES = (
-    "max_model_len",
-    "max_num_batched_tokens",
-    "kv_cache_memory_bytes",
-    "record_steps_bytes",
-)  # options that also take "4k" or "4G"
-# Readers of options with structure.
+# Options that may also be written as "4k" or "4G".
+SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "record_steps_bytes")
+# Readers of structured options.
 _READERS = {
     "compilation_config": CompilationConfig.read,
     "kv_events_config": KVEventsConfig.read,
@@ -104,102 +100,108 @@ class EngineConfig(
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
-        or org/name:Q4_K_M. s3://, gs://, https:// and file:// name a folder elsewhere, of which the weights that are
-        needed are read. None for the embedded SmolLM2-135M-Instruct.
+        or org/name:Q4_K_M. A URL that begins with s3://, gs://, https:// or file:// names a folder elsewhere, from
+        which only the weights that are needed are read. None for the embedded SmolLM2-135M-Instruct.
       tokenizer: a folder with a tokenizer.json or a hub id, if not the model's own.
       tokenizer_revision: branch, tag or commit of the tokenizer on the hub.
       skip_tokenizer_init: load no tokenizer; requests use token ids instead of text.
       load_format: "auto", "safetensors", "gguf", "orbax" (from `jaxengine convert`), or "dummy" for random weights.
-        "runai_streamer" is "safetensors": weights of a model at a URL are read in ranges.
+        "runai_streamer" means "safetensors", which reads the weights of a model at a URL in ranges.
       revision: branch, tag or commit of the model on the hub.
       download_dir: folder for hub downloads, and for configuration and tokenizer of a model at a URL.
-      hf_token: token for the hub; True or None for the stored one, if there is any, False for none.
+      hf_token: token for the hub; True or None for the stored one, if there is one; False for none.
       dtype: dtype of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" run
         in bfloat16, which has the same size and float32's range.
-      quantization: method of the checkpoint's quantization_config, or None; for one without, "int8", "fp8" or "int4"
-        rounds the layers' matrices during loading. "gguf" keeps the matrices of a GGUF file as stored; otherwise they
-        are dequantised.
-      kv_cache_dtype: dtype of the KV pages; "auto" is the checkpoint's, or else dtype. "fp8" is "fp8_e4m3"; fp8 and
-        int8 codes have a scale per layer and KV head. "int8_per_token_head" and "fp8_per_token_head", on CPUs and GPUs
-        without their own attention kernels, have a scale per token and KV head, which needs no calibration.
-      kv_cache_scales: scales of KV codes: a file from `jaxengine calibrate`, "calibrate" to measure them on random
-        tokens at start, "unit" for 1; "auto" uses the checkpoint's, or else measures.
-      seed: seed of everything random without its own seed.
+      quantization: method of the checkpoint's quantization_config, or None. For a checkpoint without one, "int8", "fp8"
+        or "int4" quantises the layers' matrices while they are loaded. "gguf" keeps the matrices of a GGUF file as they
+        are stored; otherwise they are dequantised.
+      kv_cache_dtype: dtype of the KV pages; "auto" uses the checkpoint's, or else dtype. "fp8" means "fp8_e4m3". "fp8"
+        and "int8" have a scale per layer and KV head. "int8_per_token_head" and "fp8_per_token_head" have a scale per
+        token and KV head, which needs no calibration; they run on CPUs, and on GPUs without attention kernels of their
+        own.
+      kv_cache_scales: scales of an 8-bit KV cache: a file from `jaxengine calibrate`; "calibrate" to measure them on
+        random tokens at start-up; "unit" for 1; "auto" uses the checkpoint's, or else measures them.
+      seed: seed of everything random that has no seed of its own.
       max_model_len: limit of prompt plus output, in tokens; "auto" or -1 for the longest that fits, at most the model's
-        context. Models with longrope (Phi-3 of 128k tokens, Phi-4-mini) use
-        their short factors if it is at most their original context, otherwise the long ones.
-      max_num_seqs: limit of concurrently running requests, per data-parallel replica. None: 32 on a CPU, 256 on other
-        devices; for encoders, whose texts fill a step, an eighth of max_num_batched_tokens if that is more.
+        context. Models with longrope (Phi-3 with 128k tokens, Phi-4-mini) use their short factors if it is at most
+        their original context, otherwise the long ones.
+      max_num_seqs: limit of requests that run at once, per data-parallel replica. None means 32 on a CPU and 256 on
+        other devices, or for encoders an eighth of max_num_batched_tokens if that is more.
       max_num_batched_tokens: limit of tokens in a step, per data-parallel replica.
       block_size: tokens per page (page_size).
-      gpu_memory_utilization: share of the device's memory that the engine uses. On a CPU, unless this is given, the KV
-        pool has room for 512 tokens of each of max_num_seqs requests, at least for two requests of max_model_len,
+      gpu_memory_utilization: share of the device's memory that the engine uses. If it is not given, the KV pool on a
+        CPU has room for 512 tokens of each of max_num_seqs requests, and at least for two requests of max_model_len,
         within half of the memory.
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
-      enable_prefix_caching: reuse the KV of known prefixes.
-      num_state_snapshots: prefix states to keep, for models with recurrent states; None for a quarter of max_num_seqs,
-        at least 4.
+      enable_prefix_caching: reuse the KV pages of prefixes that earlier requests have computed.
+      num_state_snapshots: number of prefixes whose recurrent states are kept, for models with such states; None for a
+        quarter of max_num_seqs, at least 4.
       disable_hybrid_kv_cache_manager: keep the KV of all tokens in sliding-window layers too, instead of freeing pages
         that have left the window.
       enable_chunked_prefill: let a prompt span several steps.
       long_prefill_token_threshold: limit of a prefill chunk; 0 for none.
-      scheduling_policy: order of requests: "fcfs", first come, first served; "priority", lowest value first; "fair",
-        the client that was served least, counting input tokens and twice the output tokens (a client is an API key of
-        the server, or `client` in Python), so that one client's many requests do not delay another's.
+      scheduling_policy: order of waiting requests: "fcfs", first come, first served; "priority", lowest value first;
+        "fair", the client served least so far first, so that one client's many requests do not delay another's. An
+        output token counts twice as much as an input token. A client is an API key of the server, or `client` in
+        Python.
       async_scheduling: dispatch a step before the tokens of the previous one are read.
-      enforce_eager: no warm-up; a shape is compiled when it first occurs. For debugging.
-      tensor_parallel_size: devices that split the weights of a layer. If the model has fewer KV heads, or a number of
-        them that does not divide, some of these devices split the sequences instead of the attention heads.
+      enforce_eager: compile nothing at start-up; a shape is compiled when it first occurs. For debugging.
+      tensor_parallel_size: devices that split the weights of a layer. If the KV heads cannot be split evenly over them,
+        some of these devices split the sequences instead of the attention heads.
       replicate_kv_heads: split the heads over all of tensor_parallel_size, storing KV heads more than once.
       data_parallel_size: replicas of the weights (except experts), each with its own sequences and pages.
-      enable_expert_parallel: whole experts on devices of tensor_parallel_size * data_parallel_size, not slices of all.
-      all2all_backend: how tokens reach whole experts: "allgather_reducescatter", every token to every device, or
-        "ragged_all_to_all", only to the devices that hold its experts. The latter is for TPUs; a CPU emulates it
-        slowly, for tests.
+      enable_expert_parallel: distribute whole experts over tensor_parallel_size * data_parallel_size devices, instead
+        of a slice of every expert to each device.
+      all2all_backend: how tokens reach whole experts: "allgather_reducescatter" sends every token to every device;
+        "ragged_all_to_all" sends it only to the devices that hold its experts. The latter is for TPUs; a CPU emulates
+        it slowly, for tests.
       pipeline_parallel_size: groups of devices that each hold a range of the layers.
       pipeline_layers: number of layers of each group; None splits by the bytes of the weights.
-      nnodes: processes of the engine, including this one; the others are started as `jaxengine worker`.
-      master_addr: address on which this process listens for them.
-      master_port: port on which this process listens for them.
+      nnodes: number of processes of the engine, including this one; the others are started by `jaxengine worker`.
+      master_addr: address on which this process listens for the others.
+      master_port: port on which this process listens for the others.
       cluster_key_file: file with the secret that all processes share.
-      cluster_timeout: seconds that start-up waits for a process.
+      cluster_timeout: seconds for which start-up waits for each process.
       compilation_config: step shapes to compile; a CompilationConfig or a dict of its fields.
       structured_outputs_config: how schemas are read unless a request overrides it; a dict of disable_any_whitespace,
         disable_additional_properties and lenient, with the same meaning as in a request's structured_outputs.
-      compile_cache_dir: folder for compiled steps; default JAXENGINE_CACHE_DIR, or else ~/.cache/jaxengine (with
-        XDG_CACHE_HOME); "" keeps none. A folder that belongs to root is only read by other users.
-      max_logprobs: limit of logprobs per token that a request may ask for, at most 1024; -1: the whole vocabulary, if
-        it is not larger.
+      compile_cache_dir: folder for compiled steps. None uses $JAXENGINE_CACHE_DIR, or else jaxengine in XDG_CACHE_HOME
+        or ~/.cache; "" stores nothing. If the folder belongs to root, other users only read it.
+      max_logprobs: limit of the logprobs per token that a request may ask for, at most 1024; -1 for the whole
+        vocabulary, if that is not larger than 1024.
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
       generation_config: source of default sampling parameters: "auto", the model's generation_config.json; "vllm",
         none; or a folder with such a file.
       override_generation_config: default sampling parameters that override those, such as {"temperature": 0.5}.
       chat_template: Jinja template to use instead of the model's, or the name of a file that holds one.
-      runner: "generate" text, or "pooling" for embeddings, labels and scores; "auto" follows the checkpoint.
-      convert: pooling model to make of a checkpoint: "embed", "classify", "none" if it already is one, or "auto".
+      runner: "generate" for text, or "pooling" for embeddings, labels and scores; "auto" follows the checkpoint.
+      convert: kind of pooling model to make of a checkpoint: "embed", "classify", "none" if it already is one, or
+        "auto".
       pooler_config: overrides how the checkpoint pools: a dict of task, pooling_type, use_activation and dimensions.
       hf_overrides: fields that override config.json, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
-        "original_max_position_embeddings": 32768}}; see docs/serving.md. rope_scaling and rope_theta are options, too.
-      speculative_config: drafts to verify in each step, a dict of method ("ngram", "draft_model", "mtp", "eagle3",
-        "grammar"), num_speculative_tokens (1 to 7), and depending on the method prompt_lookup_max and
-        prompt_lookup_min, or model. Output tokens are the same as without it.
-      logits_processors: classes of your own that change logits, or their names, module:Class; see
+        "original_max_position_embeddings": 32768}}; see docs/serving.md. rope_scaling and rope_theta are options of
+        their own as well.
+      speculative_config: how drafts are proposed for each step to verify: a dict of method ("ngram", "draft_model",
+        "mtp", "eagle3", "grammar"), num_speculative_tokens (1 to 7), and depending on the method prompt_lookup_max and
+        prompt_lookup_min, or model. Output tokens are the same as without drafts.
+      logits_processors: classes of your own that change logits, or their names as module:Class; see
         docs/sampling_params.md.
       capture: activations that requests may ask for (SamplingParams.capture), by names such as "residual:3",
         "attention_output:*", "mlp_output:0-5", "router_logits:2" or "final_norm".
       capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
-        does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
-      rl_exact: compute each token in one fixed form, so that its log-probability has the same bits in any batch and
-        chunk, and in jaxengine.rl.forward(exact=True); slower, and on one CPU device only.
+        does: 0 for the embeddings, n for the output of layer n, and -1, the last, after the final norm.
+      rl_exact: compute every token with the same order of operations, so that its log-probability has the same bits in
+        any batch and chunk, and in jaxengine.rl.forward(exact=True). Slower, and on one CPU device only.
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
         docs/models.md. A plugin is code: name only what you would run.
-      stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
-      sleep_idle_seconds: seconds without a request after which the engine sleeps at level 1, which gives up device
-        memory; the next request wakes it. None: never. Not for `LLM`; see docs/reinforcement_learning.md.
-      profiler_config: enables /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python), which
-        write profiles of jax.profiler into a folder: a dict of profiler_dir. Of several hosts, the first is profiled.
-      disable_log_stats: no periodic log line, no progress bars at start-up.
+      stream_interval: number of tokens that a stream sends together; the first and the last are sent at once.
+      sleep_idle_seconds: seconds without a request after which the engine sleeps at level 1, which frees device
+        memory; the next request wakes it. None for never. Not for `LLM`; see docs/reinforcement_learning.md.
+      profiler_config: a dict of profiler_dir, the folder into which jax.profiler writes profiles. It enables
+        /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python). If there are several hosts,
+        only the first is profiled.
+      disable_log_stats: log no periodic statistics, and show no progress bars at start-up.
     """
 
     model: str | None = None
@@ -266,7 +268,9 @@ class EngineConfig(
     disable_log_stats: bool = False
 
     def __post_init__(self):
-        """Convert each field to its stored form, then check all options. Raises ConfigError, which names the option."""
+        """Convert each field to the form in which it is stored, then check all options. Raises ConfigError, which names
+        the option.
+        """
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, self._read(field))
         check_options(self)
@@ -276,7 +280,7 @@ class EngineConfig(
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Return a config of keyword options; earlier names of options are translated.
+        """Return a config made of keyword options, in which earlier names of options are translated.
 
         Raises ConfigError, which names the option, for an unknown or unimplemented one, and for a value that is not
         allowed.
@@ -286,11 +290,11 @@ class EngineConfig(
     def resolved(
         self, model: ModelConfig, platform: Platform, pictures: Mapping[str, tuple[int, int]] | None = None
     ) -> ResolvedConfig:
-        """Return a config with all defaults filled in for a model and platform, whose limits are those of one replica.
+        """Return a config with all defaults filled in for a model and platform. Its limits are those of one replica.
 
-        pictures: sizes of the media items, as `sizes` of settle_encoder takes them; a model with a vision tower needs
-        them. compile_cache_dir becomes "" if a logits processor's code cannot be hashed. Raises ConfigError if values
-        contradict each other, the model or the platform, or if `fit` is set.
+        pictures: sizes of the media items, as `sizes` of settle_encoder takes them; only needed for a model with a
+        vision tower. compile_cache_dir becomes "" if a logits processor's code cannot be hashed. Raises ConfigError if
+        values contradict each other, the model or the platform, or if `fit` is set.
         """
         refuse_fit(self.fit)
         longest, vocab_size = model.max_position_embeddings, model.vocab_size
@@ -351,8 +355,8 @@ class EngineConfig(
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """Return the mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow
-        from the model's number of KV heads.
+        """Return the mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices. Its axes depend on
+        the model's number of KV heads.
         """
         return MeshLayout.for_heads(
             model.num_kv_heads,
@@ -364,10 +368,10 @@ class EngineConfig(
         )
 
     def _read(self, field: dataclasses.Field[Any]) -> Any:
-        """Return a field's value in the form that is stored: None becomes the default, names, sizes and structured
-        options are converted.
+        """Return a field's value in the form in which it is stored: None becomes the default; names, sizes and
+        structured options are converted.
 
-        A value of a wrong form is mostly returned unchanged, for `check_options` to refuse. Logs a warning for float16,
+        Most values of a wrong type are returned unchanged, for `check_options` to refuse. Logs a warning for float16,
         which becomes bfloat16. Raises ConfigError for a value that an option's own reader refuses, or a text that is
         not a size.
         """
@@ -393,7 +397,7 @@ class EngineConfig(
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """EngineConfig with all defaults filled in, whose limits are those of one replica. Fields of EngineConfig that are
+    """EngineConfig with all defaults filled in. Its limits are those of one replica. Fields of EngineConfig that are
     declared again here are never None.
 
     Attributes:
@@ -419,22 +423,22 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of tokens, besides 1, that a decode may have in a step (its last token and drafts), ascending; ()
-        without drafts.
+        """Numbers of tokens that a decode may have in a step (its last token and drafts), ascending, without 1; () if
+        there are no drafts.
         """
         return () if self.speculative_config is None else self.speculative_config.widths
 
     @property
     def max_in_flight(self) -> int:
-        """Limit of steps that are dispatched before their tokens are collected: 2 with async_scheduling, else 1, and at
+        """Limit of steps in flight, which are dispatched and not yet collected: 2 with async_scheduling, else 1, and at
         least the number of pipeline stages.
         """
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether every request ends in the step that computes the end of its prompt, which is its only step: pooling
-        without chunked prefill.
+        """Whether every request takes a single step, which computes its whole prompt: pooling without chunked
+        prefill.
         """
         return self.runner == "pooling" and not self.enable_chunked_prefill
 
@@ -444,8 +448,8 @@ class ResolvedConfig(EngineConfig):
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """Return the shapes of steps to compile; sizes that were not given are the platform's. A pooling model has no
-        decode-only shapes of the platform.
+        """Return the shapes of steps to compile. Sizes that were not given are the platform's, but a pooling model has
+        none of its decode-only shapes.
 
         sections: message sections that some steps have in addition to the usual ones. Raises ConfigError for sizes
         beyond the limits.

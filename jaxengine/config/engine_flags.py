@@ -44,9 +44,9 @@ MAX_FILE_BYTES = 1 << 20
 def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
     """Add flags to `parser` for all fields of EngineConfig except the model, or only for `names`.
 
-    With all fields, vLLM's other options are accepted too, for EngineConfig.from_options to refuse or explain; --help
-    does not list them. With hf_overrides among `names`, rope_scaling and rope_theta are also accepted. A flag that the
-    parser already has is not added again.
+    Without `names`, vLLM's other options are accepted as well, for EngineConfig.from_options to refuse or explain, but
+    --help does not list them. If hf_overrides is among `names`, rope_scaling and rope_theta are accepted. A flag that
+    the parser already has is not added again.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
@@ -72,10 +72,10 @@ def add_model(
     default: Any = argparse.SUPPRESS,
     help: str = MODEL_HELP,
 ) -> None:
-    """Add --model and an optional positional argument to `parser`, both of which name the model; two different models
-    end the program with an error.
+    """Add --model, and an optional positional argument with the same meaning, to `parser`. Two different models end the
+    program with an error.
 
-    dest: attribute of the parsed arguments that holds the model. default, help: argparse's arguments for --model.
+    dest: attribute of the parsed arguments that gets the model. default, help: argparse's arguments for --model.
     """
 
     class Once(argparse.Action):
@@ -91,8 +91,8 @@ def add_model(
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a positional argument (`word`), which may also be a prompt, names a model: it ends in .gguf, has the form
-    org/name, or is a folder with a config.json.
+    """Whether a positional argument that may also be a prompt names a model: it ends in .gguf, has the form org/name,
+    or is a folder with a config.json.
     """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
         return True
@@ -102,7 +102,7 @@ def looks_like_model(word: str) -> bool:
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Add the flag --config to `parser`; `with_config_file` reads it before parsing."""
+    """Add the flag --config to `parser`. `with_config_file` handles it before parsing."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -111,8 +111,8 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the arguments with the options of the --config file inserted after the command's name; without --config,
-    the arguments themselves. Underscores in flag names become hyphens.
+    """Return the arguments with the options of the --config file, if there is one, inserted after the command's name.
+    Underscores in flag names become hyphens.
 
     argv: arguments after the program's name. parser: the parser of all commands. Raises ConfigError for a file that
     cannot be read, and for an option that the command does not have.
@@ -127,8 +127,8 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
 
 
 def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """Return the flag that is spelt most like `word`, among the flags with an effect in the command that `words` begin
-    with; None if none is similar.
+    """Return the flag that is most similar to `word`, among the flags that have an effect in the command with which
+    `words` begin; None if none is similar.
     """
     without = {destination(EngineConfig, name) for name in vllm_options.WITHOUT_EFFECT}
     actions = _command_of(parser, words)[0]._option_string_actions
@@ -137,8 +137,8 @@ def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) 
 
 
 def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
-    """Return the parser of the command that `words` begin with, and the number of words in the command's name (0 for
-    none).
+    """Return the parser of the command with which `words` begin, and the number of words in the command's name, 0 for
+    no command.
     """
     depth = 0
     while depth < len(words) and (commands := _commands(parser)) is not None and words[depth] in commands:
@@ -147,30 +147,30 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """Return the arguments `argv` with underscores in flag names replaced by hyphens, but not in the keys of
-    `--OPTION.key`, since vLLM accepts both spellings. Arguments from "--" on are not changed.
+    """Return the arguments with underscores in flag names replaced by hyphens, since vLLM accepts both spellings. The
+    keys of `--OPTION.key` and arguments from "--" on are not changed.
     """
     words = list(argv)
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if word == "--":
             break
         if word.startswith("--"):
             name = re.split("[=.]", word, maxsplit=1)[0]
-            words[at] = name.replace("_", "-") + word[len(name) :]
+            words[index] = name.replace("_", "-") + word[len(name) :]
     return words
 
 
 def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
     """Return (value of --config or None, the arguments without it).
 
-    Only the first --config counts, and none after "--". A --config without a value is left to the parser.
+    Only the first --config counts, and only before "--". A --config without a value is left to the parser.
     """
     end = words.index("--") if "--" in words else len(words)
-    for at, word in enumerate(words[:end]):
+    for index, word in enumerate(words[:end]):
         if word.startswith("--config="):
-            return word.removeprefix("--config="), words[:at] + words[at + 1 :]
-        if word == "--config" and at + 1 < end:
-            return words[at + 1], words[:at] + words[at + 2 :]
+            return word.removeprefix("--config="), words[:index] + words[index + 1 :]
+        if word == "--config" and index + 1 < end:
+            return words[index + 1], words[:index] + words[index + 2 :]
     return None, words
 
 
@@ -181,10 +181,10 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
-    """Return the attribute names (destinations) of the options that the arguments contain and of those with a default;
-    empty if the arguments do not form a complete command.
+    """Return the destinations (attribute names) of the options that the arguments contain, and of those that have a
+    default; empty if the arguments do not form a complete command. Nothing is printed.
 
-    parser: of the command. words: arguments without the command's name. Prints nothing.
+    parser: the command's parser. words: arguments without the command's name.
     """
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -194,9 +194,10 @@ def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    """Return the options, by name, in the YAML file `path` of at most 2**20 characters; {} for an empty file.
+    """Return the options in the YAML file `path` by name; {} for an empty file.
 
-    Raises ConfigError for a file that cannot be read, is larger, is not YAML, or has anything but options by name.
+    Raises ConfigError for a file that cannot be read, has more than MAX_FILE_BYTES characters, is not YAML, or has
+    anything but options by name.
     """
     import yaml
 
@@ -223,11 +224,11 @@ def _read(path: str) -> Mapping[str, Any]:
 
 
 def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentParser, given: set[str]) -> list[str]:
-    """Return the options of a config file as arguments of a command line.
+    """Return the options of a config file as arguments of a command line. Options with the value None are left out.
 
-    content: options of the file. given: destinations of the options on the command line. Options without a default that
-    are in `given` are left out; the command line overrides others because its arguments follow. Options of value None
-    are left out too. path: the file's name, for errors. Raises ConfigError for an option that `parser` does not have.
+    path: the file's name, for errors. content: options of the file. given: destinations of the options on the command
+    line. Options without a default that are in `given` are left out; the command line overrides the others because its
+    arguments come later. Raises ConfigError for an option that `parser` does not have.
     """
     words = []
     for key, value in content.items():

@@ -1,8 +1,8 @@
-"""Engine loop: schedule a step, execute it, update the scheduler; one step ahead of its results, or one for each stage.
+"""Engine loop: schedule a step, dispatch it, and update the scheduler with its results. Other steps stay in flight.
 
-A step is dispatched in two parts: its forward pass, and its sampler, which waits where the permitted tokens depend on
-tokens that are still being computed. No forward pass is dispatched before the previous step's sampler, so all processes
-of an engine dispatch in one order. Optional capabilities are extensions. This module handles token ids, never text.
+A step is dispatched in two parts: its forward pass, then its sampler, which is held back while the tokens that it may
+choose depend on tokens still being computed. No forward pass is dispatched before the previous step's sampler, so all
+processes of an engine dispatch in one order. Optional capabilities are extensions. Only token ids occur here, no text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus
 from jaxengine.scheduler.scheduler import Scheduler
 
-# How long the loop waits for extensions when it has nothing else to do: new requests wait so long too.
+# How long the loop waits for extensions when it has nothing else to do. A new request may wait as long.
 _IDLE_SECONDS = 0.005
 
 
@@ -31,12 +31,12 @@ class Engine:
 
     Attributes:
       extensions: optional capabilities. stats, request_stats, timeline: counts of steps and requests, latest steps.
-      uncounted: requests that have ended but are not yet in `request_stats`: `record_finish` enters them.
-      busy_since: time.monotonic seconds at which the first request came after a time without any.
+      uncounted: requests that have ended but are not yet in `request_stats`; `record_finish` adds them there.
+      busy_since: seconds of `clock` at which the first request arrived after a time without requests.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None, clock: Callable[[], float] = time.monotonic):
-        """Build the loop of a started runner. inputs: prepares requests; None: they are tokens. clock: seconds."""
+        """Build the loop of a started runner. inputs: prepares requests, None for token ids. clock: returns seconds."""
         self.runner, self._now = runner, clock
         self.extensions = Extensions(runner, inputs)
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
@@ -54,13 +54,13 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work left: requests or steps in flight; in a pause steps, or requests past deadlines."""
+        """Whether `step` has work: unfinished requests or steps in flight. In a pause: the steps, then timeouts."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queue the requests of a caller's n outputs; if one is refused, end them all and raise its RequestError."""
+        """Queue the requests of a caller's n outputs. If one is refused, end all of them and raise its RequestError."""
         added = []
         try:
             for request in requests:
@@ -86,13 +86,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Count the end of a request of `uncounted`. reason, num_output: as its caller saw it; None: its own."""
+        """Count the end of a request in `uncounted`. reason, num_output: what its caller got; None: the request's."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return new results."""
+        """Dispatch a step, collect the oldest one if none was dispatched or enough are in flight; return results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -112,7 +112,7 @@ class Engine:
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Apply an extension's events: release ready requests; end rejected and ended ones, which go to `output`."""
+        """Apply an extension's events: release ready requests, end rejected and ended ones and add them to `output`."""
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -124,15 +124,15 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step and dispatch its forward pass; return it, or None in a pause or if no request can run."""
+        """Schedule a step, dispatch its forward pass and return it; None in a pause or if no request can run."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
             return None
         newest = self._in_flight[-1] if self._in_flight else None
-        # Since when the device has had nothing to do, as far as the host can tell; None if it is at work.
+        # When the device ran out of work, as far as the host can tell; None if it is busy.
         idle_since = self._idle_since if newest is None else start if newest.pending.is_ready() else None
-        step, stats, done = self.scheduler.schedule(start), self.stats, None
+        step, stats, dispatched = self.scheduler.schedule(start), self.stats, None
         output.finished += step.expired
         scheduled = self._now()
         stats.schedule_seconds += scheduled - start
@@ -146,15 +146,15 @@ class Engine:
             stats.count_step(step, message.bucket, self.scheduler.ranks)
             self.request_stats.step_tokens.observe(step.num_tokens)
             record = self.timeline.dispatched(step, self.scheduler, message, stats.num_steps, times, idle_since)
-            self._in_flight.append(done := InFlight(step, pending, record))
+            self._in_flight.append(dispatched := InFlight(step, pending, record))
             stats.idle_seconds += 0.0 if idle_since is None else times[-1] - idle_since
         for after_forward in self._hooks.after_forward:
-            self._take(after_forward(done), output)
-        stats.dispatch_seconds += 0.0 if done is None else self._now() - scheduled
-        return done
+            self._take(after_forward(dispatched), output)
+        stats.dispatch_seconds += 0.0 if dispatched is None else self._now() - scheduled
+        return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch the newest step's sampler, or what replaces it; first collect the steps whose tokens it needs."""
+        """Collect the steps whose tokens the newest step's sampler needs, then dispatch it, or what replaces it."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks

@@ -1,8 +1,8 @@
-"""Protocol between the engine loop and its optional capabilities.
+"""Protocol between the engine loop and optional capabilities.
 
-A capability is one subclass of LoopExtension, in a file named after it in `extensions`. The loop calls the hooks of its
-extensions in the order in which they were added, and names none of them. `extensions.build` decides which extensions an
-engine has.
+A capability is a subclass of LoopExtension, in a file of `extensions` that has its name. The loop calls the hooks of
+its extensions in the order in which they were added, and does not refer to any of them by name. `extensions.build`
+decides which extensions an engine has.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Events(NamedTuple):
 
     Attributes:
       ready: requests that no longer wait for the extension and may be scheduled.
-      ended: (request, finish reason, stop_reason) of requests that are to end now.
-      rejected: (request, error) of requests that end without output; their callers get the error.
+      ended: (request, finish reason, stop_reason) of requests that must end now.
+      rejected: (request, error) of requests that end without an output; their callers get the error.
     """
 
     ready: Sequence[Request] = ()
@@ -42,94 +42,95 @@ NO_EVENTS = Events()
 
 
 class Loop(NamedTuple):
-    """Parts of an engine that its extensions use."""
+    """Parts of an engine that its extensions use.
 
-    runner: ModelRunner  # of the devices
-    scheduler: Scheduler  # of the requests
-    rows: SlotRows  # writes the slots' sampling parameters to the devices
-    in_flight: deque[InFlight]  # dispatched steps without results, oldest first
+    Attributes:
+      runner: executes steps on the devices.
+      scheduler: schedules requests.
+      rows: sends the slots' sampling parameters to the devices.
+      in_flight: dispatched steps that have not been collected, oldest first.
+    """
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    rows: SlotRows
+    in_flight: deque[InFlight]
 
 
 class LoopExtension:
-    """Base class of a capability's part of the engine loop; a subclass overrides the hooks that it needs.
+    """Base class of a capability's part of the engine loop. A subclass overrides the hooks that it needs.
 
     Attributes:
       loop: the engine's runner, scheduler, slot rows and steps in flight; set by `attach`.
-      epilogue: function that dispatches a program after each forward pass, in place of the sampler; None: the sampler.
+      epilogue: function that dispatches a program after each forward pass in place of the sampler; None to sample.
     """
 
     loop: Loop
     epilogue: Callable[[PendingStep], None] | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Return the scheduler's configuration with the changes that this extension needs; the default changes
-        nothing.
-        """
+        """Return the scheduler's configuration with the changes that this extension needs."""
         return config
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts in `loop`. Called once, before every hook but `configure`."""
+        """Store the engine's parts in `loop`. Called once, before all other hooks except `configure`."""
         self.loop = loop
 
     def prepare(self, request: Request) -> None:
-        """Check and complete a request before it is queued. Raises RequestError to refuse the request, which is then
-        not queued. The scheduler may still refuse it, and `ended` is not called then, so take what must be released in
-        `queued`.
+        """Check and complete a request before it is queued. Raises RequestError to refuse it.
+
+        The scheduler may still refuse the request, and then `ended` is not called. So resources that have to be
+        released must be acquired in `queued`.
         """
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Register requests that have been queued, the n sequences of one caller's request."""
+        """Register the n requests of a caller's request, which have been queued."""
 
     def poll(self) -> Events:
-        """Return the events of requests since the last call, without waiting. Called before each step is scheduled."""
+        """Return the events since the last call, without waiting. Called before each step is scheduled."""
         return NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Dispatch device work that the step's forward pass depends on. Called after scheduling, before the forward
-        pass.
-        """
+        """Dispatch the device work on which the step's forward pass depends. Called after the step was scheduled."""
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Dispatch device work that follows a step's forward pass and precedes its sampler; return events of requests.
-
+        """Dispatch the device work that follows a step's forward pass and precedes its sampler, and return events.
         step: None if no step could be scheduled.
         """
         return NO_EVENTS
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether the inputs of the step's sampler depend on tokens of steps in flight, so that the loop must collect a
-        step first. Called again after each collected step.
+        """Whether the inputs of the step's sampler depend on tokens of steps in flight. The loop then collects a step
+        and calls this again.
         """
         return False
 
     def before_sample(self, step: ScheduledStep) -> bool:
-        """Return whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again.
-
-        May wait, but not for long: other requests have rows in the step.
+        """Whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again. It may
+        wait, but not for long, since other requests have rows in the step.
         """
         return True
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the changed per-slot inputs of this step's sampler to the devices. The sampler is dispatched next."""
+        """Send the changed inputs of this step's sampler to the devices. The sampler is dispatched next."""
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Process the results of a collected step, with which the scheduler has been updated; may change `result` and
-        add to `output`.
+        """Process the results of a collected step, with which the scheduler has already been updated. May change
+        `result` and add to `output`.
         """
 
     def ended(self, request: Request) -> None:
         """Release what the extension holds for a request that has ended."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait until `poll` may have events, `seconds` at most, and return True; return False at once if none are
-        expected.
+        """Wait for at most `seconds` until `poll` may have events, and return True. If no events are expected, return
+        False at once.
         """
         return False
 
     def rest(self) -> float:
-        """Do the extension's periodic work while the engine has no requests.
-
-        Returns the number of seconds after which to call this again; inf for never.
+        """Do the extension's periodic work while the engine has no requests. Return the seconds after which to call
+        this again, inf for never.
         """
         return float("inf")
 
@@ -143,9 +144,7 @@ class LoopExtension:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Functions, by name, that an operator may call between two steps; their arguments and results are JSON
-        values.
-        """
+        """Functions that an operator may call between two steps, by name. Arguments and results are JSON values."""
         return {}
 
     def metrics(self) -> Iterator[Metric | Histogram]:
@@ -168,10 +167,9 @@ def reset_caches(scheduler: Scheduler, *, prefixes: bool = True) -> None:
 
 
 class Hooks:
-    """Hooks of a step that the active extensions override, in the order of the extensions, so that a step calls no
-    others.
+    """For each hook of a step, the methods of the active extensions that override it, in the order of the extensions.
 
-    Attributes: a list of bound methods for each hook, changed in place by `update`.
+    A step calls only these. Each attribute is a list of bound methods, which `update` changes in place.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Record of a dispatched step, until its results have been collected."""
+"""Record of a step from its dispatch until its results have been collected."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from jaxengine.scheduler.batches.batch import ScheduledStep
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """Dispatched step."""
+    """Step that has been dispatched and not been collected.
 
-    step: ScheduledStep  # its schedule
-    pending: PendingStep  # the device's results to come
-    record: StepRecord  # its entry in the timeline
-    seconds: float = 0.0  # device time as the host measures it; 0 until the results have come
+    Attributes:
+      step: its schedule.
+      pending: the results that the devices are computing.
+      record: its entry in the timeline.
+      seconds: device time as the host measures it; 0 until the results have arrived.
+    """
+
+    step: ScheduledStep
+    pending: PendingStep
+    record: StepRecord
+    seconds: float = 0.0

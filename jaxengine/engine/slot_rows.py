@@ -1,7 +1,7 @@
 """Sampler inputs of each slot, kept up to date on the devices: parameters, biases, logprob ids and token counts.
 
-Used between a step's forward pass, which needs none of them, and its sampler. A slot's global number is rank *
-max_num_seqs + slot, where rank is the replica's index.
+They are sent after a step's forward pass, which needs none of them, and before its sampler. A slot's global number is
+rank * max_num_seqs + slot, where rank is the replica's index.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _SlotBias(NamedTuple):
 
     Attributes:
       request: the request that had the slot when its bias was sent.
-      bias: makes the request's bias rows.
+      bias: computes the request's bias rows.
       forbidden: stop tokens and ends of bad words that the row on the devices forbids.
     """
 
@@ -35,7 +35,7 @@ class _SlotBias(NamedTuple):
 
 
 class SlotRows:
-    """Sender of the sampler inputs of all slots that the host determines."""
+    """Sender of the sampler inputs that the host determines, for all slots."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler):
         """Begin without biases. runner: sends the inputs to the devices; scheduler: gives requests their slots."""
@@ -44,9 +44,9 @@ class SlotRows:
         self._biases: dict[int, _SlotBias] = {}
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the devices the inputs that have changed for the sampler of this step, which must be dispatched next.
+        """Send the devices the changed inputs of this step's sampler, which must be dispatched next.
 
-        The host must have all tokens that the biases depend on: `is_behind` is False.
+        The host must already have all tokens that the biases depend on, that is `is_behind` must be False.
         """
         if admitted := self.admitted(step):
             self._begin(admitted)

@@ -1,7 +1,7 @@
-"""Client of the process that computes token masks; the engine waits for the process only in `wait` and `wait_for`.
+"""Client of the process that computes token masks. The engine only waits for the process in `wait` and `wait_for`.
 
-A process that takes too long, or dies, is replaced; the sequence that it worked on fails, and every other grammar is
-compiled again and advanced by the tokens recorded here. This module handles tokens and masks, never requests.
+A process that takes too long or dies is replaced. The sequence on which it worked fails; the grammars of all others are
+compiled again and advanced by their recorded tokens. This module handles tokens and masks, never requests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxengine.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the process may take to start, to compile a grammar with its first mask, and for one more mask.
+# Seconds that the process may take to start, to compile a grammar and compute its first mask, and for another mask.
 START_SECONDS = 60.0
 COMPILE_SECONDS = 10.0  # twice the limit of trials
 MASK_SECONDS = 1.0
-# Processes in a row that may end before they are ready; after that all sequences fail.
+# Once so many processes in succession have ended before they were ready, all sequences fail.
 _MAX_STARTS = 2
 
 
@@ -33,13 +33,13 @@ class NextMask(NamedTuple):
     """Next token mask of a sequence.
 
     Attributes:
-      key: of the sequence, as given to `GrammarWorker.open`.
-      words: mask in packed int32, i32[num_words], a bit for each token that may come after the forced ones; None if the
+      key: the sequence's key, as given to `GrammarWorker.open`.
+      words: mask of the tokens that may follow the forced ones, i32[num_words] with a bit for each token; None if the
         text can only end.
       seconds: time that the mask took; None for one that came with a compilation.
-      forced: tokens that must come first, each the only one allowed at its position.
-      guessed: (token, mask) for the drafts of `advance` after the forced tokens, as far as they are allowed; the mask,
-        in packed int32, is that of the tokens that may follow the draft.
+      forced: tokens that must come first, each the only one that is allowed at its position.
+      guessed: (draft, mask of the tokens that may follow it) for the drafts of `advance` after the forced tokens, as
+        far as they are allowed.
     """
 
     key: int
@@ -53,7 +53,7 @@ class GrammarFailure(NamedTuple):
     """Failure of a sequence, which gets no more masks.
 
     Attributes:
-      key: of the sequence, as given to `GrammarWorker.open`.
+      key: the sequence's key, as given to `GrammarWorker.open`.
       compiled: whether its grammar was compiled, so that it had a first mask.
       reason: why it failed.
     """
@@ -68,14 +68,14 @@ class _Sequence:
     """State of a sequence with a grammar.
 
     Attributes:
-      kind, text, options: the grammar, as in worker_process.compile_grammar.
+      kind, text, options: the grammar, see worker_process.compile_grammar.
       tokens: tokens of the sequence so far.
-      trace: tokens of which the sequence is known to consist.
-      opened: whether the present process has compiled its grammar.
-      compiled: whether any process has.
+      trace: tokens of which the sequence will consist, if they are known.
+      opened: whether the current process has compiled its grammar.
+      compiled: whether any process has compiled it.
       awaited: whether a mask is due.
-      guess: drafts along which masks are due, too.
-      suspect: whether a process ended while it worked on this sequence.
+      guess: drafts along which masks are due as well.
+      suspect: whether a process has ended while it worked on this sequence.
     """
 
     kind: str
@@ -91,10 +91,10 @@ class _Sequence:
 
 
 class GrammarWorker:
-    """Grammars of running sequences, by keys that the caller chooses and uses once.
+    """Grammars of running sequences, by keys that the caller chooses and uses only once.
 
-    The process starts with the first sequence. It works on one compilation and one mask at a time, each kind in order
-    of arrival.
+    The process is started for the first sequence. It works on one compilation and one mask at a time, and on either in
+    order of arrival.
 
     Attributes:
       start: first message to the process.
@@ -111,9 +111,10 @@ class GrammarWorker:
     ):
         """Store the arguments of the process without starting it.
 
-        tokenizer: text of a tokenizer.json. vocab_size: number of the model's tokens. num_words: packed int32 of a
-        mask, 32 tokens each. eos_token_ids: ids that end a text, of which those outside the vocabulary are ignored
-        (with none left, every sequence fails). looks_ahead: whether masks come with the tokens that must follow.
+        tokenizer: text of a tokenizer.json. vocab_size: number of the model's tokens. num_words: number of int32 in a
+        mask, with a bit for each token. eos_token_ids: ids that end a text; those outside of the vocabulary are
+        ignored, and if none is left, every sequence fails. looks_ahead: whether masks come with the tokens that must
+        follow.
         """
         inside = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self.start = Start(tokenizer, vocab_size, num_words, inside, looks_ahead)
@@ -125,8 +126,8 @@ class GrammarWorker:
 
     @property
     def process(self) -> WorkerProcess | None:
-        """Process that computes masks, for callers that wait for its messages; another one after a restart, None while
-        there is none.
+        """Process that computes masks, for callers that wait for its messages; None if there is none. It changes when
+        the process is replaced.
         """
         return self._process
 
@@ -137,27 +138,28 @@ class GrammarWorker:
 
     @property
     def awaits(self) -> bool:
-        """Whether a mask or failure is due, or has come and not been taken."""
+        """Whether a mask or failure is due, or has arrived and not been taken."""
         return bool(self._taken) or any(each.awaited for each in self._sequences.values())
 
     @property
     def is_idle(self) -> bool:
-        """Whether no mask or failure is due or untaken, and the process does no work for closed sequences either."""
+        """Whether `awaits` is False and the process does not work for closed sequences either."""
         return not self.awaits and (self._process is None or not (self._compiling or self._masking))
 
     def launch(self) -> None:
-        """Start the process if there is none, so that the first sequence waits less. Does nothing without an
+        """Start the process if there is none, so that the first sequence waits less. Do nothing if there is no
         end-of-sequence token.
         """
         if self._process is None and self._has_end:
             self._launch()
 
     def open(self, key: int, kind: str, text: str, options: Mapping[str, Any], trace: Sequence[int] = ()) -> None:
-        """Start a sequence without waiting; `take` later returns its first mask or a failure.
+        """Start a sequence, and the process if there is none, without waiting. `take` later returns the sequence's
+        first mask or a failure.
 
-        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as in
-        worker_process.compile_grammar. trace: tokens of which the sequence is known to consist; it fails if its grammar
-        does not allow them. Starts the process if there is none.
+        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: see
+        worker_process.compile_grammar. trace: tokens of which the sequence will consist; it fails if its grammar does
+        not allow them.
         """
         self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:
@@ -168,10 +170,10 @@ class GrammarWorker:
             self._open(key)
 
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
-        """Append tokens to a sequence whose mask has come; `take` later returns its next mask. Does not wait.
+        """Append tokens to a sequence whose mask has arrived, without waiting. `take` later returns its next mask.
 
-        guess: drafts that may follow these tokens; masks along them are computed, too. Raises KeyError for a sequence
-        that is closed or has failed.
+        guess: drafts that may follow these tokens, along which masks are computed as well. Raises KeyError for a
+        sequence that was closed or has failed.
         """
         sequence = self._sequences[key]
         sequence.tokens += token_ids
@@ -180,15 +182,13 @@ class GrammarWorker:
             self._send_advance(key, list(token_ids))
 
     def close(self, key: int) -> None:
-        """End a sequence, whose masks and failures are dropped from now on. Ignores unknown keys."""
+        """End a sequence; its masks and failures are dropped from now on. Unknown keys are ignored."""
         if self._sequences.pop(key, None) is not None and self._process is not None:
             self._send(Close(key))
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most `seconds`, until `take` has something to return and no mask is due except first masks of
-        sequences under compilation.
-
-        Returns at once if there is no process.
+        """Wait, at most `seconds`, until `take` has something to return and no mask is due except those of sequences
+        whose grammar is being compiled. Return at once if there is no process.
         """
         end = time.monotonic() + seconds
         while not self._taken or any(each.awaited and each.compiled for each in self._sequences.values()):
@@ -198,7 +198,7 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def wait_for(self, keys: Collection[int], seconds: float) -> None:
-        """Wait, at most `seconds`, until no mask is due for any of these sequences. Returns at once if there is no
+        """Wait, at most `seconds`, until no mask is due for any of these sequences. Return at once if there is no
         process.
         """
         end = time.monotonic() + seconds
@@ -209,8 +209,8 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
-        """Return the masks and failures that have come since the last call, without waiting. Also sends pending
-        messages, and replaces a process that has ended or takes too long.
+        """Return the masks and failures that have arrived since the last call, without waiting. Pending messages are
+        sent, and a process that has ended or takes too long is replaced.
         """
         self._pump()
         taken, self._taken = self._taken, []
@@ -238,9 +238,7 @@ class GrammarWorker:
             self._open(key)
 
     def _open(self, key: int) -> None:
-        """Send the process the order to compile a sequence's grammar and take its tokens so far; append the key to
-        those compiling.
-        """
+        """Order the process to compile a sequence's grammar and to take its tokens so far."""
         sequence = self._sequences[key]
         sequence.opened = False
         if not self._compiling:
@@ -250,9 +248,7 @@ class GrammarWorker:
         self._send(Open(key, sequence.kind, sequence.text, sequence.options, tokens, trace))
 
     def _send_advance(self, key: int, tokens: list[int]) -> None:
-        """Send the process the order to take tokens and to compute the masks after them and along the drafts; append
-        the key to those waiting for a mask.
-        """
+        """Order the process to take tokens, and to compute the masks after them and along the drafts."""
         if not self._masking:
             self._masking_since = time.monotonic()
         self._masking.append(key)
@@ -264,9 +260,10 @@ class GrammarWorker:
         self._process.send(message)
 
     def _pump(self) -> None:
-        """Handle the process's messages and send pending ones, without waiting. Does nothing if there is no process.
+        """Handle the process's messages and send pending ones, without waiting. Do nothing if there is no process.
 
-        Replaces a process that has ended, or that takes too long to start, to compile a grammar or to compute a mask.
+        A process that has ended, or that takes too long to start, to compile a grammar or to compute a mask, is
+        replaced.
         """
         if self._process is None:
             return
@@ -281,11 +278,11 @@ class GrammarWorker:
         self._lose()
 
     def _handle(self, message: worker.Answer) -> None:
-        """Handle one answer of the process: Ready, a mask or a failure. A mask that is due, or a failure, is stored for
+        """Handle one answer of the process: Ready, a mask or a failure. Masks that are due and failures are stored for
         `take`.
 
-        Answers for closed sequences are dropped. Tokens that were recorded while a grammar was compiled again are sent
-        now.
+        Answers for closed sequences are dropped. If a grammar was compiled again, the tokens that were recorded
+        meanwhile are sent now.
         """
         now = time.monotonic()
         if isinstance(message, Ready):
@@ -308,7 +305,7 @@ class GrammarWorker:
             self._taken.append(GrammarFailure(message.key, sequence.compiled, message.reason))
             return
         sequence.opened = sequence.compiled = True
-        if message.num_tokens < len(sequence.tokens):  # compiled again, and a token has come meanwhile
+        if message.num_tokens < len(sequence.tokens):  # compiled again, and tokens were appended meanwhile
             self._send_advance(message.key, sequence.tokens[message.num_tokens :])
         elif sequence.awaited:
             sequence.awaited = False
@@ -319,11 +316,10 @@ class GrammarWorker:
             self._taken.append(NextMask(message.key, words, seconds, forced, guessed))
 
     def _check(self) -> None:
-        """Replace a process that takes too long to compile or to compute a mask, and fail the sequence that it works
-        on.
+        """Replace a process that takes too long to compile a grammar or to compute a mask, and fail the sequence on
+        which it works. A process that does not start in time is killed without replacement, and all sequences fail.
 
-        A process that does not start in time is killed and not replaced, and all sequences fail. Must be called when
-        all messages of the process have been read.
+        Must be called after all messages of the process have been read.
         """
         now = time.monotonic()
         if not self._is_ready:
@@ -335,10 +331,11 @@ class GrammarWorker:
             self._replace({self._masking[0]: f"took more than {MASK_SECONDS:g} s for the mask of one token"})
 
     def _lose(self) -> None:
-        """Replace a process that ended without being killed here.
+        """Replace a process that has ended by itself.
 
-        A sequence on which a process worked when it ended, for the second time, fails. All sequences fail if two
-        processes in a row end before they are ready, or if the tokenizer cannot be used.
+        If this is the second time that a process has ended while it worked on a sequence, that sequence fails. All
+        sequences fail if _MAX_STARTS processes in succession end before they are ready, or if the tokenizer cannot be
+        used.
         """
         if not self._is_ready:
             self._num_lost_starts += 1
@@ -355,8 +352,8 @@ class GrammarWorker:
         self._replace(dict.fromkeys(guilty, "twice ended the process that worked on it"))
 
     def _replace(self, guilty: dict[int, str]) -> None:
-        """Kill the process, fail the sequences of `guilty` (key -> reason) with a log line each, and start another
-        process if any sequence is left. Keys of closed sequences are ignored.
+        """Kill the process, log and fail the sequences of `guilty` (key -> reason), and start another process if any
+        sequence is left. Keys of closed sequences are ignored.
         """
         self._kill()
         for key, reason in guilty.items():
@@ -367,16 +364,14 @@ class GrammarWorker:
             self._launch()
 
     def _give_up(self, reason: str) -> None:
-        """Kill the process and fail all sequences with this reason; the next `open` or `launch` starts another
-        process.
-        """
+        """Kill the process and fail all sequences for this reason. The next `open` or `launch` starts a new one."""
         self._kill()
         self._num_lost_starts = 0
         for key in list(self._sequences):
             self._fail(key, reason)
 
     def _fail(self, key: int, reason: str) -> None:
-        """Remove a sequence and store its failure, with this reason, for `take`. Raises KeyError for an unknown key."""
+        """Remove a sequence, and store its failure for `take`. Raises KeyError for an unknown key."""
         self._taken.append(GrammarFailure(key, self._sequences.pop(key).compiled, reason))
 
     def _kill(self) -> None:

@@ -1,7 +1,7 @@
 """Detection of the token at which an output's reasoning ends and its grammar begins.
 
-Words are searched in the bytes that tokens stand for, so that it does not matter how they are split, and a word that is
-one added token is found like any other.
+The markers around reasoning are searched in the bytes for which tokens stand. So it does not matter how a marker is
+split into tokens, and a marker that is a single added token is found like any other.
 """
 
 from __future__ import annotations
@@ -19,66 +19,68 @@ UNLIMITED = 1 << 62
 
 
 class Vocabulary(Protocol):
-    """Protocol of the parts of a tokenizer that are used here: encode returns the token ids of a text, text_bytes the
-    UTF-8 bytes that a token stands for.
+    """The part of a tokenizer that is used here."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes for which a token stands."""
+        ...
+
+
+class _MarkerSearch:
+    """Search in a stream of bytes for markers that occur in this order, with anything between them.
+
+    markers: at least one. The bytes of a marker may arrive in several pieces.
     """
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def text_bytes(self, token_id: int) -> bytes: ...
-
-
-class _Words:
-    """Search in a stream of bytes for words that come in this order, with anything between them.
-
-    words: at least one; the bytes of one may come in several pieces.
-    """
-
-    def __init__(self, words: Sequence[str]):
-        self._words = [word.encode() for word in reversed(words)]
+    def __init__(self, markers: Sequence[str]):
+        self._markers = [marker.encode() for marker in reversed(markers)]
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Read more bytes of the text; return the bytes after the last word once all words have been found, None
+        """Read more bytes of the text. Once all markers have been found, return the bytes after the last one; None
         before. Must not be called after that.
         """
         text = self._tail + data
-        while self._words:
-            word = self._words[-1]
-            before, found, behind = text.partition(word)
+        while self._markers:
+            marker = self._markers[-1]
+            before, found, after = text.partition(marker)
             if not found:
-                self._tail = before[-(len(word) - 1) :] if len(word) > 1 else b""
+                self._tail = before[-(len(marker) - 1) :] if len(marker) > 1 else b""
                 return None
-            text = behind
-            self._words.pop()
+            text = after
+            self._markers.pop()
         return text
 
 
 class ReasoningWatch:
-    """Watch over one output whose grammar begins after `reasoning_end`; with `reasoning_begin` (the opening word), an
-    output may also begin with its grammar's text.
+    """Watch over one output whose grammar begins after `reasoning_end`.
 
-    Only the tokens of `reasoning_begin` open reasoning, however else their text may be spelt. With a budget, the
-    reasoning is closed by the budget's closing tokens when it is used up.
+    If the grammar has `reasoning_begin` (the opening marker), the output may omit its reasoning and begin with the
+    grammar's text. Only the tokens of `reasoning_begin` open reasoning, not other tokens with the same text. When a
+    budget is used up, its closing tokens are forced, which end the reasoning.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
-        """Begin before the first token. vocabulary: the tokenizer."""
+        """Start before the first token. vocabulary: the tokenizer."""
         self._vocabulary = vocabulary
         self._begin = grammar.reasoning_begin
         self._num_begun = 0
-        self._ends = [_Words(words) for words in grammar.reasoning_end]
+        self._ends = [_MarkerSearch(markers) for markers in grammar.reasoning_end]
         self._is_free = grammar.kind == FREE
         self._budget = grammar.budget
-        self._budget_ends = [] if grammar.budget is None else [_Words(words) for words in grammar.budget.ends]
+        self._budget_ends = [] if grammar.budget is None else [_MarkerSearch(each) for each in grammar.budget.ends]
         self._num_read = 0
 
-    def gives_way(self, first: np.ndarray | None) -> bool:
-        """Whether the grammar begins at once, because its own text may begin with the first token of the opening word,
-        or cannot hold any text.
+    def skips_reasoning(self, first: np.ndarray | None) -> bool:
+        """Whether the grammar must begin at once, because the first token of the opening marker may also begin the
+        grammar's text, or because the grammar allows no text at all.
 
-        first: the grammar's first mask, i32[num_words]; None if it can only end. An opening word of one token always
-        opens reasoning. False without an opening word: the output begins inside reasoning.
+        first: the grammar's first mask, i32[num_words]; None if it can only end. An opening marker of one token always
+        opens reasoning. Without an opening marker the output begins inside reasoning, and the result is False.
         """
         if not self._begin or (first is not None and len(self._begin) == 1):
             return False
@@ -86,8 +88,8 @@ class ReasoningWatch:
 
     @property
     def num_free(self) -> int:
-        """How many of the next tokens may be any token, whatever they are, for a grammar of kind FREE (only a limit on
-        reasoning); UNLIMITED without a budget. 0 for other grammars.
+        """Number of next tokens that are not constrained, for a grammar of kind FREE, which only limits reasoning;
+        UNLIMITED without a budget. 0 for other grammars.
         """
         if not self._is_free:
             return 0
@@ -96,34 +98,34 @@ class ReasoningWatch:
         return max(0, self._budget.num_tokens - self._num_read) + len(self._begin) - self._num_begun
 
     def forced(self) -> int | None:
-        """Return the only token that may be taken now, the next closing token once the budget is used up; else None."""
+        """Return the next closing token once the budget is used up, which is then the only allowed token; else None."""
         budget = self._budget
         if budget is None or self._num_begun < len(self._begin) or self._num_read < budget.num_tokens:
             return None
         return budget.closing[self._num_read - budget.num_tokens]
 
     def mask(self, first: np.ndarray | None) -> np.ndarray | None:
-        """Return the mask of tokens that may be taken now if none is forced, i32[num_words]; None for all tokens,
-        within the reasoning and for a grammar of kind FREE.
+        """Return the mask of the tokens that are allowed now if none is forced, i32[num_words]. None allows all tokens:
+        within reasoning, and for a grammar of kind FREE.
 
-        first: the grammar's first mask. Before the opening word these are the tokens of `first` and the word's first
-        token; within the word, only its next token.
+        first: the grammar's first mask. Before the opening marker, the tokens of `first` and the marker's first token
+        are allowed; within the marker only its next token.
         """
         if self._is_free or self._num_begun == len(self._begin):
             return None
         assert first is not None
-        words = np.zeros_like(first) if self._num_begun else first.copy()
+        mask = np.zeros_like(first) if self._num_begun else first.copy()
         token_id = self._begin[self._num_begun]
-        words.view(np.uint8)[token_id // 8] |= np.uint8(1 << token_id % 8)
-        return words
+        mask.view(np.uint8)[token_id // 8] |= np.uint8(1 << token_id % 8)
+        return mask
 
     def read(self, token_id: int) -> Sequence[int] | None:
-        """Read the output's next token; return None while the reasoning continues or may begin, else the tokens with
-        which the grammar's text begins.
+        """Read the output's next token. Return None while reasoning continues or may begin, and otherwise the tokens
+        with which the grammar's text begins.
 
-        These are the token itself if it does not open reasoning, or the text after the end word in it, without leading
-        white space and tokenized anew; () if there is none. The closing tokens of a used-up budget end the reasoning,
-        too.
+        These are the token itself if it does not open reasoning. If it completes the end marker, they are the text
+        after the marker, without leading white space and tokenised again; () if there is none. The closing tokens of a
+        budget end the reasoning as well.
         """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):
@@ -134,25 +136,25 @@ class ReasoningWatch:
             return None
         if (budget := self._budget) is not None:
             self._num_read += 1
-            if self._num_read > budget.num_tokens:  # the closing tokens, which end the reasoning in any case
+            if self._num_read > budget.num_tokens:  # a closing token; together they always end the reasoning
                 return () if self._num_read == budget.num_tokens + len(budget.closing) else None
             if any(end.read(data) is not None for end in self._budget_ends):
                 self._budget = None
-        found = [behind for end in self._ends if (behind := end.read(data)) is not None]
+        found = [after for end in self._ends if (after := end.read(data)) is not None]
         if not found:
             return None
-        # The last token may continue after the words; white space there belongs to neither part.
+        # The last token may continue after the marker. White space there belongs to neither part.
         rest = max(found, key=len).decode(errors="replace").lstrip()
         return self._encode(rest) if rest else ()
 
     def _encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of a text without special tokens; () if the tokenizer fails at it."""
+        """Return the token ids of a text without special tokens; () if the tokenizer cannot encode it."""
         try:
             return self._vocabulary.encode(text, add_special_tokens=False)
-        except RequestError:  # some tokenizers fail at the text of their own tokens
+        except RequestError:  # some tokenizers cannot encode the text of their own tokens
             return ()
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:
-    """Whether a mask i32[num_words] allows token_id: bit t % 32 of word t / 32 stands for token t."""
+    """Whether a mask i32[num_words] allows a token. Bit t % 32 of element t / 32 stands for token t."""
     return bool(mask.view(np.uint8)[token_id // 8] >> token_id % 8 & 1)

@@ -1,12 +1,12 @@
-"""Token masks of an engine's requests: which tokens each may take next, as far as that is known.
+"""Token masks of an engine's requests: which tokens each request may take next, as far as that is known.
 
-A request waits apart from the queue until its grammar is compiled; from then on each mask is computed in another
-process while the device runs the forward pass before the token that it constrains. A new grammar is tried first;
-grammars that take long to compile are served by a separate process, so that other requests do not wait for them. A
-grammar that begins after reasoning is compiled like any other, and its first mask kept until then. Where a grammar
-allows only one token, that token and those that must follow are known before they are sampled, and so are their masks.
-Masks along proposed drafts are computed with the mask before them. This module decides what a grammar's end or failure
-means for its request.
+A request waits outside the queue until its grammar is compiled. From then on each mask is computed in another process
+while the device runs the forward pass before the token that the mask constrains. A new grammar is first compiled on
+trial. Grammars that take long to compile get a separate process, so that other requests do not wait for them. A grammar
+that begins after reasoning is compiled like any other, and its first mask is kept until then. If a grammar allows only
+one token, that token, the tokens that must follow it and their masks are known before they are sampled. Masks along
+proposed drafts are computed together with the mask before them. This module decides what the end or failure of a
+grammar means for its request.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jaxengine.scheduler.base.request import FinishReason, Request
 from jaxengine.scheduler.base.token_params import BIAS, FREE
 from jaxengine.workers.process import wait_for_any
 
-# Compilations of at least this time are slow.
+# Compilations that take at least this long are slow.
 _SLOW_SECONDS = 0.25
 
-# (request, tokens of its output) -> the drafts that a step in flight has after these; None if no step has any.
-Guess = Callable[[Request, int], Sequence[int] | None]
+# (request, number of its output tokens) -> the drafts that a step in flight has after these tokens; None if none has.
+DraftsInFlight = Callable[[Request, int], Sequence[int] | None]
 
 
 class MaskEnd(NamedTuple):
@@ -50,14 +50,14 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """Mask and grammar tokens that a grammar determines for the tokens that its request has not sampled yet.
+    """What a grammar determines for the tokens that its request has not sampled yet.
 
     Attributes:
-      forced: the next tokens, each the only one allowed at its position.
-      words: mask of the tokens that may follow the forced ones, i32[num_words]; None for every token.
+      forced: the next tokens, each the only one that is allowed at its position.
+      words: mask of the tokens that may follow the forced ones, i32[num_words]; None for all tokens.
       is_end: whether no token may follow the forced ones.
-      guessed: each proposed draft that continues there, with the mask after it.
-      num_free: how many of the next tokens may be any token.
+      guessed: the proposed drafts that continue there, each with the mask after it.
+      num_free: number of next tokens that are not constrained.
       taken: tokens that the request has sampled since this became known.
     """
 
@@ -73,10 +73,8 @@ class _Known:
         return offset < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
-        """Append the next token that the request got to `taken` and advance past it; return whether the mask after it
-        is known.
-
-        If False, the other fields still describe the position before the token.
+        """Append the request's next token to `taken` and advance past it. Return whether the mask after it is known; if
+        not, the other fields still describe the position before the token.
         """
         self.taken.append(token_id)
         if self.forced:
@@ -95,8 +93,8 @@ class MaskEvents:
 
     Attributes:
       ready: requests that may run.
-      ended: requests that their grammars ended.
-      refused: requests that could not begin, with the errors for their callers.
+      ended: requests that their grammars have ended.
+      refused: requests that cannot begin, with the errors for their callers.
     """
 
     ready: list[Request]
@@ -105,11 +103,11 @@ class MaskEvents:
 
 
 class RequestMasks:
-    """Token masks of all requests with grammars, each from `add` to `drop`.
+    """Token masks of all requests with grammars, which are registered by `add` and removed by `drop`.
 
     Attributes:
       worker: process for grammars that compile fast.
-      num_masks, seconds: number of computed masks, except those that come with compilations, and the sum of their
+      num_masks, seconds: number of computed masks, without those that come with compilations, and the sum of their
         times.
     """
 
@@ -125,10 +123,8 @@ class RequestMasks:
     ):
         """Store the arguments without starting a process.
 
-        tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead: arguments of GrammarWorker: a tokenizer.json's
-        text, sizes of the vocabulary and of a mask in packed int32, the tokens that end a text, and whether masks come
-        with the tokens that must follow. vocabulary: tokenizer by which the end of reasoning is detected, required for
-        grammars with reasoning_end.
+        tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead: see GrammarWorker. vocabulary: tokenizer with
+        which the end of reasoning is detected, required for grammars with reasoning_end.
         """
         self.worker, self._slow = (
             GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead=looks_ahead) for _ in range(2)
@@ -142,16 +138,17 @@ class RequestMasks:
         self._workers: dict[Request, GrammarWorker] = {}
         self._num_tokens: dict[Request, int] = {}
         self._known: dict[Request, _Known] = {}
-        # The drafts for which masks were requested, with the number of output tokens before them; and how many of the
-        # drafts in flight will be rejected (None: that depends on what is sampled).
+        # Drafts for which masks were requested, with the number of output tokens before them.
         self._drafts: dict[Request, tuple[int, Sequence[int]]] = {}
+        # Number of the drafts in flight that will be rejected; None if that depends on what is sampled.
         self._surplus: dict[Request, int | None] = {}
         self._vocabulary = vocabulary
         self._watches: dict[Request, ReasoningWatch] = {}
-        # First masks of grammars that wait for the end of reasoning, and of those that have begun since `take`.
+        # First masks of grammars that wait for the end of reasoning, and of those that have begun since the last
+        # `take`.
         self._first_masks: dict[Request, NextMask] = {}
         self._begun: list[NextMask] = []
-        # Requests without a grammar that have been added since `take`.
+        # Requests with a FREE grammar that have been added since the last `take`.
         self._free: list[Request] = []
         self._numbers = itertools.count()
 
@@ -162,14 +159,14 @@ class RequestMasks:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, and no process still works for an earlier one."""
+        """Whether there are no requests, and no process still works for an earlier one."""
         return not self._keys and not self._trials.awaits and self.worker.is_idle and self._slow.is_idle
 
     def add(self, request: Request) -> None:
         """Begin to compute the masks of a request, which must have `params.grammar`, without waiting.
 
-        Its grammar is compiled in another process; `take` reports when the request may run, or why it is refused. A
-        FREE grammar (only a limit on reasoning) needs no compilation, and the next `take` reports its request as ready.
+        Its grammar is compiled in another process, and `take` reports when the request may run, or why it is refused. A
+        FREE grammar (only a limit on reasoning) needs no compilation; the next `take` reports its request as ready.
         """
         grammar = request.params.grammar
         assert grammar is not None
@@ -179,28 +176,27 @@ class RequestMasks:
             assert self._vocabulary is not None
             self._watches[request] = ReasoningWatch(grammar, self._vocabulary)
         if grammar.kind == FREE:
-            self._look_on(request, None)
+            self._update_known(request, None)
             self._free.append(request)
             return
         self.worker.launch()
         self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
-    def advance(self, request: Request, token_id: int, guess: Guess = lambda request, num_output: None) -> None:
-        """Record a token that an unfinished request with a grammar got, and start computing the next mask unless it is
-        known.
-
-        guess: function of (request, number of output tokens) that returns the drafts that a step in flight has after
-        these tokens, along which masks are computed, too; None for no drafts.
+    def advance(
+        self, request: Request, token_id: int, guess: DraftsInFlight = lambda request, num_output: None
+    ) -> None:
+        """Record a token that an unfinished request with a grammar has got, and request the next mask unless it is
+        known. guess: returns the drafts along which masks are computed as well.
         """
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
         if request in self._watches:
-            self._reason_on(request, token_id, guess)
+            self._advance_reasoning(request, token_id, guess)
         elif not _is_free(request):
-            self._go_on(request, token_id, guess)
+            self._advance_grammar(request, token_id, guess)
 
-    def _look_on(self, request: Request, first: np.ndarray | None) -> None:
-        """Record which tokens may follow for a request that reasons, or whose grammar is FREE. first: its grammar's
+    def _update_known(self, request: Request, first: np.ndarray | None) -> None:
+        """Record which tokens may follow for a request that reasons or whose grammar is FREE. first: its grammar's
         first mask; None if FREE.
         """
         watch = self._watches.get(request)
@@ -211,35 +207,31 @@ class RequestMasks:
         else:
             self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
-    def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Record a token of a request that reasons, and which tokens may follow. If its grammar begins with this token,
-        or after it, the request is no longer watched and its next mask is requested.
-
-        guess: as in `advance`, called when the grammar begins.
+    def _advance_reasoning(self, request: Request, token_id: int, guess: DraftsInFlight) -> None:
+        """Record a token of a request that reasons, and which tokens may follow. If the grammar begins with this token
+        or after it, the reasoning is over and the next mask is requested. guess: see `advance`.
         """
         watch = self._watches[request]
         taken = watch.read(token_id)
         if _is_free(request):
             if taken is not None:
                 del self._watches[request]
-            self._look_on(request, None)
+            self._update_known(request, None)
             return
         first = self._first_masks[request]
         if taken is None:
-            self._look_on(request, first.words)
+            self._update_known(request, first.words)
             return
         del self._watches[request], self._first_masks[request]
         if taken:
-            self._ask(request, taken, guess(request, self._num_tokens[request]))
+            self._request_mask(request, taken, guess(request, self._num_tokens[request]))
         else:
             del self._known[request]
             self._begun.append(first)
 
-    def _go_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Record another token, token_id, of the grammar's text, and request the next mask if it is not known.
-
-        guess: as in `advance`; with drafts, a mask is requested in any case, unless forced tokens remain. The end of
-        the text is reported by the next `take`.
+    def _advance_grammar(self, request: Request, token_id: int, guess: DraftsInFlight) -> None:
+        """Record a token of the grammar's text, and request the next mask if it is not known or if there are drafts,
+        unless forced tokens remain. The next `take` reports the end of the text. guess: see `advance`.
         """
         known = self._known[request]
         is_known = known.take(token_id)
@@ -249,11 +241,11 @@ class RequestMasks:
             del self._known[request]
             self._begun.append(NextMask(self._keys[request], None, None))
         elif (drafts := guess(request, self._num_tokens[request])) or not is_known:
-            self._ask(request, known.taken, drafts)
+            self._request_mask(request, known.taken, drafts)
 
-    def _ask(self, request: Request, taken: Sequence[int], drafts: Sequence[int] | None) -> None:
-        """Request the next mask from the worker, after `taken`, the tokens that it does not have yet, and masks along
-        the drafts; until it comes, no mask of the request is known.
+    def _request_mask(self, request: Request, taken: Sequence[int], drafts: Sequence[int] | None) -> None:
+        """Request the next mask from the worker, and masks along the drafts. Until it arrives, no mask of the request
+        is known. taken: tokens that the worker does not have yet.
         """
         del self._known[request]
         if drafts is not None:
@@ -261,8 +253,8 @@ class RequestMasks:
         self._workers[request].advance(self._keys[request], *taken, guess=drafts or ())
 
     def drop(self, request: Request) -> None:
-        """Remove a request and release its grammar, in its worker or among the trials. Does nothing for a request
-        without a grammar.
+        """Remove a request and release its grammar, in its worker or among the trials. Do nothing for a request without
+        a grammar.
         """
         key = self._keys.pop(request, None)
         if key is not None:
@@ -277,31 +269,29 @@ class RequestMasks:
 
     def row(self, request: Request, num_output: int) -> np.ndarray | None:
         """Return the mask i32[num_words] of the tokens that the request may take after num_output output tokens; None
-        for every token.
-
-        The mask must be known (`has`). Raises KeyError for a request without any known mask.
+        for all tokens. The mask must be known (`has`). Raises KeyError for a request without any known mask.
         """
         known = self._known[request]
-        rest = known.forced[max(0, self._place(request, num_output)) :]
+        rest = known.forced[max(0, self._offset(request, num_output)) :]
         return self._only(rest[0]) if rest else known.words
 
     def rows(self, request: Request, width: int) -> list[np.ndarray]:
         """Return the masks i32[num_words] of the request's positions in a step, at most `width`: after its output, and
-        after each of its drafts in the step. The last mask allows nothing if it is not known.
+        after each of its drafts in the step. If the last mask is not known, it allows nothing.
 
-        Also records how many of the drafts will be rejected in any case, for `has`. Raises KeyError for a request
-        without a known mask.
+        Also records for `has` how many of the drafts will certainly be rejected. Raises KeyError for a request without
+        a known mask.
         """
         known = self._known[request]
         masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
-        asked, drafts = self._drafts.get(request, (-1, ()))
+        num_before, drafts = self._drafts.get(request, (-1, ()))
         self._surplus[request] = None
-        if asked != self._num_tokens[request]:  # the masks are along other drafts
+        if num_before != self._num_tokens[request]:  # the masks are along other drafts
             return [*masks[: width - 1], self._nothing]
         pairs = zip(known.forced, drafts, strict=False)
         agree = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
         if agree < len(known.forced):  # the forced tokens differ from the drafts
-            # A bias may forbid a forced token, and so end the request.
+            # A bias may forbid a forced token and so end the request.
             self._surplus[request] = None if request.params.features & BIAS else width - 1 - agree
             return masks[: agree + 1]
         masks += [words for _, words in known.guessed]
@@ -309,20 +299,20 @@ class RequestMasks:
 
     def has(self, request: Request, num_output: int) -> bool:
         """Whether the mask after num_output output tokens is known, so that `row` can return it. The last of these
-        tokens may still be under computation if the grammar forces them.
+        tokens may still be in flight if the grammar forces them.
         """
         if (known := self._known.get(request)) is None or self._surplus.get(request, 0) is None:
             return False
-        # Bad words of several tokens also restrict tokens, and depend on each token before.
-        place = self._place(request, num_output)
-        return known.covers(place) and not (place and request.params.has_long_bad_words)
+        # Bad words of several tokens restrict tokens as well, depending on the token before.
+        offset = self._offset(request, num_output)
+        return known.covers(offset) and not (offset and request.params.has_long_bad_words)
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
-        """Return the tokens, at most `most`, that must follow num_output output tokens, as far as the masks after them
-        are known: tokens that a step can compute before they are sampled.
+        """Return the tokens, at most `most`, that must follow num_output output tokens and after which masks are known.
+        A step can compute them before they are sampled.
 
-        None if proposed drafts may follow there: no token is forced, or no mask is known. () if neither forced tokens
-        nor drafts may follow: the request reasons, is FREE, has bad words of several tokens, or the text ends after the
+        None if proposed drafts may follow instead, because no token is forced or no mask is known. () if neither may
+        follow: the request reasons, its grammar is FREE, it has bad words of several tokens, or the text ends after the
         one forced token.
         """
         if request.params.has_long_bad_words or request in self._watches or _is_free(request):
@@ -330,12 +320,12 @@ class RequestMasks:
         if not self.has(request, num_output):
             return None
         known = self._known[request]
-        rest = known.forced[self._place(request, num_output) :]
+        rest = known.forced[self._offset(request, num_output) :]
         return rest[: min(most, len(rest) - known.is_end)] if rest else None
 
-    def _place(self, request: Request, num_output: int) -> int:
-        """Return the number of tokens by which num_output exceeds the tokens recorded for the request, not counting
-        drafts that will be rejected.
+    def _offset(self, request: Request, num_output: int) -> int:
+        """Return by how much num_output exceeds the number of tokens recorded for the request, without drafts that will
+        be rejected.
         """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 
@@ -347,7 +337,7 @@ class RequestMasks:
             worker.wait_for(keys, end - time.monotonic())
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most `seconds`, until `take` may have something to return; return at once if it has."""
+        """Wait, at most `seconds`, until `take` may have something to return."""
         workers = (self.worker, self._slow)
         processes = [worker.process for worker in workers if worker.process is not None] + self._trials.processes
         if not (self._begun or self._free or self._trials.has_news) and not any(worker.has_news for worker in workers):
@@ -359,11 +349,11 @@ class RequestMasks:
             each.shutdown()
 
     def take(self) -> MaskEvents:
-        """Return what has become known since the last call about requests that were not dropped; does not wait.
+        """Return what has become known since the last call about requests that have not been dropped, without waiting.
 
-        ready: a mask has come, or the grammar is FREE. ended: the grammar allows nothing more (an error before
-        min_tokens) or has failed. refused: the grammar cannot be used. Also opens the grammars that have passed their
-        trial, and counts masks and their seconds.
+        A request is ready if a mask has arrived or its grammar is FREE. It has ended if its grammar allows nothing more
+        (an error before min_tokens) or has failed. It is refused if its grammar cannot be used. Grammars that have
+        passed their trial are opened, and masks and their seconds are counted.
         """
         free, self._free = self._free, []
         events = MaskEvents([request for request in free if request in self._keys], [], [])
@@ -378,11 +368,11 @@ class RequestMasks:
                 self.num_masks += 1
                 self.seconds += each.seconds
             watch = self._watches.get(request)
-            if watch is not None and watch.gives_way(each.words):
+            if watch is not None and watch.skips_reasoning(each.words):
                 del self._watches[request]
             elif watch is not None:
                 self._first_masks[request] = each
-                self._look_on(request, each.words)
+                self._update_known(request, each.words)
                 events.ready.append(request)
                 continue
             if each.forced or each.words is not None:
@@ -399,14 +389,14 @@ class RequestMasks:
         return events
 
     def _only(self, token_id: int) -> np.ndarray:
-        """Return a new mask i32[num_words] that allows only token_id."""
+        """Return a new mask i32[num_words] that only allows token_id."""
         words = np.zeros(self._num_words, np.int32)
         words.view(np.uint8)[token_id // 8] = 1 << token_id % 8
         return words
 
     def _news(self) -> Iterator[NextMask | GrammarFailure]:
-        """Yield the masks and failures that have come, and open the grammars that have passed their trials in a worker,
-        by the time that their compilation took.
+        """Yield the masks and failures that have arrived, and open the grammars that have passed their trials, in a
+        worker that depends on the time that their compilation took.
         """
         for key, reason, seconds in self._trials.take():
             if reason is not None:
@@ -423,8 +413,8 @@ class RequestMasks:
         yield from self._slow.take()
 
     def _trace(self, request: Request) -> Sequence[int]:
-        """Return the tokens of trace_decode_token_ids that a request's grammar must allow: all, or those after its
-        reasoning; () if the reasoning does not end.
+        """Return the tokens of trace_decode_token_ids that a request's grammar must allow: all of them, or those after
+        its reasoning; () if the reasoning does not end.
         """
         grammar, trace = request.params.grammar, request.params.trace_decode_token_ids
         assert grammar is not None
@@ -438,8 +428,8 @@ class RequestMasks:
         return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
-        """Add a failed request to `events`: as ended if its grammar was compiled, so that it has run, else as
-        refused.
+        """Add a failed request to `events`: to `ended` if its grammar was compiled, so that it has run, otherwise to
+        `refused`.
         """
         message = f"structured_outputs cannot be used: {failure.reason}"
         if failure.compiled:

@@ -1,8 +1,8 @@
-"""Process that compiles grammars and computes token masks with llguidance; it may be killed at any time.
+"""Process that compiles grammars and computes token masks with llguidance. It may be killed at any time.
 
-Started by `grammar_worker` and by `trials`; ends with its parent, whatever it is computing. One thread reads messages,
-one compiles grammars one at a time and computes first masks, the main one computes the other masks, so that a slow
-compilation delays no running request. llguidance does not hold Python's global lock while it works.
+It is started by `grammar_worker` and by `trials`, and ends with its parent, whatever it is computing. One thread reads
+messages, one compiles grammars one at a time and computes their first masks, and the main thread computes all other
+masks. So a slow compilation does not delay running requests. llguidance releases Python's global lock while it works.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ import msgspec
 
 from jaxengine.workers.connection import Connection
 
-# Resources that a matcher may use before llguidance gives up: the library's defaults where none is given here.
+# Resources that a matcher may use before llguidance gives up. Those not given here have the library's defaults.
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _MAX_MEMORY_BYTES = 8 << 30
-# Number of compiled grammars that are kept for later requests with the same one.
+# Number of compiled grammars that are kept for later requests with the same grammar.
 _MAX_CACHED = 16
 _MAX_REASON = 500
-# How many tokens a mask looks ahead where only one token, or a draft, may follow, and for how many seconds of the
-# thread's processor time in a row: far less than a step waits. After a mask that took _QUICK_SECONDS it does not.
+# A mask looks ahead, where only one token or a draft may follow, for at most so many tokens and so many seconds of the
+# thread's processor time in succession, which is far less than a step waits. It does not look ahead after a mask that
+# took _QUICK_SECONDS.
 _MAX_AHEAD, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
 # Phrases in the library's messages, and clearer ones. The second is for a schema that only refers to itself.
-_WORDS = {
+_PHRASES = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "anyOf, or lenient, is",
     "NoExtensionBias": "no text can fit it",
     "\n<non-verbose/>": "",
 }
-# Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
-# slow a model that runs on the same cores, and a usual one takes milliseconds.
+# Two niceness values of a thread that compiles, and the seconds after which it gets the second one. A hostile grammar
+# must not slow down a model that runs on the same cores; an ordinary one takes milliseconds.
 _NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
 
 
@@ -49,7 +50,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     Attributes:
       tokenizer: text of a tokenizer.json.
       vocab_size: number of the model's tokens.
-      num_words: packed int32 (little-endian) of a mask, a bit for each token.
+      num_words: number of int32 (little-endian) in a mask, with a bit for each token.
       eos_token_ids: tokens that may end a text.
       looks_ahead: whether masks come with the tokens that must follow.
     """
@@ -62,13 +63,13 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """Message that has the process compile a grammar, take `tokens`, and answer with the mask of the next token.
+    """Order to compile a grammar, take `tokens`, and answer with the mask of the next token.
 
     Attributes:
-      key: of the sequence, in later messages and answers.
+      key: the sequence's key in later messages and answers.
       kind, text, options: arguments of `compile_grammar`.
-      tokens: taken before the mask.
-      trace: tokens of which the text is known to consist; the answer is Failed if the grammar does not allow them.
+      tokens: tokens to take before the mask is computed.
+      trace: tokens of which the text will consist; the answer is Failed if the grammar does not allow them.
     """
 
     key: int
@@ -80,12 +81,12 @@ class Open(msgspec.Struct, tag=True, array_like=True):
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True):
-    """Message that has the process take more tokens and answer with the mask of the next token.
+    """Order to take more tokens, and to answer with the mask of the next token.
 
     Attributes:
-      key: of the sequence.
+      key: the sequence's key.
       tokens: the sequence's tokens since the last message.
-      guess: proposed drafts that may follow these.
+      guess: proposed drafts that may follow these tokens.
     """
 
     key: int
@@ -94,7 +95,7 @@ class Advance(msgspec.Struct, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
-    """Message that ends the sequence `key`. The only message without an answer."""
+    """Order to end the sequence `key`. It is the only message that is not answered."""
 
     key: int
 
@@ -107,12 +108,13 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
     """Answer with the tokens that a sequence may take next.
 
     Attributes:
-      key: of the sequence.
+      key: the sequence's key.
       opened: whether this answers an Open.
-      num_tokens: number of the sequence's tokens, which `forced` follow.
-      forced: tokens that must follow, each the only one allowed at its position.
-      words: mask of the tokens allowed after `forced`; empty, with nothing forced, if the grammar can only end there.
-      guessed: if `forced` are the first proposed drafts, the masks after each further draft that is allowed.
+      num_tokens: number of the sequence's tokens before `forced`.
+      forced: tokens that must follow, each the only one that is allowed at its position.
+      words: mask of the tokens that are allowed after `forced`; empty if the grammar can only end there, with no forced
+        tokens.
+      guessed: if `forced` are the first proposed drafts, the masks after the further drafts that are allowed.
       seconds: time that it took.
     """
 
@@ -126,8 +128,8 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """Answer that the grammar of sequence `key` cannot be used, or no longer, for this `reason`; the sequence is
-    closed. opened: whether this answers an Open.
+    """Answer that the sequence `key` is closed because its grammar cannot be used, or has failed, for this `reason`.
+    opened: whether this answers an Open.
     """
 
     key: int
@@ -144,12 +146,12 @@ class GrammarError(ValueError):
 
 
 def compile_grammar(kind: str, text: str, options: Any) -> str:
-    """Return a constraint of StructuredOutputsParams in llguidance's notation; other errors in it show only in
-    llguidance's matcher.
+    """Return a constraint of StructuredOutputsParams in llguidance's notation.
 
-    kind "json": text is a schema, options are llguidance's for it, unused by the others. "regex": a regular expression.
-    "choice": a JSON list of strings. "grammar", and any other: Lark or GBNF. Raises ValueError for a "choice" that is
-    not JSON and for GBNF that cannot be parsed; TypeError for a "choice" that is not a list of strings.
+    kind: what `text` is: a schema for "json", a regular expression for "regex", a JSON list of strings for "choice",
+    and Lark or GBNF for "grammar" and any other kind. options: llguidance's options for schemas, not used by other
+    kinds. Raises ValueError for a "choice" that is not JSON and for GBNF that cannot be parsed, and TypeError for a
+    "choice" that is not a list of strings. Other errors are only found by llguidance's matcher.
     """
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
@@ -161,14 +163,12 @@ def compile_grammar(kind: str, text: str, options: Any) -> str:
 
 
 class Matchers:
-    """Matchers of the open sequences, by key. `open` belongs to one thread, `advance` to another; any thread may call
+    """Matchers of the open sequences, by key. One thread calls `open` and another `advance`; any thread may call
     `expect` and `close`.
     """
 
     def __init__(self, start: Start):
-        """Read the tokenizer of `start`; no sequence is open. Raises llguidance's error for a tokenizer that cannot be
-        used.
-        """
+        """Read the tokenizer of `start`. Raises llguidance's error for a tokenizer that cannot be used."""
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 start.tokenizer, n_vocab=start.vocab_size, eos_token=start.eos_token_ids
@@ -190,16 +190,15 @@ class Matchers:
             self._expected.add(key)
 
     def close(self, key: int) -> None:
-        """Remove a sequence, opened or expected. Ignores unknown keys."""
+        """Remove a sequence that is open or expected. Unknown keys are ignored."""
         with self._lock:
             self._expected.discard(key)
             self._matchers.pop(key, None)
 
     def open(self, message: Open) -> Mask | Failed:
-        """Compile a sequence's grammar, unless it is cached, and return the first mask, after message.tokens.
-
-        Returns Failed, and closes the sequence, if the grammar cannot be used, does not allow the trace or the tokens,
-        or the sequence has been closed.
+        """Compile a sequence's grammar, unless it is cached, and return the first mask, after message.tokens. Return
+        Failed and close the sequence if the grammar cannot be used or does not allow the trace or the tokens, or if the
+        sequence has been closed.
         """
         start = time.perf_counter()
         try:
@@ -217,12 +216,12 @@ class Matchers:
         return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
-        """Take message.tokens and return the next mask, with looks_ahead also the tokens that must follow and the masks
-        along message.guess.
+        """Take message.tokens and return the next mask; with looks_ahead, also the tokens that must follow and the
+        masks along message.guess. Return Failed and close the sequence if the grammar does not allow the tokens or the
+        sequence has been closed.
 
-        others_wait: whether other messages were waiting when the last one was answered; looking ahead then gets no new
-        time. Returns Failed, and closes the sequence, if the grammar does not allow the tokens or the sequence has been
-        closed.
+        others_wait: whether other messages were waiting when the last one was answered. Then only what is left of the
+        time for looking ahead is used.
         """
         start, begin = time.perf_counter(), time.thread_time()
         if not others_wait:
@@ -242,37 +241,34 @@ class Matchers:
         return Mask(message.key, False, num_tokens, forced, words, guessed, time.perf_counter() - start)
 
     def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
-        """Close a sequence and return the Failed with the error's text, at most _MAX_REASON characters. opened: whether
-        it answers an Open.
+        """Close a sequence, and return a Failed with at most _MAX_REASON characters of the error's text. opened:
+        whether it answers an Open.
         """
         self.close(key)
         reason = str(error) or type(error).__name__
-        for theirs, ours in _WORDS.items():
+        for theirs, ours in _PHRASES.items():
             reason = reason.replace(theirs, ours)
         return Failed(key, opened, reason[:_MAX_REASON])
 
     def _compile(self, message: Open) -> llguidance.LLMatcher:
-        """Return the matcher of the message's grammar in its initial state, for the caller to copy. It is compiled
-        unless it is among the last _MAX_CACHED grammars.
-
-        Raises ValueError for a grammar that cannot be used.
+        """Return the matcher of the message's grammar in its initial state, which the caller must copy. The grammar is
+        compiled unless it is among the last _MAX_CACHED ones. Raises ValueError for a grammar that cannot be used.
         """
         name = repr((message.kind, message.text, message.options))
         matcher = self._cached.pop(name, None)
         if matcher is None:
             grammar = compile_grammar(message.kind, message.text, message.options)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-            self._next(matcher, [])  # all copies share what the first mask builds
+            self._next(matcher, [])  # all copies share the tables that the first mask builds
         self._cached[name] = matcher
         if len(self._cached) > _MAX_CACHED:
             self._cached.popitem(last=False)
         return matcher
 
     def _next(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> bytes:
-        """Advance the matcher by `tokens`, and return the mask after them, a bit for each token id in little-endian
-        bytes; b"" if the text can only end.
-
-        Raises GrammarError if the grammar does not allow these tokens, or no token may follow.
+        """Advance the matcher by `tokens` and return the mask after them, with a bit for each token id in little-endian
+        bytes; b"" if the text can only end. Raises GrammarError if the grammar does not allow these tokens, or if no
+        token may follow.
         """
         if tokens:
             matcher.consume_tokens(tokens)
@@ -288,23 +284,23 @@ class Matchers:
     def _look_ahead(
         self, matcher: llguidance.LLMatcher, words: bytes, guess: list[int]
     ) -> tuple[list[int], bytes, list[bytes]]:
-        """Return the tokens that must follow, each the only one that the mask at its position allows, the mask after
-        them, and the masks after further proposed drafts.
+        """Return the tokens that must follow, each the only one that is allowed at its position; the mask after them;
+        and the masks after further proposed drafts.
 
-        words: the mask at the matcher's position. guess: drafts that may follow from there. Looks at most _MAX_AHEAD
-        tokens ahead, and no longer than the remaining time, which this reduces. The matcher stays at its position: a
-        failure ahead is reported only when the matcher gets there.
+        words: the mask at the matcher's position. guess: drafts that may follow. It looks at most _MAX_AHEAD tokens
+        ahead, and no longer than the remaining time, which is reduced. The matcher keeps its position; a failure ahead
+        is only reported when the matcher gets there.
         """
         run, masks, num_forced = list[int](), [words], 0
         matcher_ahead, begin = None, time.thread_time()
         while len(run) < _MAX_AHEAD and time.thread_time() - begin < self._ahead_seconds:
-            place = len(run)
-            token = _only(masks[-1]) if place == num_forced else None
+            index = len(run)
+            token = _only(masks[-1]) if index == num_forced else None
             is_forced = token is not None
             if token is None:
-                if place >= len(guess) or run != guess[:place] or not _allows(masks[-1], guess[place]):
+                if index >= len(guess) or run != guess[:index] or not _allows(masks[-1], guess[index]):
                     break
-                token = guess[place]
+                token = guess[index]
             try:
                 matcher_ahead = matcher_ahead or matcher.deep_copy()
                 words = self._next(matcher_ahead, [token])
@@ -315,7 +311,7 @@ class Matchers:
             run.append(token)
             masks.append(words)
             num_forced += is_forced
-        self._ahead_seconds -= time.thread_time() - begin  # failed attempts count, too
+        self._ahead_seconds -= time.thread_time() - begin  # failed attempts count as well
         return run[:num_forced], masks[num_forced], masks[num_forced + 1 :]
 
 
@@ -329,21 +325,19 @@ def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
 
 
 def _only(words: bytes) -> int | None:
-    """Return the id of the only token that a mask (bits, little-endian) allows; None if it allows several or none."""
+    """Return the id of the only token that a mask (little-endian bits) allows; None if it allows several or none."""
     allowed = int.from_bytes(words, "little")
     return allowed.bit_length() - 1 if allowed and not allowed & (allowed - 1) else None
 
 
 def _allows(words: bytes, token_id: int) -> bool:
-    """Whether the mask `words` (bits, little-endian) allows token_id; False for a token beyond its end."""
+    """Whether the mask `words` (little-endian bits) allows token_id; False for a token beyond its end."""
     return token_id // 8 < len(words) and words[token_id // 8] >> token_id % 8 & 1 > 0
 
 
 def _be_nice(thread: int, value: int) -> None:
-    """Set the niceness (19 is the lowest priority) of a thread, given by its native id, to `value` on Linux; do nothing
-    elsewhere and for a thread that has ended.
-
-    Raises OSError if the system refuses.
+    """Set the niceness of a thread, given by its native id, to `value` (19 is the lowest priority). Do nothing for a
+    thread that has ended, and on other systems than Linux. Raises OSError if the system refuses.
     """
     if sys.platform == "linux":  # where each thread has its own priority
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended
@@ -351,11 +345,11 @@ def _be_nice(thread: int, value: int) -> None:
 
 
 def main() -> None:
-    """Serve the parent process until the connection ends, which ends the process with status 1, as does an error of a
-    thread.
+    """Serve the parent process until the connection ends. The process then exits with status 1, and also after an error
+    in a thread.
 
-    The first message is a Start, answered with Ready. Sends Failed with key -1, and returns, if the tokenizer cannot be
-    used.
+    The first message is a Start, which is answered with Ready. If its tokenizer cannot be used, send Failed with key -1
+    and return.
     """
     connection = Connection(Order, _MAX_MEMORY_BYTES)
     compilations: queue.SimpleQueue[Open] = queue.SimpleQueue()
@@ -369,7 +363,7 @@ def main() -> None:
     connection.send(Ready())
 
     def read() -> None:
-        """Pass the parent's messages to the threads that answer them; end the process when the connection ends."""
+        """Pass the parent's messages to the threads that answer them, and exit when the connection ends."""
         try:
             for message in messages:
                 if isinstance(message, Open):
@@ -383,8 +377,8 @@ def main() -> None:
             os._exit(1)
 
     def compile_one(message: Open) -> None:
-        """Compile the message's grammar and send its first mask or failure, in a thread of lower priority. An error
-        ends the process.
+        """Compile the message's grammar and send its first mask or failure, with low priority. An error ends the
+        process.
         """
         try:
             _be_nice(threading.get_native_id(), _NICE)
@@ -393,12 +387,12 @@ def main() -> None:
             os._exit(1)
 
     def compile_all() -> None:
-        """Take grammars from the queue without end and compile them one at a time; one that takes long continues with
-        still lower priority. If the loop itself fails, the process exits with status 1.
+        """Compile the grammars in the queue, one at a time, until the process ends. One that takes long continues with
+        a still lower priority. If the loop itself fails, the process exits with status 1.
         """
         try:
             while True:
-                # A new thread for each, because a thread cannot raise its priority again.
+                # Each gets a new thread, because a thread cannot raise its priority again.
                 thread = threading.Thread(target=compile_one, args=(compilations.get(),), daemon=True)
                 thread.start()
                 thread.join(_LONG_SECONDS)

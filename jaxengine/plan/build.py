@@ -125,11 +125,11 @@ class _Stages:
         """Create runners of `stages`, store them in the attribute `stages`, compile the programs that determine their
         memory needs into the bundle, and return the StageNeeds of each. config: the engine's, resolved.
         """
-        from jaxengine.runner.stage_runner import estimated_needs
+        from jaxengine.runner.stage_runner import memory_needs
         from jaxengine.runner.start.devices import shape_runner
 
         self.stages = [shape_runner(stage, self._bundle) for stage in stages]
-        return estimated_needs(self.stages, config)
+        return memory_needs(self.stages, config)
 
 
 def _split(chips: Chips, options: Mapping[str, Any]) -> dict[str, Any]:

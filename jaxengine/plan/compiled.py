@@ -15,7 +15,7 @@ from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.plan.chips import Chips
 from jaxengine.plan.plan import PARALLEL, CompiledNeeds, Split
 from jaxengine.runner.base.memory import StageNeeds
-from jaxengine.runner.stage_runner import estimated_needs
+from jaxengine.runner.stage_runner import memory_needs
 from jaxengine.runner.start.devices import SplitStage, shape_runner
 from jaxengine.runner.start.stage_arrays import abstract_mesh
 from jaxengine.sharding.layout import MeshLayout
@@ -72,7 +72,7 @@ class OnCpu:
 
         Nothing is compiled if options fix the number of pages, except with enforce_eager.
         """
-        return estimated_needs([shape_runner(stage, config.compile_cache_dir) for stage in stages], config)
+        return memory_needs([shape_runner(stage, config.compile_cache_dir) for stage in stages], config)
 
 
 class Elsewhere:

@@ -1,7 +1,7 @@
-"""Estimate of the memory that programs take of a device, which only a compiler knows exactly.
+"""Estimate of the device memory that programs need, without compiling them.
 
-Figures are fitted to what libtpu, XLA:GPU and XLA:CPU reported of published models (`jaxengine check`; the records in
-benchmarks/results). A test compares the estimate with those memory plans.
+The figures are fitted to what libtpu, XLA:GPU and XLA:CPU report for published models (`jaxengine check`; records in
+benchmarks/results). A test compares the estimate with these memory plans.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MIB = 1 << 20
 
 
 class _Compiler(NamedTuple):
-    """Sizes of programs as one compiler makes them.
+    """Sizes of the programs that one compiler produces.
 
     Attributes:
-      layer, expert_layer: bytes of code that a forward pass holds for a layer, without and with experts.
-      most_layers: number of layers of which a forward pass holds code; further ones share it.
-      sampler, score: bytes of code that an epilogue holds.
+      layer, expert_layer: bytes of code of a forward pass for each layer, without and with experts.
+      most_layers: largest number of layers that have their own code in a forward pass; further ones share it.
+      sampler, score: bytes of code of a sampler, and of another epilogue.
       rows: share of the inputs and outputs of a layer's products that a forward pass holds at once.
-      logits: copies of its logits that a sampler needs.
-      least_rows: minimum of the rows of logits that these copies are counted for.
-      large: bytes of a layer's weights from which on it has the code of `layer`; smaller layers have less. 0 if all
-        layers have it.
+      logits: number of copies of its logits that a sampler needs.
+      least_rows: smallest number of rows of logits for which these copies are counted.
+      large: size in bytes of a layer's weights from which on its code has the size `layer`; smaller layers have less
+        code. 0 if all layers have code of that size.
     """
 
     layer: float
@@ -58,12 +58,11 @@ _COMPILERS = {
 
 
 def estimated_needs(stage: StageArrays) -> StageNeeds:
-    """Estimate the memory that the programs of a stage take of one device, in bytes, as StageNeeds(held, workspace,
-    extensions' memory).
+    """Return an estimate of the memory that the programs of a stage need on one device.
 
-    Held is code: of each bucket by layers, of each epilogue, of the draft model and of encoders. The workspace is the
-    sum of the largest forward pass, the slots' state (exact), the largest epilogue with its inputs, and the largest
-    encoder.
+    What they hold is code: for each bucket by its layers, for each epilogue, for the draft model and for encoders. The
+    workspace is the sum of the largest forward pass, the slot state (which is exact), the largest epilogue with its
+    inputs, and the largest encoder.
     """
     programs = stage.programs
     how = _COMPILERS[backend_of(programs.platform)]
@@ -71,27 +70,27 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
     layers = min(len(model.stage.layers), how.most_layers)
     of_layer = how.layer if model.config.experts is None else how.expert_layer
     held = len(list(buckets)) * layers * of_layer * _share_of_code(stage, how)
-    beside = 0.0
+    epilogue = encoder = 0.0
     for name, size in programs.epilogue_sizes():
         held += how.sampler if name == SAMPLE else how.score
-        beside = max(beside, programs.forwarded_bytes(name, size) + _epilogue_workspace(stage, name, size, how))
-    forward, own = _forward_workspace(stage, model, how), 0.0
+        epilogue = max(epilogue, programs.forwarded_bytes(name, size) + _epilogue_workspace(stage, name, size, how))
+    forward = _forward_workspace(stage, model, how)
     if stage.draft_params:
         draft = stage.draft_model
         held += len(list(buckets)) * min(len(draft.stage.layers), how.most_layers) * how.layer
         forward = max(forward, _forward_workspace(stage, draft, how))
     for each in programs.extensions:
         if isinstance(each, PicturesExtension):
-            for layout in (encoder.layout for encoder in each.encoders if encoder.layout.sizes):
-                tower, depth = _tower_rows(stage, layout.part)
+            for layout in (tower.layout for tower in each.encoders if tower.layout.sizes):
+                patch_bytes, depth = _tower_rows(stage, layout.part)
                 held += len(layout.sizes) * min(depth, how.most_layers) * how.layer
-                own = max(own, how.rows * layout.sizes[-1] * tower)
-    return StageNeeds(int(held), int(forward + programs.slot_bytes + beside + own), programs.memory)
+                encoder = max(encoder, how.rows * layout.sizes[-1] * patch_bytes)
+    return StageNeeds(int(held), int(forward + programs.slot_bytes + epilogue + encoder), programs.memory)
 
 
 def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
-    """Return the share, up to 1, of a large layer's code that a layer of the stage has: on TPUs small layers are
-    unrolled less. how: the compiler.
+    """Return the size of a layer's code relative to that of a large layer, at most 1: on TPUs small layers are unrolled
+    less. how: the compiler.
     """
     size = stage.sizes(0).weights / max(1, len(stage.programs.model.stage.layers))
     return min(1.0, math.sqrt(size / how.large)) if how.large else 1.0
@@ -99,33 +98,33 @@ def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
 
 def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
     """Return the bytes that the largest forward pass needs while it runs: inputs and outputs of one layer's products,
-    and the results that it leaves for epilogues. model: the stage's, or its draft model. how: the compiler.
+    and its results for epilogues. model: the stage's model or its draft model. how: the compiler.
     """
     programs = stage.programs
     bucket = max(programs.packer.buckets)
     work = product_work(model, bucket, programs.shape.config.dtype, programs.kv_shapes(programs.num_columns))
-    left = sum(map(part_bytes, jax.tree.leaves(programs.forwarded(bucket))))
+    results = sum(map(part_bytes, jax.tree.leaves(programs.forwarded(bucket))))
     layers = max(1, len(model.stage.layers))
-    return (how.rows * work.row_bytes + work.gathered_bytes) / layers + left
+    return (how.rows * work.row_bytes + work.gathered_bytes) / layers + results
 
 
 def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler) -> float:
-    """Return the bytes that an epilogue needs while it runs: float32 copies of its logits, or of one block of prompt
-    rows. name, size: of the epilogue. how: the compiler.
+    """Return the bytes that the epilogue `name` of this size needs while it runs: float32 copies of its logits, or of
+    those of one block of prompt rows. how: the compiler.
     """
-    own = stage.programs.epilogues[name]
-    if "logits" in own.arguments:
-        rows = max(how.least_rows, size * own.width) * how.logits
+    epilogue = stage.programs.epilogues[name]
+    if "logits" in epilogue.arguments:
+        rows = max(how.least_rows, size * epilogue.width) * how.logits
     else:
         rows = min(PROMPT_BLOCK_ROWS, size)
     return 4 * rows * stage.programs.own_vocab_size
 
 
 def _tower_rows(stage: StageArrays, part: str) -> tuple[float, int]:
-    """Return (bytes of one image patch in the products of a layer of an encoder tower: 4 times the input and output of
-    the widest product; number of its layers, at least 1).
+    """Return (bytes per image patch that the products of a layer of an encoder tower need, number of its layers, at
+    least 1). The bytes are 4 times the input and output of the widest product.
 
-    stage: has the model. part: name of the model's attribute that is the tower.
+    part: name of the model's attribute that is the tower.
     """
     model, widest, layers = stage.programs.model, 0, set()
     for param in declared_params(model):

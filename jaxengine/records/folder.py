@@ -1,8 +1,8 @@
-"""The folder of an engine's recorded steps: `engine.json`, which describes the engine, and a file for each of the last
-steps.
+"""The folder to which an engine records steps: `engine.json`, which describes the engine, and a file for each of the
+last steps.
 
-The oldest files are deleted to make room. Each file is written completely or not at all, as a process may be killed at
-any time.
+The oldest files are deleted to make room. Each file is written completely or not at all, because the process may be
+killed at any time.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxengine.records.step_file import (
 )
 
 ENGINE_FILE, LOCK_FILE = "engine.json", "engine.lock"
-# Fields of `engine.json`, in addition to its format: those of jaxengine.runner.recorded_engine, and the weights.
+# Fields of `engine.json` besides its format, with their types: those of jaxengine.runner.recorded_engine and "weights".
 _FIELDS = {"versions": dict, "platform": str, "device": str, "options": dict, "model": dict, "weights": list}
 _STEP = re.compile(r"step-(\d{8,})\.safetensors")
-# Names of the files that write_whole leaves if the process is killed.
+# Names of the files that `write_whole` leaves behind if the process is killed.
 _UNFINISHED = re.compile(r"\.(step-\d{8,}\.safetensors|engine\.json)\.tmp")
 
 
@@ -42,24 +42,29 @@ class StepFolder:
 
     Attributes:
       path: the folder.
-      num_recorded: steps written since the engine started.
-      num_too_large: steps that were too large to keep and were left out.
+      num_recorded: number of steps written since the engine started.
+      num_too_large: number of steps that were left out because they are too large.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], max_steps: int, max_bytes: int):
         """Open the folder for recording, or create it.
 
-        about: description of the engine that runs the steps, plain JSON values; a folder that is not empty must have
-        been recorded by an engine with the same description. max_steps: number of steps to keep; max_bytes: limit of
-        all of them together. Raises OSError, and RecordError for a folder to which an engine is recording now, one of
-        another engine, or one that holds other files. Nothing in such a folder is changed.
+        Raises OSError; and RecordError for a folder to which an engine is recording now, one with steps of another
+        engine, or one with other files. Nothing in such a folder is changed.
+
+        Args:
+          path: the folder.
+          about: description of the engine that runs the steps, of plain JSON values. A folder that is not empty must
+            have been recorded by an engine with the same description.
+          max_steps: number of steps to keep.
+          max_bytes: limit of their sizes together.
         """
         self.path, self._max_steps, self._max_bytes = path, max_steps, max_bytes
         self.num_recorded = self.num_too_large = 0
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _has_others(path):
             read_about(path)
-        # Closed by a finalizer, too: an engine may be dropped without an end.
+        # A finalizer closes it, too, because an engine may be dropped without being shut down.
         self._unlock = weakref.finalize(self, os.close, _locked(path))
         try:
             self._about = _continued(path, {"format": FORMAT, **about, "weights": []})
@@ -76,10 +81,11 @@ class StepFolder:
         self._unlock()
 
     def weights(self, version: Any, checksums: Mapping[str, str]) -> int:
-        """Return the index, in the list of `engine.json`, of the weights that the next steps use; append them there and
-        rewrite the file if they are missing.
+        """Return the index, in the list of `engine.json`, of the weights that the next steps use. If they are not in it
+        yet, append them and rewrite the file.
 
-        version: of the weights; checksums: by weight name. Raises OSError if the file cannot be written.
+        version: version of the weights. checksums: their checksums by weight name. Raises OSError if the file cannot be
+        written.
         """
         entry = {"version": version, "checksums": dict(checksums)}
         if entry not in self._about["weights"]:
@@ -89,10 +95,10 @@ class StepFolder:
 
     def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
         """Write a step, delete the oldest ones as the limits require, and return the step's number. If the arrays alone
-        exceed the limit of bytes, nothing is written, num_too_large grows and the result is None.
+        exceed the limit of bytes, count the step in `num_too_large` and return None.
 
-        about: plain JSON values; arrays: with dtypes that step_file.py lists. Raises KeyError for another dtype, and
-        OSError; then no step was added, but old ones may have been deleted.
+        Raises OSError, and KeyError for a dtype that step_file.py does not list. In both cases no step was added, but
+        old ones may have been deleted. about: description of the step, of plain JSON values.
         """
         size = num_bytes(arrays)
         if size > self._max_bytes:
@@ -124,12 +130,14 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return the content of the `engine.json` of a folder. Raises RecordError if it is missing, unreadable or of
-    another format, or lacks a field of _FIELDS or has one of another type.
+    """Return the content of a folder's `engine.json`.
+
+    Raises RecordError if it is missing, unreadable or of another format, or if a field of _FIELDS is missing or has
+    another type.
     """
     path = folder / ENGINE_FILE
     if not path.is_file():
-        raise RecordError(f"{folder} has no {ENGINE_FILE}: it is not a folder of record_steps")
+        raise RecordError(f"{folder} has no {ENGINE_FILE}: it was not written by record_steps")
     try:
         about = json.loads(path.read_text("utf-8"))
         version = about["format"]
@@ -146,8 +154,9 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def find_step(folder: Path, number: int | None) -> RecordedStep:
-    """Read the step `number` of a folder; None reads the last one. Raises RecordError if the file is invalid
-    (`read_step`), or if there is no such step; the message then names the steps that exist.
+    """Return the step `number` of a folder; the last one for None.
+
+    Raises RecordError if the file is invalid (`read_step`), or if there is no such step.
     """
     files = step_files(folder)
     if not files:
@@ -160,7 +169,7 @@ def find_step(folder: Path, number: int | None) -> RecordedStep:
 
 
 def _has_others(folder: Path) -> bool:
-    """Return whether a folder has files other than the lock file and unfinished ones. Only those may exist before
+    """Return whether a folder has files other than the lock file and unfinished ones, which may exist before
     `engine.json` does.
     """
     return any(file.name != LOCK_FILE and not _UNFINISHED.fullmatch(file.name) for file in folder.iterdir())
@@ -191,18 +200,19 @@ def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
         return about
     found = read_about(folder)
     weights = found.pop("weights")
-    own = json.loads(json.dumps({name: each for name, each in about.items() if name != "weights"}))
-    if differing := _differing(found, own):
+    expected = json.loads(json.dumps({name: value for name, value in about.items() if name != "weights"}))
+    if differing := _differing(found, expected):
         raise RecordError(f"{folder} has steps of another engine ({', '.join(differing)} differ); name a new folder")
     return {**about, "weights": weights}
 
 
 def _tidy(folder: Path) -> None:
-    """Make a folder accessible to its owner only, and delete unfinished files that a killed process has left there.
+    """Make a folder accessible to its owner only, and delete unfinished files of a process that was killed.
 
     Raises OSError.
     """
-    with contextlib.suppress(PermissionError):  # another user's, who lets this one write; the files are closed anyway
+    # A folder of another user, who lets this one write, cannot be changed. The files are private in any case.
+    with contextlib.suppress(PermissionError):
         os.chmod(folder, 0o700)
     for file in folder.iterdir():
         if _UNFINISHED.fullmatch(file.name):
@@ -210,12 +220,12 @@ def _tidy(folder: Path) -> None:
 
 
 def _name(number: int) -> str:
-    """Return the file name of the step `number`, of at least eight digits."""
+    """Return the file name of the step `number`, which has at least eight digits."""
     return f"step-{number:08}.safetensors"
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return ascending numbers as text with runs joined: "3 to 7, 9" for 3, 4, 5, 6, 7 and 9."""
+    """Return ascending numbers as text in which runs are joined: "3 to 7, 9" for 3, 4, 5, 6, 7 and 9."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:
@@ -225,6 +235,8 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(" to ".join(map(str, span)) for span in spans)
 
 
-def _differing(found: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return the names, sorted, whose values differ or that only one of two descriptions, `found` and `own`, has."""
-    return sorted(name for name in found.keys() | own.keys() if found.get(name) != own.get(name))
+def _differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Return the names, sorted, of the fields in which two descriptions differ, those that only one of them has
+    included.
+    """
+    return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))

@@ -49,19 +49,19 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise _refuse(name, value, "a whole number of at least 1")
+                raise _invalid(name, value, "a whole number of at least 1")
         if 2 * self.beam_width > max_logprobs:
-            raise _refuse("beam_width", self.beam_width, f"1 to {max_logprobs // 2}, half of max_logprobs")
+            raise _invalid("beam_width", self.beam_width, f"1 to {max_logprobs // 2}, half of max_logprobs")
         for name, most in (("temperature", 2.0), ("length_penalty", _MAX_PENALTY)):
             value = getattr(self, name)
             least = -most if name == "length_penalty" else 0.0
             if type(value) not in (int, float) or not least <= value <= most:
-                raise _refuse(name, value, f"a number from {least} to {most}")
+                raise _invalid(name, value, f"a number from {least} to {most}")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, getattr(self, name), "True or False")
+                raise _invalid(name, getattr(self, name), "True or False")
         if self.temperature not in (0, 1) and logprobs_mode != "processed_logprobs":
-            raise _refuse("temperature", self.temperature, f"0 or 1 with logprobs_mode={logprobs_mode!r}")
+            raise _invalid("temperature", self.temperature, f"0 or 1 with logprobs_mode={logprobs_mode!r}")
         if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             problem = f"a beam search adds up log-probabilities, and logprobs_mode is {logprobs_mode!r}"
             raise RequestError(problem, param="use_beam_search")
@@ -209,6 +209,6 @@ class BeamSearch:
         return self._params.length_penalty * math.log(length) - math.log(-beam.cum_logprob)
 
 
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, which the caller raises, about an invalid value of the parameter `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

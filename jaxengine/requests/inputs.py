@@ -1,7 +1,7 @@
-"""Preparation of requests: turns prompts and parameters into checked requests of token ids, with limits and defaults.
+"""Preparation of requests: prompts and parameters become checked requests of token ids, with limits and defaults.
 
-Everything is checked before anything changes, so that an invalid request affects no other. No engine is needed: an API
-process prepares requests for the engine's process.
+Everything is checked before anything changes, so that an invalid request does not affect others. No engine is needed:
+an API process can prepare requests for the engine's process.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ class InputProcessor:
     """Preparation of requests for an engine with this config and model.
 
     Attributes:
-      config, model_config, tokenizer: the engine's; tokenizer None with skip_tokenizer_init.
+      config, model_config: the engine's.
+      tokenizer: the engine's; None with skip_tokenizer_init.
       generation_defaults: the model's default sampling parameters.
       pooling: how a pooling model computes its answers; None for a generating model.
-      media: preparation of images and videos; None for a text model.
+      media: preparation of images, videos and sounds; None for a text model.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class InputProcessor:
         media: MediaInputs | None = None,
         control_vectors: Mapping[str, ControlVector] | None = None,
     ):
-        """Store the parts. origin: number of this process among those that prepare requests for the engine, which makes
+        """Store the arguments. origin: number of this process among those that prepare requests for the engine, so that
         their random seeds differ. control_vectors: steering vectors that requests may refer to, by name; None for none.
         """
         self.config = config
@@ -88,19 +89,17 @@ class InputProcessor:
 
     @cached_property
     def _structured_defaults(self) -> tuple[str, ...]:
-        """Switches of structured_outputs_config that apply to every request; computed once."""
+        """Switches of structured_outputs_config that apply to every request."""
         return self.config.structured_outputs_config.chosen
 
     @cached_property
     def _processors(self) -> list[type[LogitsProcessor]]:
-        """Classes of the engine's logits processors; imported once. Raises ConfigError for one that cannot be
-        imported.
-        """
+        """Classes of the engine's logits processors. Raises ConfigError for one that cannot be imported."""
         return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return new SamplingParams with the model's defaults, vLLM's where it has none (options generation_config and
-        override_generation_config).
+        """Return new SamplingParams with the model's defaults (options generation_config and
+        override_generation_config), and vLLM's for fields for which the model has none.
         """
         return SamplingParams(**self.generation_defaults)
 
@@ -112,7 +111,7 @@ class InputProcessor:
 
     @cached_property
     def media_reader(self) -> MediaReader:
-        """Reader of images and videos in conversations; one without a processor for a text model."""
+        """Reader of images and videos in conversations. For a text model it has no media processor."""
         return MediaReader(None, self.config) if self.media is None else self.media.reader
 
     def chat_prompt(
@@ -129,9 +128,10 @@ class InputProcessor:
     ) -> dict[str, Any]:
         """Return the prompt of a conversation, for `prepare`: its text, token ids and any images and videos.
 
-        messages, multi_modal_data: from `media_reader.read`. mm_processor_kwargs: for the media. The other arguments
-        are those of Tokenizer.apply_chat_template. chat_template: None for the engine's option, or else the model's.
-        Raises RequestError, also without a tokenizer; OverloadedError if too many templates are being rendered.
+        messages, multi_modal_data: results of `media_reader.read`. mm_processor_kwargs: options of the media processor.
+        chat_template: None for the engine's option, or else the model's. The other arguments are those of
+        Tokenizer.apply_chat_template. Raises RequestError, also without a tokenizer, and OverloadedError if too many
+        templates are being rendered.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -156,15 +156,16 @@ class InputProcessor:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> PreparedRequest:
-        """Check a request, tokenize its text, count the request, and return it prepared. Slow for images that
-        `make_ready` has not processed.
+        """Check a request, tokenise its text, and return it prepared. This is slow for images that `make_ready` has not
+        processed.
 
         prompt: may be embeddings, with enable_prompt_embeds. params: PoolingParams for a pooling model. request_id:
-        None for the number of the request; with n > 1 the engine's requests have the ids NUMBER_ID. options: None for
-        the defaults.
+        None for the request's number; with n > 1 the engine's requests have the ids NUMBER_ID. options: None for the
+        defaults.
 
         Raises:
-          RequestError: names the field, its value and what is allowed; also for the wrong kind of parameters or model.
+          RequestError: the request is invalid, or its parameters are not of the model's kind. The error names the
+            field, its value and what is allowed.
         """
         if isinstance(params, PoolingParams):
             return self._prepare_pooling(prompt, params, request_id, options or RequestOptions())
@@ -226,10 +227,10 @@ class InputProcessor:
     def _prepare_pooling(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
-        """Check a request to a pooling model, tokenize and truncate its prompt, count the request, and return it
-        prepared; `params` of the result is a PoolingRecipe.
+        """Check a request to a pooling model, tokenise and truncate its prompt, and return it prepared. `params` of the
+        result is a PoolingRecipe.
 
-        Raises RequestError, also for a generating model and for a prompt that is longer than max_model_len after
+        Raises RequestError, also for a generating model, and for a prompt that is longer than max_model_len after
         truncation.
         """
         model, longest = self.require_pooling(), self.config.max_model_len
@@ -259,15 +260,15 @@ class InputProcessor:
         return PreparedRequest(request.request_id, text, recipe, [request])
 
     def _count_request(self) -> int:
-        """Count a request; return its number, from 1."""
+        """Count a request and return its number, from 1."""
         self._num_requests += 1
         return self._num_requests
 
     def read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
-        """Return (text, token ids, cache salt) of a prompt, with None for a text or salt that it lacks.
+        """Return (text, token ids, cache salt) of a prompt, with None for a missing text or salt.
 
-        prefix: prepended to a text before it is tokenized; ignored for a prompt that has token ids. Ids that
-        `make_ready` made are not checked. Raises RequestError for other forms, unknown keys, empty text, text without a
+        prefix: text to prepend before tokenisation; ignored for a prompt that has token ids. Ids from `make_ready` are
+        not checked. Raises RequestError for a prompt of another form, unknown keys, empty text, text without a
         tokenizer, invalid token ids and an invalid cache salt.
         """
         salt = None
@@ -299,11 +300,11 @@ class InputProcessor:
         return prompt, self.tokenizer.encode(prefix + prompt), salt
 
     def make_ready(self, prompt: Prompt) -> Prompt:
-        """Return a prompt with its images and videos preprocessed for the encoder tower, for `prepare`; embeddings
-        become placeholder tokens and their Media. A prompt without either is returned unchanged.
+        """Return a prompt for `prepare` whose images and videos are preprocessed for the encoder, and whose embeddings
+        are replaced by placeholder tokens and their Media. A prompt without media or embeddings is returned unchanged.
 
-        Slow for media: do not call it on an event loop. Raises RequestError, also for media in a prompt for a text
-        model.
+        This is slow for media and must not be called on an event loop. Raises RequestError, also for media in a prompt
+        for a text model.
         """
         if isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None and READY not in prompt:
             from jaxengine.requests.media.prompt_embeds import embeds_prompt
@@ -322,8 +323,8 @@ class InputProcessor:
         return self.media.made_ready(prompt, text, token_ids)
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
-        """Return token ids as a list of ints. Raises RequestError for values that are no sequence of ints, an empty
-        list, and ids outside the vocabulary.
+        """Return token ids as a list of ints. Raises RequestError for anything but a sequence of ints, for an empty
+        one, and for ids outside of the vocabulary.
         """
         vocab_size = self.model_config.vocab_size
         if isinstance(token_ids, np.ndarray):
@@ -335,9 +336,9 @@ class InputProcessor:
                 value=token_ids,
             )
         ids = list(token_ids)
-        for at, token_id in enumerate(ids):
+        for index, token_id in enumerate(ids):
             if isinstance(token_id, np.integer):
-                ids[at] = token_id = int(token_id)
+                ids[index] = token_id = int(token_id)
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"prompt_token_ids holds {show_value(token_id)}; allowed: integers from 0 to {vocab_size - 1}",
@@ -349,25 +350,25 @@ class InputProcessor:
     def _request_fields(
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> dict[str, Any]:
-        """Return fields of scheduler.Request that all n requests for one caller's request share, except those of its
-        options.
+        """Return the fields of scheduler.Request that the n requests of one caller's request share, without those of
+        its options.
 
-        token_ids: the prompt's; bad_words: token ids of params.bad_words. Raises RequestError for parameters that
-        TokenParams cannot express or steering that the engine does not support.
+        token_ids: token ids of the prompt. bad_words: token ids of params.bad_words. Raises RequestError for parameters
+        that TokenParams cannot express and for steering that the engine does not support.
         """
         room = self.config.max_model_len - len(token_ids)
         if (trace := params.trace_decode_token_ids) is not None:
             room = len(trace)
         eos = () if params.ignore_eos or trace else self.eos_token_ids()
-        own = params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words)
+        token_params = params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words)
         if params.steer:
             from jaxengine.requests.params.steering_vectors import steered
 
             steer = cast("Sequence[Steer]", params.steer)
-            own = steered(own, steer, self.config, self.model_config, self._control_vectors)
+            token_params = steered(token_params, steer, self.config, self.model_config, self._control_vectors)
         return {
             "prompt_token_ids": np.array(token_ids, np.int32),
-            "params": own,
+            "params": token_params,
             "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
             "eos_token_ids": eos,
             "stop_token_ids": tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
@@ -376,23 +377,23 @@ class InputProcessor:
         }
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the ids that end an output, first the tokenizer's, then the model's, each once."""
+        """Return the ids that end an output, without repeats: first the tokenizer's, then the model's."""
         ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """Return the 64-bit seed of output `number` of the request counted as `index`: a hash of these, the engine's
-        seed and `origin`, so that every run with the same engine seed draws the same seeds.
+        """Return the 64-bit seed of output `number` of request number `index`: a hash of these two, the engine's seed
+        and `origin`. Every run with the same engine seed draws the same seeds.
         """
         origin = f"/{self._origin}" if self._origin else ""
         digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Return the token ids of each of params.bad_words, as tokenized at the start of a text, and as after a space
-        unless that ends with the former. [] without bad words.
+        """Return the token ids of each of params.bad_words: as tokenised at the start of a text, and as tokenised after
+        a space unless that ends with the former. [] without bad words.
 
-        vLLM drops the latter if it has a different number of tokens, which would allow the word after a space. Raises
+        vLLM drops the second form if it has a different number of tokens, which allows the word after a space. Raises
         RequestError for a blank word, and for too many tokens.
         """
         if not params.bad_words:
@@ -412,15 +413,15 @@ class InputProcessor:
         return sequences
 
     def _tokenize_words(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of `text`, words around reasoning; () if an id is beyond the model's vocabulary."""
+        """Return the token ids of a text around reasoning; () if an id is outside of the model's vocabulary."""
         assert self.tokenizer is not None
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return tuple(ids) if max(ids, default=0) < self.model_config.vocab_size else ()
 
 
 def _option_fields(options: RequestOptions) -> dict[str, Any]:
-    """Return fields of scheduler.Request that come from the options. Its deadline is in seconds of time.monotonic,
-    infinite without a timeout.
+    """Return the fields of scheduler.Request that come from the options. The deadline is in seconds of time.monotonic,
+    and infinite without a timeout.
     """
     return {
         "priority": options.priority,
@@ -433,35 +434,33 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
 
 
 def make_processor(inputs: InputProcessor) -> Processor:
-    """Return a new output processor for requests that `inputs` prepares: a PoolingProcessor for a pooling model, else
-    an OutputProcessor.
+    """Return a new output processor for requests that `inputs` prepares: a PoolingProcessor for a pooling model,
+    otherwise an OutputProcessor.
     """
-    return (
-        OutputProcessor(inputs.tokenizer, inputs.config.stream_interval)
-        if inputs.pooling is None
-        else PoolingProcessor()
-    )
+    if inputs.pooling is not None:
+        return PoolingProcessor()
+    return OutputProcessor(inputs.tokenizer, inputs.config.stream_interval)
 
 
 def follows_every_step(params: SamplingParams) -> bool:
-    """Whether the request's tokens are needed as they are generated: for a stream, stop strings, repetition detection
-    or logprobs.
+    """Whether a request's tokens are needed as soon as they are generated, for a stream, stop strings, repetition
+    detection or logprobs.
     """
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
     return streamed or ends_by_output(params) or params.num_logprobs is not None
 
 
 def ends_by_output(params: SamplingParams) -> bool:
-    """Whether these parameters let the content of the output end it: by a stop string, or by a repetition."""
+    """Whether the content of the output may end it, by a stop string or a repetition."""
     return bool(params.stop) or params.repetition_detection is not None
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
-    """Return the InputProcessor for an engine of this model; reads the tokenizer and the media processor, and needs no
-    device. origin: see InputProcessor.
+    """Return the InputProcessor for an engine of this model. It reads the tokenizer and the media processor, and needs
+    no device. origin: see InputProcessor.
 
     Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer or
-    media processor, ModelConfigError for an invalid configuration of the media processor.
+    media processor, and ModelConfigError for an invalid configuration of the media processor.
     """
     try:
         SamplingParams(**source.generation_defaults)

@@ -1,4 +1,4 @@
-"""Count of XLA compilations while an engine is at work, whatever caused them."""
+"""CompileWatch: counts the XLA compilations, from any cause, that happen while an engine serves."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _registered = False
 
 
 class CompileWatch:
-    """Counter of compilations that run on a thread while it is inside `watch()`; the attribute `count` is their number.
+    """Counter of the compilations that run on a thread while it is inside `watch()`. `count` is their number.
 
-    An engine's thread is inside whenever it serves, so the count must stay 0 after start-up. Compilations by other
-    engines or by the user's own code in the same process are not counted.
+    An engine's thread is inside `watch()` whenever it serves, so the count must stay 0 after start-up. Compilations by
+    other engines or by the user's own code in the same process are not counted.
     """
 
     def __init__(self) -> None:
-        """Set the count to 0, and register a listener of jax's compilation events, once per process."""
+        """Begin at 0. The first watch of a process registers a listener of jax's compilation events."""
         self.count = 0
         _listen()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count this thread's compilations inside the context in this watch. In nested contexts only the innermost
+        """Count the compilations that run on this thread inside the context. In nested contexts only the innermost
         watch counts.
         """
         outer = getattr(_active, "watch", None)
@@ -40,7 +40,7 @@ class CompileWatch:
 
 
 def _listen() -> None:
-    """Register the listener of jax's compilation events, once: jax cannot remove it, so one serves all engines."""
+    """Register the listener of jax's compilation events once. jax cannot remove it, so one serves all engines."""
     global _registered
     with _listening:
         if not _registered:
@@ -49,9 +49,7 @@ def _listen() -> None:
 
 
 def _count(event: str, duration_secs: float, **_: str | int | float) -> None:
-    """Increment the count of the watch that this thread is in, if any, for a compilation event; other events are
-    ignored. A listener of jax.
-    """
+    """Listen to jax's events: increment the count of the watch that this thread is in, if any, for each compilation."""
     watch = getattr(_active, "watch", None)
     if watch is not None and event == _EVENT:
         watch.count += 1

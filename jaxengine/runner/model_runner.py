@@ -1,8 +1,8 @@
-"""Device side of the engine: all pipeline stages of a model as one object that executes steps.
+"""Device side of the engine: ModelRunner, which executes steps on all pipeline stages of a model.
 
-Serving calls only the executables made at start-up, and an executable refuses any other shape, so nothing can compile
+Serving calls only executables that were made at start-up. An executable refuses any other shape, so nothing can compile
 while serving. Slots are numbered over all replicas: replica * max_num_seqs + the replica's own slot number. This module
-handles rows and messages; of requests only a slot's sampling parameters.
+handles rows and messages; all that it gets of a request are the sampling parameters of its slot.
 """
 
 from __future__ import annotations
@@ -38,28 +38,32 @@ from jaxengine.runner.programs.state_changes import (
     rows_name,
 )
 from jaxengine.runner.programs.step import Forwarded
-from jaxengine.runner.stage_runner import StageRunner, estimated_needs
+from jaxengine.runner.stage_runner import StageRunner, memory_needs
 from jaxengine.runner.warm_up import Progress, warm_up
 from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.batches.packing import StepInput, delta_chunks
 
-# Fewer long rows are cheaper one by one: a message of many is padded.
+# Fewer long rows are cheaper one by one, since a message of several is padded to NUM_LONG_ROWS.
 MIN_LONG_ROWS = 3
 
 
 class ModelRunner:
-    """Runner that compiles at construction, and then only executes. Each process of an engine has one.
+    """Runner that compiles at construction and then only executes. Each process of an engine has one.
 
     Attributes:
       config: the resolved configuration.
-      plan: use of a device's memory: pages of the stage with the least room, other parts of the one that holds most.
+      plan: memory plan of a device. Its pages are those of the stage with the least room for them; its other parts are
+        those of the stage that holds most.
       compiles: counter of XLA compilations while the engine serves.
-      stages: in order; `last` is the last one, which samples.
+      stages: the pipeline stages in order; `last` is the last one, which samples.
       peers: the engine's other processes.
-      packer: of the steps' messages; vocab_size, num_ranks, windows: of the model, replicas, and cache groups.
-      weight_rows: of each kind of weight, how it is stored and multiplied.
+      packer: packs the messages of steps.
+      vocab_size: size of the model's vocabulary.
+      num_ranks: number of replicas.
+      windows: for each cache group, how many keys must be kept for a token; None for all.
+      weight_rows: for each kind of weight, how it is stored and multiplied.
       extensions: HostExtensions of the optional capabilities that the engine was started with, by name.
     """
 
@@ -71,11 +75,11 @@ class ModelRunner:
         progress: Progress | None = None,
         peers: Peers = ALONE,
     ):
-        """Compile all programs and allocate memory; returns when every process has done so. With enforce_eager most
+        """Compile all programs and allocate memory, and wait until every process has done so. With enforce_eager most
         programs are compiled at their first use instead.
 
         stages: in order. config: resolved. progress(done, total, what): called for each program. peers: the engine's
-        other processes. Raises ConfigError if the memory does not suffice, ClusterError if a process is lost.
+        other processes. Raises ConfigError if there is not enough memory, ClusterError if a process is lost.
         """
         self.config = config
         self.packer = stages[0].programs.packer
@@ -86,19 +90,19 @@ class ModelRunner:
         self.stages, self.last, self.peers = stages, stages[-1], peers
         products = product_platform_of(self.device)
         self.weight_rows = weight_rows([stage.programs.model for stage in stages], products)
-        for own in [each for stage in stages for each in stage.extensions.values() if each.models]:
-            self.weight_rows += weight_rows(list(own.models), products, prefix=f"{own.prefix}: ")
+        for each in [each for stage in stages for each in stage.extensions.values() if each.models]:
+            self.weight_rows += weight_rows(list(each.models), products, prefix=f"{each.prefix}: ")
         endings = {bucket: self.last.programs.last_epilogue(bucket) for bucket in self.buckets}
         self._endings = {bucket: (name, self._size(name, bucket)) for bucket, name in endings.items()}
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         found = {each.name: each for stage in reversed(stages) for each in stage.programs.extensions}
         self.extensions: dict[str, Any] = {}
         for name, each in found.items():
-            if (own := each.on_host(self)) is not None:
-                self.extensions[name] = own
+            if (on_host := each.on_host(self)) is not None:
+                self.extensions[name] = on_host
         return_free_memory()
         before = self.memory_in_use()
-        plan = self._plan_memory(estimated_needs(stages, config))
+        plan = self._plan_memory(memory_needs(stages, config))
         facts = [(stage.programs.description, sorted(stage.executables.unused)) for stage in stages]
         programs = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
@@ -114,7 +118,7 @@ class ModelRunner:
 
     @property
     def buckets(self):
-        """The closed set of step shapes, a Buckets."""
+        """All step shapes that are compiled, a Buckets."""
         return self.packer.buckets
 
     @property
@@ -124,11 +128,11 @@ class ModelRunner:
 
     @property
     def epilogues(self) -> dict[str, Epilogue]:
-        """Epilogues that may run after a step's forward pass, by name."""
+        """Programs that may run after a step's forward pass, by name."""
         return self.last.programs.epilogues
 
     def extension(self, name: str) -> Any:
-        """Return the HostExtension of a capability. Raises KeyError for one that the engine was started without."""
+        """Return the HostExtension of a capability. Raises KeyError if the engine was started without it."""
         return self.extensions[name]
 
     @property
@@ -147,22 +151,22 @@ class ModelRunner:
         return self.device.platform == "cpu"
 
     def memory_in_use(self) -> int:
-        """Return the bytes that a device of the first stage holds now. Devices that share a host's memory are counted
-        with an equal share each.
+        """Return the bytes that a device of the first stage holds now. If devices share the host's memory, each counts
+        for an equal share of it.
         """
         return self.stages[0].memory_in_use
 
     def execute(self, step: StepInput) -> PendingStep:
-        """Dispatch a step's forward pass, after writing the page-table entries that its message has no room for; return
-        the pending step, without waiting.
+        """Write the page-table entries for which a step's message has no room, dispatch its forward pass, and return
+        the pending step without waiting.
         """
         for deltas in delta_chunks(step.overflow, NUM_DELTAS, self.num_ranks * self.packer.num_table_rows):
             self.change_state(PAGE_DELTAS, deltas)
         return self.forward(step.bucket, step.buffer)
 
     def forward(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
-        """Dispatch the forward pass of a message, i32[replicas, size], here and in the engine's other processes; return
-        the pending step, without waiting.
+        """Dispatch the forward pass of a message, i32[replicas, size], here and in the engine's other processes, and
+        return the pending step without waiting.
         """
         # Engines of several processes have no wide buckets (jaxengine.config.features.speculation).
         sizes = {"num_tokens": bucket.num_tokens, "num_seqs": bucket.num_seqs}
@@ -170,41 +174,35 @@ class ModelRunner:
         return PendingStep(bucket, forwarded, self.fetch, self.last.given)
 
     def sample(self, pending: PendingStep) -> None:
-        """Dispatch the epilogue that ends a step, its sampler or a replacement of it, here and in the engine's other
-        processes. The step then has `sampled` and no `forwarded`, so no other epilogue can run on it.
+        """Dispatch the epilogue that ends a step, its sampler or what replaces it, here and in the engine's other
+        processes. The step then has `sampled` and no longer `forwarded`, so no other epilogue can run on it.
 
-        Call it before the next forward pass is dispatched, which takes the sampled tokens.
+        It must be called before the next forward pass is dispatched, which reads the sampled tokens.
         """
         pending.sampled = self._run_epilogue(*self._endings[pending.bucket], pending)
         pending.forwarded = None
 
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:
-        """Dispatch the epilogue `name`, here and in the engine's other processes, on the results of the newest forward
-        pass; return its output, on the devices.
-
-        pending: the step of that forward pass, which is not changed.
+        """Dispatch the epilogue `name` on the results of the newest forward pass, here and in the engine's other
+        processes, and return its output on the devices. pending: the step of that forward pass, which is not changed.
         """
         return self._run_epilogue(name, self._size(name, pending.bucket), pending)
 
     def _size(self, name: str, bucket: Bucket) -> int:
-        """Return the compiled size (number of rows) of the epilogue `name` for a bucket, which it must serve
-        (asserted).
-        """
+        """Return the compiled size (number of rows) of the epilogue `name` for a bucket, which it must support."""
         size = self.epilogues[name].size_of(self.buckets, bucket)
         assert size is not None
         return size
 
     def _run_epilogue(self, name: str, size: int, pending: PendingStep) -> Any:
-        """Dispatch the epilogue `name`, compiled for `size` rows, in all processes; return its output, on the
-        devices.
-        """
+        """Dispatch the epilogue `name` for `size` rows in all processes, and return its output on the devices."""
         forwarded = pending.forwarded
         assert forwarded is not None
         return self._everywhere(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
 
     def _everywhere(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], Any], **fields: Any) -> Any:
-        """Return function(), which dispatches the operation `op` in this process; the other processes, if any, execute
-        the same operation with these arrays and fields.
+        """Call `function`, which dispatches the operation `op` in this process, and return its result. The other
+        processes, if any, execute the same operation with these arrays and fields.
         """
         return function() if self.peers is ALONE else self.peers.call(op, arrays, function, **fields)
 
@@ -221,20 +219,22 @@ class ModelRunner:
         self.change_slots(PARAMETERS, rows, NUM_PARAM_ROWS, len(NEUTRAL))
 
     def set_logprob_ids(self, rows: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Write the token ids whose logprobs slots report to the devices: (slot over all replicas, at most
+        """Write the ids of the tokens whose logprobs slots report to the devices: (slot over all replicas, at most
         MAX_LOGPROB_TOKEN_IDS ids).
 
-        Slots that report none keep the ids of earlier requests, which are not read.
+        Slots that report no logprobs by id keep the ids of earlier requests, which are not read.
         """
         width = MAX_LOGPROB_TOKEN_IDS
-        own = [(slot, np.pad(np.array(ids, np.int32), (0, width - len(ids)), constant_values=-1)) for slot, ids in rows]
-        self.change_slots(LOGPROB_ID_ROWS, own, NUM_LOGPROB_ID_ROWS, width)
+        padded = [
+            (slot, np.pad(np.array(ids, np.int32), (0, width - len(ids)), constant_values=-1)) for slot, ids in rows
+        ]
+        self.change_slots(LOGPROB_ID_ROWS, padded, NUM_LOGPROB_ID_ROWS, width)
 
     def set_biases(self, biases: list[tuple[int, np.ndarray | None]]) -> None:
-        """Write additive logit biases of slots to the devices: (slot over all replicas, f32[V]); None for no bias,
-        which is only sent if the slot had one.
+        """Write additive logit biases of slots to the devices: (slot over all replicas, f32[V]), or None instead of the
+        array for no bias, which is only sent if the slot had one.
 
-        V may be the model's vocabulary or the padded one; -inf forbids a token.
+        V may be the size of the model's vocabulary or of the padded one. A bias of -inf forbids a token.
         """
         rows = []
         for slot, row in biases:
@@ -244,14 +244,14 @@ class ModelRunner:
         self.change_rows(BIAS_ROWS, rows, self.last.programs.vocab_size)
 
     def set_token_counts(self, sequences: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        """Write the token counts that penalties use to the devices, computed from slots' prompts and outputs: (slot
-        over all replicas, prompt i32[n], output i32[m]).
+        """Count the tokens in prompts and outputs of slots, and write the counts, which penalties use, to the devices.
+        sequences: (slot over all replicas, prompt i32[n], output i32[m]).
         """
         rows = ((slot, self._counts(prompt, output)) for slot, prompt, output in sequences)
         self.change_rows(COUNTS_ROWS, rows, self.last.programs.vocab_size)
 
     def change_rows(self, name: str, rows: Iterable[tuple[int, np.ndarray]], width: int) -> None:
-        """Replace long rows of slots by the state change `name`: NUM_LONG_ROWS at a time, or one by one if fewer than
+        """Replace long rows of slots with the state change `name`: NUM_LONG_ROWS at a time, or one by one if fewer than
         MIN_LONG_ROWS remain (see `state_changes.long_rows`).
 
         rows: (slot over all replicas, row [at most width]); a shorter row is padded with zeros to `width`.
@@ -277,19 +277,19 @@ class ModelRunner:
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
         """Send the devices one int32 for each slot whose value differs from the one that they have.
 
-        name: of the state change. known: i32[slots of all replicas], the values that the devices have; updated in
-        place. slots, values: of equal length, distinct slots over all replicas and their new values.
+        name: name of the state change. known: i32[slots of all replicas], the values that the devices have; updated in
+        place. slots, values: distinct slots over all replicas and their new values, in two lists of equal length.
         """
-        news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
-        for first in range(0, len(news), NUM_COLUMN_ROWS):
+        changed = [(slot, value) for slot, value in zip(slots, values, strict=True) if known[slot] != value]
+        for first in range(0, len(changed), NUM_COLUMN_ROWS):
             rows = np.full((2, NUM_COLUMN_ROWS), len(known), np.int32)
-            for index, (slot, value) in enumerate(news[first : first + NUM_COLUMN_ROWS]):
+            for index, (slot, value) in enumerate(changed[first : first + NUM_COLUMN_ROWS]):
                 rows[:, index] = slot, value
                 known[slot] = value
             self.change_state(name, *rows)
 
     def run_forward(self, bucket: Bucket, message: np.ndarray) -> Forwarded:
-        """Dispatch the forward pass through all stages, in this process alone; return the last stage's Forwarded, with
+        """Dispatch the forward pass through all stages in this process only, and return the last stage's Forwarded with
         the sections of the earlier stages.
         """
         hidden, earlier = None, []
@@ -300,17 +300,17 @@ class ModelRunner:
         return output._replace(earlier=tuple(earlier)) if earlier else output
 
     def fetch(self, array: jax.Array) -> np.ndarray:
-        """Return a result as a numpy array; waits for it."""
+        """Wait for a result and return it as a numpy array."""
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """Return i32[V]: for each token 2 * (times in the output) + (1 if it is in the prompt)."""
+        """Return i32[V]: for each token, 2 * (times in the output) + (1 if it is in the prompt)."""
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
         return counts
 
     def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
-        """Return the plan of the stage with the fewest pages. needs: of each stage.
+        """Return the memory plan of the stage that has room for the fewest pages. needs: memory needs of each stage.
 
         Raises ConfigError if not even one request of max_model_len fits into a stage.
         """
@@ -319,11 +319,11 @@ class ModelRunner:
         return plan_stages(self.config, sizes, needs, windows=self.windows, shared=shared)
 
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
-        """Return a copy of the plan with the memory of programs as compiled, of the stage that holds most; the number
-        of pages is unchanged.
+        """Return a copy of the plan with the actual memory of the compiled programs, of the stage that holds most. The
+        number of pages is unchanged.
 
-        before: bytes of a device in use before any program was compiled; used for CPUs only, where the process's growth
-        shows the memory of programs. Programs compiled now hold about half of what loaded ones do.
+        before: bytes of a device in use before any program was compiled. They are only used on CPUs, where the growth
+        of the process shows the memory of programs. Freshly compiled programs hold about half as much as loaded ones.
         """
         plans = []
         for stage in self.stages:
@@ -332,6 +332,6 @@ class ModelRunner:
                 process, programs = max(0, before - weights), max(0, stage.memory_in_use - before)
             else:
                 process, programs = 0, stage.program_bytes
-            own = {"weights": weights, "programs": programs, "workspace": workspace}
-            plans.append(replace(self.plan, **own, extensions=stage.programs.memory, process=process))
+            sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process}
+            plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory))
         return max(plans, key=lambda plan: plan.planned)

@@ -1,4 +1,4 @@
-"""One pipeline stage on its devices: weights, KV pool, slot state and compiled programs.
+"""StageRunner: one pipeline stage on its devices, with its weights, KV pool, slot state and compiled programs.
 
 An engine without pipeline parallelism has one stage. This module handles rows and messages, never requests.
 """
@@ -29,7 +29,7 @@ from jaxengine.runner.base.memory import (
 from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
-from jaxengine.runner.programs.program_needs import estimate_memory, held_by
+from jaxengine.runner.programs.program_needs import estimate_needs, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.programs.step_programs import StepPrograms
 from jaxengine.scheduler.batches.buckets import Bucket
@@ -37,31 +37,31 @@ from jaxengine.sharding.rules import named_sharding, part_bytes
 
 logger = logging.getLogger(__name__)
 
-# XLA:CPU waits for ever when many more launches than this are in flight on several devices of one process, and its
-# threads are fewer than twice the devices.
+# XLA:CPU hangs if many more launches than this are in flight on several devices of one process and it has fewer than
+# twice as many threads as devices.
 MAX_LAUNCHES_AHEAD = 16
 
 
 class StageRunner:
-    """Runner of one stage. It compiles on demand, allocates once the number of pages is set (`plan_pool`, `allocate`),
-    then only executes.
+    """Runner of one stage. It compiles on demand. Memory is allocated once the number of pages is known (`plan_pool`,
+    then `allocate`); after that it only executes.
 
     Attributes:
       programs: the programs that it compiles.
       params: the model's leaves.
       executables: cache of the programs that depend on the model.
-      kv_scales: scales of an 8-bit pool, for all layers of the model; to be set before `allocate`.
+      kv_scales: scales of an 8-bit pool for all layers of the model; must be set before `allocate`.
       extensions: StageExtensions, by name.
-      given: arrays that they have provided for the newest forward pass, by name.
+      given: arrays that extensions have provided for the newest forward pass, by name.
     """
 
     def __init__(
         self, programs: StepPrograms, params: Any, cache_dir: Place, extensions: Sequence[StageExtension] = ()
     ):
-        """Store the weights, open the caches, and compile or load the state changes.
+        """Store the weights, open the caches of executables, and compile or load the state changes.
 
-        params: the model's weights, an nnx.State or its leaves. cache_dir: place of the ExecutableCache, whose
-        ConfigError is raised. extensions: StageExtensions with weights of their own.
+        params: the model's weights, an nnx.State or its leaves. cache_dir: location of the ExecutableCache, whose
+        ConfigError is raised. extensions: StageExtensions that have weights of their own.
         """
         self.programs = programs
         self.given: dict[str, Any] = {}
@@ -69,11 +69,11 @@ class StageRunner:
         self._cache_dir = cache_dir
         self._backend = programs.mesh.devices.flat[0].platform
         devices = list(programs.mesh.devices.flat)
-        self._several_on_cpu, self._num_changes = self._backend == "cpu" and len(devices) > 1, 0
+        self._num_changes, self._several_on_cpu = 0, self._backend == "cpu" and len(devices) > 1
         self._several_processes = len({device.process_index for device in devices}) > 1
         if self._several_processes and devices[0].platform == "gpu" and cache_dir != "":
-            # On GPUs each process times a part of the kernels, and waits for the others' choices: a process that loaded
-            # its program would not answer those that compile.
+            # On GPUs each process autotunes a part of the kernels and waits for the others' results. A process that
+            # loads its program from disk would not answer those that compile.
             logger.info("compiled steps over several processes are not kept on disk on GPUs")
             cache_dir = ""
         self.params = jax.tree.leaves(params)
@@ -84,33 +84,33 @@ class StageRunner:
         self._epilogues: dict[tuple[str, int], Executable] = {}
         self._programs: dict[tuple[str, str], Executable] = {}
         self._changes = {name: self.compiled(change) for name, change in programs.state_changes().items()}
-        found = [own for each in programs.extensions if (own := each.at_stage(self)) is not None]
+        found = [at_stage for each in programs.extensions if (at_stage := each.at_stage(self)) is not None]
         self.extensions = {each.name: each for each in (*found, *extensions)}
         self._reads_message = any(each.reads_message for each in self.extensions.values())
 
     @property
     def device_memory(self) -> int:
-        """Memory of one device in bytes. Devices that share a host's memory have an equal share each."""
+        """Memory of one device in bytes. If devices share the host's memory, each has an equal share of it."""
         devices = self.programs.mesh.local_devices
         memory = device_memory(devices[0])
         return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
 
     @property
     def sizes(self) -> StageSizes:
-        """Bytes on one device of the stage that are known before the memory plan: its memory, weights and a page."""
+        """Sizes in bytes, on one device of the stage, that are known before the memory plan is made."""
         limit = device_limit(self.programs.mesh.local_devices[0])
         return StageSizes(self.device_memory, self.weight_bytes, self.page_bytes, limit)
 
     @property
     def memory_in_use(self) -> int:
-        """Bytes that one device holds now. Devices that share a host's memory have an equal share each."""
+        """Bytes that one device holds now. If devices share the host's memory, each counts for an equal share of it."""
         device = self.programs.mesh.local_devices[0]
         in_use = memory_in_use(device)
         return in_use // jax.local_device_count() if device.platform == "cpu" else in_use
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes on one device of the weights, and of extensions' weights and slot arrays."""
+        """Bytes on one device of the weights, including extensions' weights and slot arrays."""
         return sum(map(part_bytes, self.params)) + sum(each.weight_bytes for each in self.extensions.values())
 
     @property
@@ -121,13 +121,12 @@ class StageRunner:
     @property
     def caches(self) -> list[ExecutableCache]:
         """ExecutableCaches of the stage and its extensions."""
-        own = [cache for each in self.extensions.values() for cache in each.caches]
-        return [self.executables, self._shared, *own]
+        return [self.executables, self._shared, *(own for each in self.extensions.values() for own in each.caches)]
 
     @property
     def workspace_bytes(self) -> int:
-        """Workspace, in bytes on one device: the largest forward pass or extension's program, with slot state and the
-        largest epilogue. These must be compiled.
+        """Workspace in bytes on one device: that of the largest forward pass or extension's program, plus the slot
+        state and what the largest epilogue needs. These programs must have been compiled.
         """
         forward = workspace_bytes(self._forwards[max(self._forwards)].memory_analysis())
         forward = max([forward, *(each.workspace_bytes for each in self.extensions.values())])
@@ -135,62 +134,62 @@ class StageRunner:
 
     @property
     def program_bytes(self) -> int:
-        """Bytes on one device that all programs hold; they must be compiled."""
+        """Bytes on one device that all programs hold. They must have been compiled."""
         programs, kv = self.programs, self._kv_shapes
-        forwards = [self.held(programs.forward(key, self.params, kv), own) for key, own in self._forwards.items()]
-        own = sum(each.program_bytes for each in self.extensions.values())
-        return sum(forwards) + own + self._held_beside_forwards
+        forwards = [
+            self.held(programs.forward(bucket, self.params, kv), each) for bucket, each in self._forwards.items()
+        ]
+        of_extensions = sum(each.program_bytes for each in self.extensions.values())
+        return sum(forwards) + of_extensions + self._held_beside_forwards
 
     def estimate_needs(self) -> StageNeeds:
-        """Return an estimate of the most memory that programs will need, in bytes on one device, before the pool's size
-        is known.
+        """Return an upper estimate of the memory that programs will need, in bytes on one device, before the pool's
+        size is known.
 
         Compiles or loads epilogues and extensions' programs. The largest forward pass is compiled with a small pool
-        unless its needs are stored; other forward passes are assumed to be as large.
+        unless its needs are stored; the other forward passes are assumed to be as large.
         """
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
         program = programs.forward(max(programs.packer.buckets), self.params, kv)
-        needs = estimate_memory(program, self.executables, programs.description, self._backend)
-        own = [each.estimate(self.params) for each in self.extensions.values()]
-        forward = max([needs.workspace, *(workspace for _, workspace in own)])
+        needs = estimate_needs(program, self.executables, programs.description, self._backend)
+        of_extensions = [each.estimate(self.params) for each in self.extensions.values()]
+        forward = max([needs.workspace, *(workspace for _, workspace in of_extensions)])
         for name, size in programs.epilogue_sizes():
             self.compile_epilogue(name, size)
         for name, program in self.own_programs():
             self.program(name, program)
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
         held = sum(needs.held if size >= LEAST_TOKENS else needs.held_as_whole for size in sizes)
-        held += sum(held_by_own for held_by_own, _ in own) + self._held_beside_forwards
+        held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
         return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory)
 
     def plan_pool(self, num_pages: int) -> None:
-        """Store the pool's size, in pages of a layer and replica, which determines the shapes of forward passes."""
+        """Store the pool's size in pages per layer and replica, on which the shapes of forward passes depend."""
         self._kv_shapes = self.programs.kv_shapes(num_pages)
         for each in self.extensions.values():
             each.plan_pool(num_pages)
 
     def compile_forward(self, bucket: Bucket) -> None:
-        """Compile or load a bucket's forward pass, and the programs of extensions before and after it."""
+        """Compile or load a bucket's forward pass and the programs that extensions run before and after it."""
         for each in self.extensions.values():
             each.compile(bucket, self.params)
         self._forwards[bucket] = self.compiled(self.programs.forward(bucket, self.params, self._kv_shapes))
 
     def compile_epilogue(self, name: str, size: int) -> None:
-        """Compile or load an epilogue of this size, unless that has been done."""
+        """Compile or load an epilogue of this size, unless this has been done."""
         if (name, size) not in self._epilogues:
             self._epilogues[name, size] = self.compiled(self.programs.epilogue(name, size, self.params))
 
     def own_programs(self) -> list[tuple[str, str]]:
-        """Return (name of the extension, name of the program) for each program that extensions run in addition to
-        forward passes.
-        """
+        """Return (extension's name, program's name) for each program that extensions run in addition to steps."""
         return [(each.name, own.name) for each in self.programs.extensions for own in each.programs(self.params)]
 
     def program(self, extension: str, name: str) -> Executable:
-        """Return the executable of one of `own_programs`, compiled or loaded at the first call. Raises KeyError or
-        StopIteration for unknown names.
+        """Return the executable of one of `own_programs`, which is compiled or loaded at the first call. Raises
+        KeyError or StopIteration for unknown names.
         """
-        if (extension, name) not in self._programs:  # enforce_eager: when it first occurs
+        if (extension, name) not in self._programs:
             self._programs[extension, name] = self.compiled(self._own_program(extension, name))
         return self._programs[extension, name]
 
@@ -200,14 +199,15 @@ class StageRunner:
         self._state = self.compiled(self.programs.state())()
 
     def release_pools(self) -> None:
-        """Free the pools; the slot state stays. No step may be in flight."""
+        """Free the pools, but not the slot state. No step may be in flight."""
         self._kv = None
         for each in self.extensions.values():
             each.release()
 
     def allocate_pools(self) -> None:
-        """Allocate the pools, empty, in the size of `plan_pool`; also called after `release_pools`. The scales of an
-        8-bit pool become `kv_scales` if these are set. Waits; raises jax's RuntimeError if memory cannot be allocated.
+        """Allocate empty pools of the size given to `plan_pool`, for the first time or after `release_pools`, and wait
+        for them. An 8-bit pool gets `kv_scales` if they are set. Raises jax's RuntimeError if there is not enough
+        memory.
         """
         for each in self.extensions.values():
             each.allocate()
@@ -216,10 +216,10 @@ class StageRunner:
             k, v = self.kv_scales.of_layers(self.programs.paged_layers)
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
-        jax.block_until_ready(self._kv)  # so that a lack of memory is an error here
+        jax.block_until_ready(self._kv)  # so that a lack of memory is reported here
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
-        """Return another StageRunner with the same weights and these programs, of which only the state changes have
+        """Return another StageRunner with the same weights but these programs, of which only the state changes have
         been compiled or loaded. It has no extensions with weights of their own.
         """
         other = StageRunner(programs, self.params, self._cache_dir)
@@ -227,31 +227,32 @@ class StageRunner:
         return other
 
     def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the largest magnitudes of keys and of values in the pool, f32[layers with pages, K KV heads] each,
-        over all replicas; the latter is None if values are stored within keys. Compiles or loads a program, and waits
-        for the steps in flight.
+        """Return the largest magnitudes of keys and of values in the pools of all replicas, each f32[layers with pages,
+        KV heads]. The latter is None if values are stored within keys. Compiles or loads a program, and waits for the
+        steps in flight.
         """
         num_heads = self.programs.model.config.num_kv_heads
         found = self.compiled(self.programs.largest(self._kv_shapes))(self._kv)
-        # A head may be stored several times; every rank has pages of its own.
+        # A KV head may be stored several times. The maximum is over the replicas.
         k, v = (None if x is None else np.asarray(x)[..., :: x.shape[2] // num_heads].max(axis=0) for x in found)
         assert k is not None
         return k, v
 
     def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
-        """Dispatch the stage's part of a forward pass; return HandedOn for the next stage, or Forwarded from the last.
+        """Dispatch the stage's part of a forward pass, and return its result: Forwarded in the last stage, otherwise
+        StageOutput.
 
-        Replaces the pool and the slot state, which are donated. message: i32[replicas, size]. hidden: the previous
-        stage's hidden states; None in the first. A pass that start-up has not compiled is compiled first.
+        The pool and the slot state are donated and replaced. message: i32[replicas, size]. hidden: the previous stage's
+        hidden states; None in the first stage. A pass that was not compiled at start-up is compiled first.
         """
-        if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
+        if bucket not in self._forwards:  # enforce_eager
             self.compile_forward(bucket)
-        if self._reads_message:  # sent once for the programs before, of and after the forward pass
+        if self._reads_message:  # sent once for the forward pass and the programs before and after it
             message = jax.device_put(message, self.programs.message_shape(bucket).sharding)
         self.given = {}
         for each in self.extensions.values():
-            if (brought := each.before_forward(bucket, self.params, self._state, message)) is not None:
-                self.given[each.name] = brought
+            if (arrays := each.before_forward(bucket, self.params, self._state, message)) is not None:
+                self.given[each.name] = arrays
         last_token = None if self._state.tokens is None else self._state.tokens.last_token
         arguments = (self.params, self._kv, self._state.slots, last_token, message, self.given)
         if hidden is not None:
@@ -261,29 +262,31 @@ class StageRunner:
         return output
 
     def run_epilogue(self, name: str, size: int, forwarded: Forwarded) -> Any:
-        """Dispatch an epilogue of this size on the results of the newest forward pass; return its output, on the
-        devices. The state that it changes is donated, and replaced. It is compiled first if start-up has not done so.
-        Raises KeyError for a name that this stage lacks.
+        """Dispatch an epilogue of this size on the results of the newest forward pass, and return its output on the
+        devices.
+
+        The state that it changes is donated and replaced. An epilogue that was not compiled at start-up is compiled
+        first. Raises KeyError for a name that this stage lacks.
         """
-        own = self.programs.epilogues[name]
+        epilogue = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager
             self.compile_epilogue(name, size)
         for each in self.extensions.values():
             each.before_epilogue(name, self._state, forwarded)
-        left = {"rows": forwarded.rows, "logits": forwarded.logits, **forwarded.sections}
-        values = {"params": self.params, **self._state._asdict(), **left}
-        *changed, output = self._epilogues[name, size](*[values[argument] for argument in own.arguments])
-        self._state = self._state._replace(**dict(zip(own.changes, changed, strict=True)))
-        if "tokens" in own.changes:
+        results = {"rows": forwarded.rows, "logits": forwarded.logits, **forwarded.sections}
+        values = {"params": self.params, **self._state._asdict(), **results}
+        *changed, output = self._epilogues[name, size](*[values[argument] for argument in epilogue.arguments])
+        self._state = self._state._replace(**dict(zip(epilogue.changes, changed, strict=True)))
+        if "tokens" in epilogue.changes:
             for each in self.extensions.values():
                 each.after_sample(self.params, self._state, forwarded)
         return output
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Run a state change on the stage's state, which is donated, and replaced; do nothing if the stage does not
-        have it. On several CPU devices it waits after every MAX_LAUNCHES_AHEAD changes.
+        """Run a state change on the stage's state, which is donated and replaced. Do nothing if the stage does not have
+        the change. On several CPU devices, wait after every MAX_LAUNCHES_AHEAD changes.
 
-        arguments: numpy arrays of the shapes and dtypes that it was compiled for.
+        arguments: numpy arrays with the shapes and dtypes for which the change was compiled.
         """
         if name not in self._changes:
             return
@@ -294,27 +297,27 @@ class StageRunner:
 
     @property
     def pages(self) -> Any:
-        """KV pool, as the newest forward pass leaves it."""
+        """KV pool as the newest forward pass leaves it."""
         return self._kv
 
     @pages.setter
     def pages(self, kv: Any) -> None:
-        """Replace the KV pool, by one of the same shapes."""
+        """Replace the KV pool with one of the same shapes."""
         self._kv = kv
 
     @property
     def slots(self) -> SlotState:
-        """Slot state, as the newest forward pass leaves it."""
+        """Slot state as the newest forward pass leaves it."""
         return self._state.slots
 
     @slots.setter
     def slots(self, slots: SlotState) -> None:
-        """Replace the slot state, by one of the same shapes."""
+        """Replace the slot state with one of the same shapes."""
         self._state = self._state._replace(slots=slots)
 
     def everywhere(self, x: jax.Array) -> jax.Array:
-        """Return x [replicas, ...], which is sharded by replica, in a form that this process can read: with several
-        processes replicated on every device, else unchanged.
+        """Return x [replicas, ...], which is sharded by replica, so that this process can read it: replicated on every
+        device if there are several processes, otherwise unchanged.
         """
         return self.programs.gather_ranks(x) if self._several_processes else x
 
@@ -322,7 +325,7 @@ class StageRunner:
         """Copy the previous stage's hidden states, [replicas * T, D], to this stage's devices."""
         if not self._several_processes:
             return jax.device_put(hidden, self._ranks)
-        # Every stage has the same number of devices of each process, at the same indices
+        # In every stage, each process has the same number of devices at the same indices
         # (jaxengine.runner.start.devices).
         assert isinstance(hidden.sharding, NamedSharding) and isinstance(hidden.sharding.mesh, Mesh)
         here = dict(zip(hidden.sharding.mesh.devices.flat, self.programs.mesh.devices.flat, strict=True))
@@ -330,20 +333,18 @@ class StageRunner:
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     def _own_program(self, extension: str, name: str) -> Program:
-        """Return the Program of an extension, by the names of both. Raises KeyError or StopIteration for
-        unknown names.
-        """
-        own = self.programs.extension(extension).programs(self.params)
-        return next(program for program in own if program.name == name)
+        """Return an extension's Program. Raises KeyError or StopIteration for unknown names."""
+        programs = self.programs.extension(extension).programs(self.params)
+        return next(program for program in programs if program.name == name)
 
     @property
     def _held_beside_forwards(self) -> int:
         """Bytes on one device that compiled state changes, epilogues and extensions' programs hold."""
         programs = self.programs
         changes = [self.held(change, self._changes[name]) for name, change in programs.state_changes().items()]
-        epilogues = [self.held(programs.epilogue(*key, self.params), own) for key, own in self._epilogues.items()]
-        own = [self.held(self._own_program(*key), program) for key, program in self._programs.items()]
-        return sum(changes) + sum(epilogues) + sum(own)
+        epilogues = [self.held(programs.epilogue(*key, self.params), each) for key, each in self._epilogues.items()]
+        of_extensions = [self.held(self._own_program(*key), each) for key, each in self._programs.items()]
+        return sum(changes) + sum(epilogues) + sum(of_extensions)
 
     def held(self, program: Program, compiled: Executable) -> int:
         """Return the bytes on one device that a compiled program holds."""
@@ -351,18 +352,18 @@ class StageRunner:
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """Bytes on one device that are in use while a forward pass runs: slot state, and the most that other programs
-        can hold then (the previous step's epilogue with its inputs, and a program of an extension).
+        """Bytes on one device that may be in use while a forward pass runs, without its own: the slot state, the
+        previous step's epilogue with its inputs, and a program of an extension.
         """
         epilogues = [
-            self.programs.forwarded_bytes(*key) + workspace_bytes(own.memory_analysis())
-            for key, own in self._epilogues.items()
+            self.programs.forwarded_bytes(*key) + workspace_bytes(epilogue.memory_analysis())
+            for key, epilogue in self._epilogues.items()
         ]
-        own = [workspace_bytes(program.memory_analysis()) for program in self._programs.values()]
-        return self.programs.slot_bytes + max(epilogues, default=0) + max(own, default=0)
+        of_extensions = [workspace_bytes(program.memory_analysis()) for program in self._programs.values()]
+        return self.programs.slot_bytes + max(epilogues, default=0) + max(of_extensions, default=0)
 
     def compiled(self, program: Program) -> Executable:
-        """Compile or load a program of this stage, anew at every call; return the executable. Raises the errors of
+        """Compile or load a program of this stage, at every call, and return the executable. Raises the errors of
         ExecutableCache.get.
         """
         cache, description = self._place(program)
@@ -370,27 +371,27 @@ class StageRunner:
         return cache.get(program.name, program.function, program.arguments, program.results, **how)
 
     def _place(self, program: Program) -> tuple[ExecutableCache, str]:
-        """Return the cache of a program, and the description that is part of its key there: those of the model, or the
-        shared ones for a program that does not depend on it.
+        """Return the cache that has a program, and the description that is part of the program's key in it. Programs
+        that do not depend on the model are in a shared cache.
         """
         if program.of_model:
             return self.executables, self.programs.description
         return self._shared, self.programs.shared_description
 
 
-def estimated_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
-    """Return the memory needs of each stage's programs on a device, before the pools' sizes are known.
+def memory_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
+    """Return the estimated memory needs of each stage's programs on a device, before the pools' sizes are known.
 
-    If options fix the number of pages, programs count as 0 and nothing is compiled, except with enforce_eager; the
+    If options fix the number of pages, and without enforce_eager, nothing is compiled and programs count as 0. The
     needs are then only the memory of extensions.
     """
-    late = config.fixes_pages and not config.enforce_eager
-    return [StageNeeds(0, 0, stage.programs.memory) if late else stage.estimate_needs() for stage in stages]
+    skip = config.fixes_pages and not config.enforce_eager
+    return [StageNeeds(0, 0, stage.programs.memory) if skip else stage.estimate_needs() for stage in stages]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:
-    """Return scales f32[layers, K] as an array with the shape and sharding of `like`, the pool's scales, whose heads
-    may store a KV head several times; None if either is None.
+    """Return scales f32[layers, K] as an array with the shape and sharding of `like`, the pool's scales, in which a KV
+    head may be stored several times; None if either is None.
     """
     if scales is None or like is None:
         return None

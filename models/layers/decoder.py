@@ -1,8 +1,8 @@
-"""Decoder: what every decoder-only family does around its layers, once per step.
+"""Decoder: the base class of decoder-only families, with all that a step does outside of the layers.
 
-Owns the embedding, the loop over layers, the final norm and the logits. What a layer does is its family's own file; a
-family overrides the lines in which it differs. What layers share in a step, and how each gets its part of the cache, is
-jaxengine.models.layers.decoder_step.
+It has the embedding, the loop over the layers, the final norm and the logits. The layers are in the family's own file,
+and a family overrides the methods in which it differs. jaxengine.models.layers.decoder_step has what the layers share
+in a step, and gives each layer its part of the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxengine.sharding.stages import Stage
 
 
 class Decoder(nnx.Module):
-    """Decoder of a family: it reads the family's configuration, contains its layers and runs them. Implements
+    """Decoder of a family: reads the family's configuration, creates its layers and runs them. Implements
     jaxengine.models.causal_lm.CausalLM.
     """
 
@@ -51,9 +51,9 @@ class Decoder(nnx.Module):
         return gguf_fields(gguf)
 
     def __init__(self, config: ModelConfig, build: Build):
-        """Create the modules of the stage `build.stage`, by default of the whole model.
+        """Create the modules of the stage `build.stage`; None means all layers.
 
-        The first stage has the embedding and the towers; the last one has the norm and, as `config` requires, the LM
+        The first stage has the embedding and the towers. The last stage has the norm and, depending on `config`, the LM
         head, or the label scores, Dense modules and token heads of a pooling model.
         """
         self.config = config
@@ -83,63 +83,61 @@ class Decoder(nnx.Module):
 
     @abstractmethod
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        """Return the new DecoderLayer of index `layer` in the whole model; its sources are under
+        """Return a new DecoderLayer, number `layer` of the whole model. Its checkpoint modules are in
         "model.layers.{layer}".
         """
 
     def make_embedding(self, build: Build) -> Any:
-        """Return the new token table: an Embedding, or a module that is called like one."""
+        """Return a new token table: an Embedding, or a module that is called like one."""
         return Embedding(self.config.vocab_size, self.config.hidden_size, source="model.embed_tokens", build=build)
 
     def make_labels(self, classifier: Classifier, build: Build) -> Any:
-        """Return the new module that scores labels, which maps (pooled f32[R, D], the token table if the head is tied
-        to it, otherwise None) to f32[R, num_labels].
+        """Return a new module that scores labels: it maps (pooled f32[R, D], the token table if the head is tied to it,
+        otherwise None) to f32[R, num_labels].
         """
         return LabelScores(self.config, classifier, build)
 
     def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
-        """Return the new module of the checkpoint's scores of tokens, [T, D] -> f32[T, N], with the outputs of `heads`
-        side by side.
-        """
+        """Return a new module that scores tokens, [T, D] -> f32[T, N], with the outputs of `heads` concatenated."""
         return TokenHeads(self.config.hidden_size, heads, SCORE, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
-        """Return the new norm that follows the last layer."""
+        """Return a new norm for the output of the last layer."""
         return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     @property
     def mesh(self) -> MeshLayout:
-        """Sizes of the mesh that the model is built for."""
+        """Mesh for which the model is built."""
         return self.build.mesh
 
     @property
     def stage(self) -> Stage:
-        """Range of layers that this model has, and whether it is the first or last one."""
+        """Pipeline stage: the range of layers that this model has."""
         assert self.build.stage is not None
         return self.build.stage
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Return the embeddings [T, D] of a step's tokens, computed from their ids alone. Families that use more of the
-        batch override it.
+        """Return the embeddings [T, D] of a step's tokens, computed from their ids only. Families that use more of the
+        batch override this method.
         """
         return self.embed_tokens(batch.token_ids)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
-        """Return the input [T, D] of the first layer for tokens i32[T]: the table's rows multiplied by the
+        """Return the first layer's input [T, D] for tokens i32[T]: their rows of the table, multiplied by the
         configuration's embedding_multiplier.
         """
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        """Return the further input of every layer besides the hidden state, [T, L, P] with P the configuration's
-        `layer_input_size`, computed from `batch` and the first layer's input x [T, D]. Families with such inputs
-        override it; it raises NotImplementedError in the others.
+        """Return the second input of each layer, in addition to the hidden state: [T, L, P], where P is the
+        configuration's `layer_input_size`, computed from `batch` and the first layer's input x [T, D]. Families with
+        such inputs override this method; in others it raises NotImplementedError.
         """
         raise NotImplementedError(f"{type(self).__name__} has no inputs of single layers")
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V] of hidden states [R, D]; on several devices, those of this device's part of the
-        vocabulary (see `own_logits`).
+        """Return logits f32[R, V] of hidden states [R, D]. On several devices they are those of this device's part of
+        the vocabulary (see `own_logits`).
 
         The matrix is the token table if the checkpoint ties the head to it, otherwise the LM head. The product is
         multiplied by logit_scale.
@@ -153,40 +151,42 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVPages | Cache]:
         """Return hidden states [T, D] after the final norm, and the pool with the keys and values of this step.
 
-        The pool is flat (jaxengine.models.cache). If layers keep states, a Cache of pool and states goes in and comes
-        out. hidden: [T, D] of the previous stage; None in the first stage, which embeds the batch. A stage that is not
-        the last returns hidden states without the norm. A batch with one page table has all layers in one group. Raises
-        ValueError if the numbers of page tables and of groups differ, if the largest group's layers do not divide the
-        pool's pages, or if a layer's kv_source is in another stage.
+        kv: the pool, which is flat (jaxengine.models.cache); if layers keep states, a Cache of pool and states, and the
+        result is then a Cache as well. hidden: [T, D] of the previous stage; None in the first stage, which embeds the
+        batch. A stage that is not the last returns hidden states without the norm. If the batch has one page table, all
+        layers are in one group.
+
+        Raises ValueError if the numbers of page tables and of groups differ, if the pool's number of pages is not a
+        multiple of the largest group's number of layers, or if a layer's kv_source is in another stage.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
         with jax.named_scope("embed"):
-            x = step.embed(self.embed_batch(batch)) if hidden is None else step.taken_over(hidden)
+            x = step.embed(self.embed_batch(batch)) if hidden is None else step.from_previous_stage(hidden)
         if hidden is None and self.config.layer_input_size:
             with jax.named_scope("layer_inputs"):
                 step.layer_inputs = self.make_layer_inputs(batch, x)
         for index, layer in enumerate(self.layers):
             x = step.run(index, layer, x)
         if not self.stage.is_last:
-            return step.handed_over(x), step.cache
+            return step.to_next_stage(x), step.cache
         with jax.named_scope("norm"):
             return self.norm(x), step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D] if n devices share the rows; all of them on one device.
-        They are -inf for padding of the vocabulary if the devices split it.
+        """Return logits f32[R, V / n] of hidden states [R, D], where n is the number of devices that share the rows. If
+        the vocabulary is padded so that devices can split it, logits of the padding are -inf.
         """
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
-        """Return the cache groups of the whole model, each with those of its layers that are in this stage; a group may
-        have none.
+        """Return the cache groups of the whole model. Each lists only those of its layers that are in this stage, which
+        may be none.
 
         Groups with pages come first, then those with states. Shapes are those of one device. page_size: in tokens.
-        kv_dtype: dtype of the pages. hybrid: an argument of jaxengine.models.cache.group_layers. Raises
-        ModelConfigError for a page_size that does not suit a layer's compressed keys.
+        kv_dtype: dtype of the pages. hybrid: see jaxengine.models.cache.group_layers. Raises ModelConfigError for a
+        page_size that does not suit a layer's compressed keys.
         """
         specs = {
             layer: KVSpec(
@@ -206,13 +206,13 @@ class Decoder(nnx.Module):
         nothing = KVSpec(1, page_size, 1, 1, 1, "float32") if specs.keys().isdisjoint(self.stage.layers) else None
         paged = []
         for window, layers in groups:
-            own = tuple(numbers[each] for each in layers if numbers[each] in self.stage.layers)
-            paged.append(Paged(own, window, tuple(specs[layer] for layer in own), nothing))
+            here = tuple(numbers[each] for each in layers if numbers[each] in self.stage.layers)
+            paged.append(Paged(here, window, tuple(specs[layer] for layer in here), nothing))
         kinds = dict.fromkeys(each.state for each in self.config.attention if each.state is not None)
         return (*paged, *(self._state_group(state) for state in kinds))
 
     def _state_group(self, state: LayerState) -> State:
-        """Return the cache group of this stage's layers whose state equals `state`, with the shapes of one device."""
+        """Return the cache group of this stage's layers that keep `state`, with the shapes of one device."""
         arrays = tuple(
             array._replace(shape=array.of_device(self.mesh.num_shards), dtype=array.dtype or self.build.dtype)
             for array in state.arrays
@@ -226,6 +226,6 @@ class Decoder(nnx.Module):
 
 
 def _page_of(kv: KVPages | Cache) -> tuple[int, str]:
-    """Return the number of tokens of a page of `kv`, and the cache dtype of its content."""
+    """Return the page size of `kv` in tokens, and its cache dtype."""
     pool = kv.kv if isinstance(kv, Cache) else kv
     return pool.page_size, pool.spec.kv_dtype

@@ -1,7 +1,7 @@
-"""One step through a decoder's layers: inputs that the layers share, and the cache that each reads and writes.
+"""DecoderStep: what a decoder's layers get in a step besides the hidden states.
 
-decoder.py contains the forward pass; this file what is passed besides the hidden states. Each layer gets the pages of
-its cache group or the rows of its state, and the inputs of its kind of attention; sections of the batch act in between.
+Each layer gets the pages of its cache group or the rows of its state, and the inputs that all layers with the same kind
+of attention share. Sections of the batch act between the layers. The forward pass itself is in decoder.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
 from jaxengine.models.layers.attention.compressed import BLOCKS
-from jaxengine.models.layers.attention.mla_made import MADE_ROWS
+from jaxengine.models.layers.attention.mla_expanded import EXPANDED_ROWS
 from jaxengine.models.layers.base.rope import ROPE
 from jaxengine.models.layers.base.rows import step_rows
 from jaxengine.models.layers.base.section import Note, SelectedKeys, key_limits_of, notes_of, sections_of
@@ -47,14 +47,21 @@ from jaxengine.pallas_kernels.registry import UNPAGED
 from jaxengine.sharding.stages import Stage
 
 # The makers of all fields of StepInputs except `rows`.
-STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS, "blocks": BLOCKS}
+STEP_INPUTS = {
+    "rope": ROPE,
+    "schedule": SCHEDULE,
+    "temperature": TEMPERATURE,
+    "expanded": EXPANDED_ROWS,
+    "blocks": BLOCKS,
+}
 
 
 class DecoderLayer(Protocol):
     """One layer of a family, an nnx.Module.
 
-    A layer that keeps states gets its arrays [R, ...] in place of the pool, and StateRows in place of pages. A layer
-    that also attends gets a pair of each, and a layer with only a feed-forward part gets () for both.
+    A layer that keeps states gets its arrays [R, ...] in place of the pool, and StateRows in place of pages. If it
+    attends as well, it gets a pair of pool and arrays, and a pair of pages and StateRows. A layer that only has a
+    feed-forward part gets () for both.
     """
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
@@ -63,8 +70,8 @@ class DecoderLayer(Protocol):
 
 
 class DecoderStep:
-    """The layers of one stage in one step, to be run in order within one trace. It holds the cache, which each layer
-    updates.
+    """Runner of the layers of one stage in one step, in order and within one trace. It holds the cache, which each
+    layer updates.
     """
 
     def __init__(
@@ -72,16 +79,16 @@ class DecoderStep:
     ):
         """Compute the inputs that the layers share.
 
-        build: with a stage. groups: the cache groups of the stage. kv: the pool, or a Cache if layers keep states.
-        Raises ValueError if the batch has another number of page tables than there are groups with pages, or if the
-        layers of the largest group do not divide the pool's pages.
+        build: the model's, with a stage. groups: the cache groups of the stage. kv: the pool, or a Cache if layers keep
+        states. Raises ValueError if the numbers of page tables and of groups with pages differ, or if the pool's number
+        of pages is not a multiple of the largest group's number of layers.
         """
         assert build.stage is not None
         self._stage: Stage = build.stage
         self._is_cache, self._batch = isinstance(kv, Cache), batch
         self._pool, states = kv if isinstance(kv, Cache) else (kv, ())
         self._states = list(states)
-        # [T, L, P], further input of each layer of the model besides the hidden state; None without such inputs.
+        # [T, L, P], second input of each layer of the model, after the hidden state; None without such inputs.
         self.layer_inputs: jax.Array | None = None
         self._selected: jax.Array | None = None
         self._places = layer_places(groups)
@@ -104,18 +111,16 @@ class DecoderStep:
             self._run_layer = section.around_layer(self._run_layer)
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """Return the first layer's input [T, D]: embeddings x [T, D] after `embed` of all sections of the batch, in
-        order.
-        """
+        """Return the first layer's input [T, D]: embeddings x [T, D] after the `embed` of all sections of the batch."""
         for section in self._sections:
             x = section.embed(x)
         return x
 
     def run(self, index: int, layer: nnx.Module, x: jax.Array) -> jax.Array:
-        """Run the stage's layer number `index` on hidden states x [T, D] and return the hidden states after it.
+        """Run the stage's layer number `index` on hidden states x [T, D], and return the hidden states after it.
 
-        It must be called once for each layer, in order from 0. Updates `cache` with the pages and states that the layer
-        writes. Sections act on the layer and on the hidden states before and after it. Raises ValueError for a
+        It must be called once for each layer, in order from 0. The pages and states that the layer writes are stored in
+        `cache`. Sections act on the layer and on the hidden states before and after it. Raises ValueError for a
         kv_source that is in another stage.
         """
         if index == 0:
@@ -131,15 +136,15 @@ class DecoderStep:
         if attention.index is not None and attention.index.source is not None:
             inputs = inputs._replace(selected=self._selected)
         with jax.named_scope(f"layer_{index}"):
-            given = [self._kv_of(number, attention)] if attention.attends else []
-            given += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
-            parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True)) or ((), ())
-            x, own, notes = self._run_layer(graph, state, x, *parts, inputs)
-            left = [own] if len(given) == 1 else list(own)
+            caches = [self._kv_of(number, attention)] if attention.attends else []
+            caches += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
+            parts = caches[0] if len(caches) == 1 else tuple(zip(*caches, strict=True)) or ((), ())
+            x, written, notes = self._run_layer(graph, state, x, *parts, inputs)
+            updates = [written] if len(caches) == 1 else list(written)
             if attention.attends:
-                self._keep(number, attention, left.pop(0))
+                self._keep(number, attention, updates.pop(0))
             if kept is not None:
-                self._states[kept] = left.pop(0)
+                self._states[kept] = updates.pop(0)
         for _, selected in notes_of(notes, SelectedKeys):
             self._selected = selected[...]
         for section in self._sections:
@@ -148,8 +153,8 @@ class DecoderStep:
         return x
 
     def _kv_of(self, number: int, attention: LayerAttention) -> tuple[KVPages, LayerPages]:
-        """Return the layer's view of the pool and the location of its keys and values, which are another layer's if it
-        has a kv_source. Raises ValueError if that layer is in another stage.
+        """Return the layer's view of the pool and the location of its keys and values, which are those of its kv_source
+        if it has one. Raises ValueError if that layer is in another stage.
         """
         source = number if attention.kv_source is None else attention.kv_source
         if source not in self._places:
@@ -160,7 +165,7 @@ class DecoderStep:
         return kv, self._pages[source]
 
     def _keep(self, number: int, attention: LayerAttention, kv: KVPages) -> None:
-        """Store the pool that layer `number` returned, as the pool of the next layer.
+        """Store the pool that layer `number` has returned, for the next layer.
 
         Nothing is stored for a layer with a kv_source, which reads another layer's keys and writes none. Without pages
         (UNPAGED), the keys and values of a layer that other layers read are also stored by its number.
@@ -171,17 +176,17 @@ class DecoderStep:
             self._unpaged[number] = kv.data
         self._pool = replace(self._pool, data=kv.data)
 
-    def handed_over(self, x: jax.Array) -> jax.Array:
-        """Return the message to the next stage, [T, D + L * P]: hidden states x [T, D], followed by the further inputs
-        of all layers; x itself if there are none.
+    def to_next_stage(self, x: jax.Array) -> jax.Array:
+        """Return what the next stage gets, [T, D + L * P]: hidden states x [T, D], followed by the second inputs of all
+        layers. Without such inputs it is x itself.
         """
         if self.layer_inputs is None:
             return x
         return jnp.concatenate([x, self.layer_inputs.reshape(x.shape[0], -1)], axis=-1)
 
-    def taken_over(self, hidden: jax.Array) -> jax.Array:
-        """Return the hidden states [T, D] from `hidden`, the result of the previous stage's `handed_over`, and set
-        `layer_inputs` to the layers' further inputs, if the model has any.
+    def from_previous_stage(self, hidden: jax.Array) -> jax.Array:
+        """Return the hidden states [T, D] in `hidden`, the result of the previous stage's `to_next_stage`, and set
+        `layer_inputs` to the layers' second inputs if the model has any.
         """
         if not self._input_size:
             return hidden
@@ -191,12 +196,12 @@ class DecoderStep:
 
     @property
     def cache(self) -> Any:
-        """The pool, or the Cache if one was given, with the writes of all layers run so far."""
+        """The pool, or the Cache if one was given, with all that the layers have written so far."""
         return Cache(self._pool, tuple(self._states)) if self._is_cache else self._pool
 
     def _observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Call `observe` of all sections with the hidden states x [T, D] after `count` of the stage's layers, and the
-        last layer's Notes, None before the first layer.
+        """Call `observe` of all sections with the hidden states x [T, D] after the stage's first `count` layers.
+        notes: the last layer's Notes; None before the first layer.
         """
         for section in self._sections:
             section.observe(count, x, notes)
@@ -218,7 +223,7 @@ def _layer_pages(
     """Return the location of the pages of each layer with pages, by the layer's number in the model.
 
     Raises ValueError if the pool's number of pages is not a multiple of the largest group's number of layers, or if the
-    batch has another number of page tables than there are groups with pages.
+    numbers of page tables and of groups with pages differ.
     """
     pages, num_pages = {}, num_pages_of(kv, groups)
     for group, ragged in zip(paged_groups(groups), batch.ragged, strict=True):
@@ -235,10 +240,8 @@ def _layer_pages(
 
 
 def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
-    """Return the batch with page ids multiplied by `step`, and slots moved to the same offset in those pages; padding
-    slots stay -1.
-
-    page_size: tokens of a page.
+    """Return the batch with page ids multiplied by `step`, and with its slots at the same offsets in those pages.
+    Padding slots stay -1. page_size: tokens of a page.
     """
     slots = ragged.slot_mapping
     moved = (slots // page_size * step) * page_size + slots % page_size
@@ -249,9 +252,10 @@ def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     """Return a new function that runs a layer: (graph, state, x, kv, pages, step) -> (x, kv, Notes).
 
     graph, state: results of `nnx.split` of the layer. The other arguments are those of a DecoderLayer. Notes: an
-    nnx.State with only the Notes of the layer's modules. Layers of one kind have equal graphs and share one trace. Each
-    step needs a new function, so that steps share no trace: a user-defined layer may read values that have changed
-    since another step was traced.
+    nnx.State that contains only the Notes of the layer's modules.
+
+    Layers of one kind have equal graphs and share one trace. Each step needs a new function, so that steps do not share
+    traces: a user-defined layer may read values that have changed since another step was traced.
     """
 
     @partial(jax.jit, static_argnums=0)
@@ -260,8 +264,8 @@ def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     ) -> tuple[jax.Array, KVPages, nnx.State]:
         """Return the layer's hidden states, its cache, and the Notes of its modules."""
         layer = nnx.merge(graph, state)
-        x, own = layer(x, as_viewed(kv), pages, step)
-        return x, as_stored(own, kv), nnx.pop(layer, Note)
+        x, written = layer(x, as_viewed(kv), pages, step)
+        return x, as_stored(written, kv), nnx.pop(layer, Note)
 
     return run_layer
 

@@ -1,6 +1,6 @@
-"""Parameter declarations: shape, dtype, logical axes and checkpoint names of a weight, stated once where it is used.
+"""Parameter declarations: shape, dtype, logical axes and checkpoint names of a weight, declared where it is used.
 
-Sharding, loading, random initialisation and the memory plan all read this and nothing else.
+Sharding, loading, random initialisation and the memory plan are all derived from these declarations.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _TOWER_LAYERS = (("tower", "layers"), ("sound_tower", "layers"))
 
 
 class Source(NamedTuple):
-    """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and their contribution to a weight.
+    """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and its contribution to a weight.
 
     Attributes:
-      name: in Hugging Face's spelling, of a module if a scheme determines its tensors, otherwise of a tensor.
+      name: Hugging Face's name of a module if a scheme determines the module's tensors, otherwise of a tensor.
         "{layer}" is replaced by the number of the weight's layer in the model or its tower, "{pair}" and "{half}" by
         that number divided by two and its remainder, "{expert}" by the index of the expert.
-      rows: number of rows used of the tensor.
-      repeat: number of times that every `group` rows (a head's) are contributed in succession.
-      padding: rows of zeros contributed after the tensor's.
-      first: the first row used.
-      tensor_rows: rows of the tensor if it has more than those used; its other rows belong to other sources.
-      stride: rows of the tensor from the beginning of one run to that of the next, if other rows lie between runs.
-      run: rows that lie together, a multiple of `group`; None for `group`.
+      rows: number of rows of the tensor that are used.
+      repeat: how many times every `group` rows (those of a head) are contributed in succession.
+      padding: number of rows of zeros that are contributed after the tensor's rows.
+      first: the first row that is used.
+      tensor_rows: number of rows of the tensor if other sources use some of them.
+      stride: if there are other rows between runs of rows, the distance between the first rows of successive runs.
+      run: number of rows of a run, a multiple of `group`; None for `group`.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Source(NamedTuple):
 
     @property
     def num_contributed(self) -> int:
-        """Number of rows of the weight that come from this tensor, padding included."""
+        """Number of rows of the weight that come from this tensor, including padding."""
         return self.rows * self.repeat + self.padding
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """(first, end) of each run of rows of the tensor that are used, end excluded, in order."""
+        """Range (first, end), without end, of each run of rows that are used, in order."""
         if self.stride is None:
             return [(self.first, self.first + self.rows)]
         run = self.run or self.group
@@ -64,7 +64,7 @@ class Source(NamedTuple):
 
 
 def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
-    """Return Sources of consecutive parts of one tensor, with these numbers of rows: for example q, k and v of a
+    """Return Sources of consecutive parts of one tensor, with these numbers of rows; for example q, k and v in a
     checkpoint that joins them.
     """
     firsts = [sum(rows[:index]) for index in range(len(rows))]
@@ -75,27 +75,27 @@ def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
 
 @dataclass(frozen=True)
 class ParamDecl:
-    """Description of a weight in addition to shape and dtype. Equal for equal layers, so that one trace serves all of
-    them.
+    """Description of a weight, in addition to its shape and dtype. It is equal for equal layers, so that they share one
+    trace.
 
-    The sources' contributions are joined along their first axis, in this order, and then transposed if `transposed`: a
-    checkpoint has a linear weight as [out, in], the model as [in, out]. With `num_experts` the weight has a further,
-    first axis, and each of its entries comes from that expert's tensors.
+    The sources' contributions are joined along their first axis, in order, and then transposed if `transposed`, since a
+    linear weight is [out, in] in checkpoints and [in, out] in the model. With `num_experts` the weight has an
+    additional first axis, and each of its entries comes from one expert's tensors.
 
     If the joined axis is split over n devices, each has one n-th of every source's contribution, one after the other (q
-    | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
+    | k | v of its own heads). So the order in the whole weight depends on the mesh, but the order in a part does not.
 
     Attributes:
       axes: logical axes of the weight (jaxengine.sharding.rules).
-      sources: the checkpoint tensors that it is made of.
+      sources: the checkpoint tensors that form it.
       transposed: whether the joined contributions are transposed.
-      init_std: standard deviation of dummy weights; None if all are `init_value`.
+      init_std: standard deviation of dummy weights; None if all elements are `init_value`.
       num_experts: number of experts of a stack; None for a weight without experts.
-      row_major: whether rows, or the matrices of a stack, are contiguous in memory because they are read one by one.
-        A TPU would otherwise choose another order if that saves padding, and then transpose the entire weight in every
+      row_major: whether rows, or the matrices of a stack, must be contiguous in memory because they are read one by
+        one. Otherwise a TPU may choose another order that saves padding, and then transpose the entire weight in every
         step.
-      transposed_on_gpu: whether columns of the matrix are contiguous on GPUs whose kernels read it so; elsewhere the
-        order follows `row_major`.
+      transposed_on_gpu: whether columns of the matrix are contiguous on GPUs whose kernels read them so. On other
+        devices the order follows `row_major`.
     """
 
     axes: tuple[str | None, ...]
@@ -119,9 +119,9 @@ class DeclaredParam:
 
     Attributes:
       path: keys that lead to it in the module tree.
-      variable: the flax variable itself.
+      variable: its flax variable.
       decl: its declaration, with the layer's number in names.
-      layer: number of its layer in the full model, None outside the layers.
+      layer: number of its layer in the whole model; None outside of the layers.
     """
 
     path: tuple[Any, ...]
@@ -148,30 +148,29 @@ class DeclaredParam:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
-        """Return the largest number of equal parts into which an axis can be split; smaller numbers must divide it.
+        """Return the largest number of equal parts into which an axis can be split. Other numbers must divide it.
 
-        On the axis along which sources are joined each part has the same share of every source, in whole groups.
+        On the axis along which sources are joined, each part has an equal share of every source, in whole groups.
         """
         if axis != self.decl.joined_axis:
             return self.shape[axis]
         return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
 
     def splits_over(self, mesh: MeshLayout) -> bool:
-        """Whether every device of the mesh can get an equal part."""
+        """Whether the weight can be split evenly over the devices of the mesh."""
         parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 
     def source_shape(self, source: Source) -> tuple[int, ...]:
-        """Return the shape, in the checkpoint, of the whole tensor of `source`, one of the weight's sources."""
-        own = self.shape if self.decl.num_experts is None else self.shape[1:]
-        joined = own[::-1] if self.decl.transposed else own
+        """Return the shape of the whole checkpoint tensor of `source`, one of the weight's sources."""
+        shape = self.shape if self.decl.num_experts is None else self.shape[1:]
+        joined = shape[::-1] if self.decl.transposed else shape
         return (source.tensor_rows or source.rows, *joined[1:])
 
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
-    """Return a new parameter of a module, filled with zeros; the real values come from jaxengine.models.weights.
-
-    Raises ValueError for sources or axes that do not fit the shape.
+    """Return a new parameter of a module, filled with zeros until jaxengine.models.weights loads its values. Raises
+    ValueError for sources or axes that do not fit the shape.
     """
     rows = sum(source.num_contributed for source in decl.sources)
     if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or decl.num_experts not in (None, shape[0]):
@@ -180,8 +179,8 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
 
 
 def numbered(name: str, layer: int | None) -> str:
-    """Return the name of a Source with the number of its layer in place of "{layer}", half that number, rounded down,
-    in place of "{pair}", and its remainder in place of "{half}". `name` is returned unchanged if `layer` is None.
+    """Return the name of a Source with "{layer}" replaced by the layer's number, "{pair}" by half of it, rounded down,
+    and "{half}" by the remainder of that division. If `layer` is None, return `name` unchanged.
     """
     if layer is None:
         return name
@@ -189,10 +188,8 @@ def numbered(name: str, layer: int | None) -> str:
 
 
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
-    """Yield the weights of a model (abstract or real) or of a part of one, in module order.
-
-    A model and its towers must have their layers, in order, in an attribute `layers`
-    (jaxengine.models.causal_lm.CausalLM).
+    """Yield the weights of a model or of a part of one, abstract or real, in module order. A model and its towers must
+    have their layers, in order, in an attribute `layers` (jaxengine.models.causal_lm.CausalLM).
     """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]

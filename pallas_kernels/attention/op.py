@@ -1,7 +1,7 @@
 """Attention of a ragged batch of new tokens over paged keys and values: the public operation.
 
-Owns validation and the choice of implementation; the arithmetic is in the folder of each implementation, its oracle in
-reference.py. Models, layers and requests are unknown here: a layer passes its own page table.
+This module validates arguments and chooses the implementation. The arithmetic is in the folder of each implementation,
+and its oracle in reference.py. Models, layers and requests do not occur here: a layer passes its own page table.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ def attention_schedule(
     tuning: Tuning | None = None,
     kv_limits: jax.Array | None = None,
 ) -> Any:
-    """Return the work list of a step's attention, a pytree to pass to `ragged_paged_attention`.
+    """Return the work list of a step's attention, a pytree for `ragged_paged_attention`.
 
-    Build it once per step; all layers with equal `window`, `chunk` and `causal` share it. It depends on lengths only,
-    never on page ids. num_tokens: T. platform: one of registry.PLATFORMS, None for the default device's.
-    tuning: tile sizes, which attention then uses too; None takes the chip's sizes from the table.
-    kv_limits: i32 [T], for each token that sees some later keys the exclusive end of the keys that it sees; 0 for
+    It should be built once per step: all layers with equal `window`, `chunk` and `causal` share it. It only depends on
+    lengths, not on page ids.
+
+    num_tokens: T. platform: one of registry.PLATFORMS; None for that of the default device.
+    tuning: tile sizes, which attention uses as well; None takes the chip's sizes from the table.
+    kv_limits: i32 [T], for tokens that attend to later keys, the exclusive end of the keys to which they attend; 0 for
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
-        position. Needs causal=True, chunk=None and no slopes. None for no such tokens.
+        position. Needs causal=True, chunk=None and no slopes. None if there are no such tokens.
     Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not support.
     """
     check_batch(batch, num_tokens)
@@ -69,31 +71,29 @@ def ragged_paged_attention(
     platform: str | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute the attention of queries q [T, N, H] over the pages of each token's sequence; return o [T, N, Hv] in q's
-    dtype, or (o, lse) with `return_lse`.
+    """Return the attention output o [T, N, Hv], in q's dtype, of queries q [T, N, H] over the pages of each token's
+    sequence, or (o, lse) with `return_lse`.
 
-    If spec.values_in_keys, q is [T, N, Hv], the query of a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
-    of the others: they are computed separately, and joining them would copy both.
+    If spec.values_in_keys, q is [T, N, Hv], the query for a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
+    for the others. They are separate because they are computed separately, and joining them would copy both.
 
-    The step's keys and values must already be in the pool. Token i of a sequence has position
-    kv_len - q_len + i and sees the keys up to its position (all keys if not `spec.causal`): of them those less than
-    `spec.window` positions away, or those from the last multiple of `spec.chunk` on.
-    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. For a token of a sequence that sees
-    nothing, implementations but the TPU's return its sink, if there are sinks, as lse. Slots that no token of the batch
-    sees may hold NaN.
+    The step's keys and values must already be in the pool. Token i of a sequence has position kv_len - q_len + i. It
+    attends to the keys up to its position (to all keys if not `spec.causal`), and of these only to those less than
+    `spec.window` positions away, or to those from the last multiple of `spec.chunk` on. For tokens without a sequence
+    or without keys, o is exactly 0 and lse is -inf; for a token of a sequence that has no keys, lse is the sink if
+    there are sinks, except on TPUs. Slots to which no token attends may hold NaN.
 
-    schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`. `tuning` may be
-    given
-        only if schedule is None; None takes the chip's sizes from the table.
-    sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
-    slopes: f32 [N] if `spec.has_slopes`, else None: after scale and cap, a logit loses its head's slope times the
-        distance of the key's position (ALiBi). Needs causal=True and no tree_mask; TPU and GPU kernels leave such calls
-        to plain XLA.
-    tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
-        new token b of its own sequence. Bits narrow the causal range: a parent comes before its children. Needs
+    schedule: result of `attention_schedule` for the same batch; None to build it here with `tuning`.
+    sinks: f32 [N], an additional logit of each head in the softmax denominator, with value 0.
+    slopes: f32 [N] if `spec.has_slopes`, otherwise None. After scale and cap, the head's slope times the distance of
+        the key's position is subtracted from a logit (ALiBi). Needs causal=True and no tree_mask. TPU and GPU kernels
+        leave such calls to plain XLA.
+    tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens. Bit b of a token's row says that it attends
+        to new token b of its own sequence. Bits narrow the causal range, so parents must precede their children. Needs
         causal=True, window=None and chunk=None.
     return_lse: whether to return (o, log-sum-exp f32 [T, N]).
     platform: None, or the pool's platform as a check.
+    tuning: tile sizes; only allowed if schedule is None. None takes the chip's sizes from the table.
     Raises ValueError for shapes, dtypes or options that do not fit, and for another platform.
     """
     platform = platform or kv.platform
@@ -126,9 +126,8 @@ def ragged_paged_attention(
 
 
 def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: AttentionSpec) -> None:
-    """Raise ValueError unless q and q_rest have the shapes of `spec` with T >= 1 and share one dtype of float32,
-    bfloat16 or float16, and the pool `kv` has the head dims of `spec`. q_rest must be None unless spec.query_dims has a
-    rest.
+    """Raise ValueError unless q and q_rest have the shapes of `spec` with T >= 1 and the same dtype, float32, bfloat16
+    or float16, and the pool `kv` has the head dims of `spec`. q_rest must be None unless spec.query_dims has a rest.
     """
     width, rest_width = spec.query_dims
     if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, width):
@@ -147,9 +146,7 @@ def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: Atte
 
 
 def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:
-    """Raise ValueError unless tree_mask is u32 [num_tokens, words], and `spec` is causal and has neither window nor
-    chunk.
-    """
+    """Raise ValueError unless tree_mask is u32 [num_tokens, words], and `spec` is causal without window and chunk."""
     if tree_mask.ndim != 2 or tree_mask.shape[0] != num_tokens or tree_mask.dtype != jnp.uint32:
         raise ValueError(f"tree_mask must be uint32[{num_tokens}, words], got {tree_mask.dtype}{list(tree_mask.shape)}")
     if not spec.causal or spec.window is not None or spec.chunk is not None:
@@ -159,10 +156,10 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
 
 def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
     """Return the bytes of keys and values that attention of `num_seqs` single tokens gathers at a time from pages of
-    page_size tokens, at two bytes an element.
+    page_size tokens, with two bytes per element.
 
-    Counted only where a CUDA card uses plain XLA: cards without an attention kernel, and values in keys (latents) on
-    "gpu_blackwell". Returns 0 elsewhere: kernels gather nothing, and the blocks of CPUs are small.
+    They are only counted if a CUDA card uses plain XLA: cards without an attention kernel, and values in keys (latents)
+    on "gpu_blackwell". Otherwise 0 is returned, since kernels gather nothing and the blocks of CPUs are small.
     """
     has_kernel = is_kernel("ragged_paged_attention", platform)
     if backend_of(platform) != "cuda" or (has_kernel and not (platform == "gpu_blackwell" and spec.values_in_keys)):

@@ -1,29 +1,28 @@
 """Pool of key/value pages: one logical type, and the physical layouts that kernels read.
 
-Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, the KV updates and
-the attention implementations depend on the physical layout; all other code uses page ids and the canonical form [n,
-page_size, 2, K, H] ([n, page_size, 1, K, H] where values lie in keys). This file has no layers, requests or owners of
-pages.
+This module handles the storage of `KVPages`: allocation, size, partitioning, export and import. Only this file, the KV
+updates and the attention implementations depend on the physical layout. All other code uses page ids and the canonical
+form [n, page_size, 2, K, H], or [n, page_size, 1, K, H] if values are stored within keys. Layers, requests and owners
+of pages do not occur here.
 
-A platform (jaxengine.pallas_kernels.registry) has one layout, which its kernels read; several may share one.
+A platform (jaxengine.pallas_kernels.registry) has one layout, which its kernels read. Several platforms may share one.
 
-- HEAD_TILES: [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by one of values
-  [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth, many short ones at half of it; on a GPU a tile
-  is one TMA box.
-- HEAD_TILES_AS_BITS: the same, with element types narrower than 32 bits stored as unsigned integers of equal width,
-  because XLA:CPU widens the operand of a bf16 or fp8 scatter or gather to float32: the entire pool, in every call.
-- TOKEN_ROWS: [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values.
-  One DMA moves a page for all heads; rows are multiples of a lane tile, because XLA copies other TPU pools before every
+- HEAD_TILES: [P, K, page_size * (H + Hv)]. Each page and head has a tile of keys [page_size, H] followed by a tile of
+  values [page_size, Hv], flattened. XLA:CPU copies one long row at memory bandwidth, but many short ones at half of it;
+  on a GPU a tile is one TMA box.
+- HEAD_TILES_AS_BITS: the same, but element types narrower than 32 bits are stored as unsigned integers of equal width,
+  because XLA:CPU widens the operand of a bf16 or fp8 scatter or gather to float32: the entire pool in every call.
+- TOKEN_ROWS: [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: for each head its key, then its value.
+  One DMA moves a page for all heads. Rows are multiples of a lane tile, because XLA copies other TPU pools before every
   kernel.
-- SEQUENCES: [T, K, H + Hv], whole sequences without pages, see kv/update_unpaged.py. Not one of LAYOUTS.
+- SEQUENCES: [T, K, H + Hv], whole sequences without pages, see kv/update_unpaged.py. It is not one of LAYOUTS.
 
 With `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
-(arXiv:2405.04434), and nothing else is stored: a head's tile or part of a row is that of its keys alone.
+(arXiv:2405.04434), and only keys are stored.
 
-With `KVSpec.token_scales`, the codes of a token's key and of its value are each followed by the four bytes of their
-float32 scale: a row of a tile is H + 4 bytes wide. Codes and scales are then written and gathered together, and moved,
-counted and split like codes alone. Platforms whose kernels read tiles of codes do not support this
-(`check_token_scales`).
+With `KVSpec.token_scales`, the quantised key and value of a token are each followed by the four bytes of their float32
+scale, so a row of a tile is H + 4 bytes wide. Elements and scales are written, gathered, moved, counted and split
+together. Platforms whose kernels read tiles without scales do not support this (`check_token_scales`).
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ class KVSpec:
       num_pages: rows of the flat pool: num_layers * pages per layer.
       page_size: tokens of a page.
       num_kv_heads, head_dim, v_head_dim: KV heads K, and elements of a key H and of a value Hv.
-      dtype: name of the dtype of elements, or one of PER_TOKEN, which becomes its codes' dtype and token_scales.
-      values_in_keys: a key begins with its value, which is not stored a second time.
-      token_scales: codes have a scale per token and kv head, stored after them.
+      dtype: name of the dtype of elements, or one of PER_TOKEN, which sets both dtype and token_scales.
+      values_in_keys: whether a key begins with its value, which is then not stored separately.
+      token_scales: whether quantised elements have a scale per token and KV head, which is stored after them.
     """
 
     num_pages: int
@@ -81,10 +80,10 @@ class KVSpec:
     token_scales: bool = False
 
     def __post_init__(self) -> None:
-        """Replace the dtype by its numpy name; a name of PER_TOKEN becomes that of its codes, and token_scales becomes
-        True.
+        """Replace the dtype by its numpy name. For a name in PER_TOKEN it becomes that of the elements, and
+        token_scales becomes True.
 
-        Raises ValueError, with the field's name, for sizes below 1, or sizes that contradict each other or the dtype.
+        Raises ValueError, which names the field, for sizes below 1 or that contradict each other or the dtype.
         """
         if self.dtype in PER_TOKEN:
             object.__setattr__(self, "dtype", PER_TOKEN[self.dtype])
@@ -107,45 +106,48 @@ class KVSpec:
 
     @property
     def kv_dtype(self) -> str:
-        """Name of the cache dtype: one of PER_TOKEN for codes with token scales, else `dtype`."""
+        """Name of the cache dtype: one of PER_TOKEN if there are token scales, otherwise `dtype`."""
         names = {codes: name for name, codes in PER_TOKEN.items()}
         return names[self.dtype] if self.token_scales else self.dtype
 
     @property
     def key_width(self) -> int:
-        """Number of elements of one token's key in one KV head, its token scale included."""
+        """Number of elements of one token's key in one KV head, including its token scale."""
         return self.head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def value_width(self) -> int:
-        """Number of elements of one token's value in one KV head, its token scale included, if the pool stores
-        values.
-        """
+        """Number of elements of one token's value in one KV head, including its token scale, if values are stored."""
         return self.v_head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def token_width(self) -> int:
-        """Number of elements of one token in one KV head: key_width, plus value_width unless values lie in keys."""
+        """Number of elements of one token in one KV head: key_width, plus value_width unless values_in_keys."""
         return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPages:
-    """Pool of pages. Every writer takes `data` as donated and returns the new pool.
+    """Pool of pages. Every writer donates `data` and returns the new pool.
 
-    A stored code c of kv head k means c * k_scale[k] (key) or c * value_scale[k] (value); with `spec.token_scales`
-    it means c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
-    fewer heads than `spec` says: implementations take the head count from `data`.
+    A quantised element c of KV head k stands for c * k_scale[k] in keys and c * value_scale[k] in values. With
+    `spec.token_scales` it stands for c times the scale that is stored after it, and there are no scales of heads.
+    Inside shard_map `data` has fewer heads than `spec`, so implementations take the number of heads from `data`.
 
-    platform: the one whose kernels read and write the pool, of registry.PLATFORMS, or UNPAGED.
-    lanes: [first, end) of the lanes of a row that hold a page of layout TOKEN_ROWS, multiples of LANES, if several
-    layers lie side by side in it; None if a page takes the whole row.
+    Attributes:
+      data: array of the shape `pool_shape` and the dtype `storage_dtype`.
+      k_scale, v_scale: f32 [K]; None without scales of heads. v_scale is also None if values are stored within keys.
+        They are traced, so that other values do not recompile.
+      spec: logical shape of the pool.
+      platform: platform whose kernels read and write the pool, one of registry.PLATFORMS or UNPAGED.
+      lanes: if several layers share a row of layout TOKEN_ROWS, the range [first, end) of the lanes that hold a page,
+        multiples of LANES; None if a page takes the whole row.
     """
 
-    data: jax.Array  # `pool_shape` of `storage_dtype`
-    k_scale: jax.Array | None  # f32 [K], traced: another value never recompiles
-    v_scale: jax.Array | None  # f32 [K]; None also where values lie in keys
+    data: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
     spec: KVSpec = field(metadata={"static": True})
     platform: str = field(default="cpu", metadata={"static": True})
     lanes: tuple[int, int] | None = field(default=None, metadata={"static": True})
@@ -162,7 +164,7 @@ class KVPages:
 
     @property
     def dtype(self) -> np.dtype:
-        """Logical element type; `data.dtype` is the type it is stored as."""
+        """Logical element type; `data.dtype` is the type in which it is stored."""
         return jnp.dtype(self.spec.dtype)
 
     @property
@@ -172,14 +174,12 @@ class KVPages:
 
     @property
     def lanes_of_page(self) -> tuple[int, int]:
-        """Range [first, end) of the lanes of a row of layout TOKEN_ROWS that hold a page: `lanes`, or the whole row if
-        None.
-        """
+        """Range [first, end) of the lanes of a row of layout TOKEN_ROWS that hold a page: `lanes` or the whole row."""
         return self.lanes or (0, self.data.shape[2])
 
     @property
     def value_scale(self) -> jax.Array | None:
-        """Factor f32 [K] of the codes of values: `v_scale`, or `k_scale` if values lie in keys. None for none."""
+        """Scales f32 [K] of values: `v_scale`, or `k_scale` if values are stored within keys; None without scales."""
         return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
@@ -200,9 +200,8 @@ def _check_layout(layout: str) -> None:
 
 
 def storage_dtype(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> np.dtype:
-    """Return the element type of `KVPages.data` in a layout: the dtype of `spec`, or, for HEAD_TILES_AS_BITS, the
-    unsigned integer of equal width if that is 8 or 16 bits. Raises ValueError for a dtype not in DTYPES or a layout not
-    in LAYOUTS.
+    """Return the element type of `KVPages.data` in a layout: the dtype of `spec`; for HEAD_TILES_AS_BITS and 8 or 16
+    bits, the unsigned integer of equal width. Raises ValueError for a dtype not in DTYPES or a layout not in LAYOUTS.
     """
     _check_layout(layout)
     if spec.dtype not in DTYPES:
@@ -212,8 +211,8 @@ def storage_dtype(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> np.dtype:
 
 
 def pool_shape(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> tuple[int, ...]:
-    """Return the shape of `KVPages.data` for a pool of `spec`, in one of LAYOUTS or SEQUENCES (see the module). Raises
-    ValueError for another layout.
+    """Return the shape of `KVPages.data` for a pool of `spec`, in one of LAYOUTS or SEQUENCES (see the module's text).
+    Raises ValueError for another layout.
     """
     if layout == SEQUENCES:
         return (spec.num_pages * spec.page_size, spec.num_kv_heads, spec.token_width)
@@ -224,36 +223,34 @@ def pool_shape(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> tuple[int, ...
 
 
 def holds_heads(kv: KVPages, num_heads: int) -> bool:
-    """Whether `data` holds `num_heads` kv heads, of the spec's sizes; inside shard_map it holds fewer than `spec`
-    says.
-    """
+    """Whether `data` has `num_heads` KV heads of the spec's sizes. Inside shard_map it has fewer than `spec`."""
     return kv.data.shape[1:] == pool_shape(replace(kv.spec, num_kv_heads=num_heads), kv.layout)[1:]
 
 
 def page_bytes(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> int:
-    """Return the bytes of one page of a pool of `spec` in memory, keys and values of all heads, padding included.
-    Raises ValueError for a dtype not in DTYPES or a layout not in LAYOUTS.
+    """Return the bytes of one page of a pool of `spec`: keys and values of all heads, and padding. Raises ValueError
+    for a dtype not in DTYPES or a layout not in LAYOUTS.
     """
     return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec, layout).itemsize
 
 
 def is_quantized(spec: KVSpec) -> bool:
-    """Whether the dtype of `spec` has one byte, so that codes are multiplied by a scale."""
+    """Whether the dtype of `spec` has one byte, so that elements are multiplied by a scale."""
     return jnp.dtype(spec.dtype).itemsize == 1
 
 
 def has_head_scales(spec: KVSpec) -> bool:
-    """Whether codes have one scale per kv head, which is in KVPages.k_scale and v_scale and not in the pool: for
-    one-byte dtypes without token scales.
+    """Whether elements have a scale per KV head, in KVPages.k_scale and v_scale: one-byte dtypes without token
+    scales.
     """
     return is_quantized(spec) and not spec.token_scales
 
 
 def alloc(spec: KVSpec, *, platform: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
-    """Allocate and return a pool of zeros, of which each device holds only its shard. Scales of heads, if any, are 1.
+    """Allocate and return a pool of zeros, of which each device only allocates its shard. Scales of heads are 1.
 
-    platform: the one whose kernels will read it. sharding: of `data` (see `partition_spec`), None for the default
-    device. Raises ValueError for a platform without pages, or whose kernels do not read the dtype.
+    platform: platform whose kernels will read it. sharding: sharding of `data` (see `partition_spec`); None for the
+    default device. Raises ValueError for a platform without pages, or whose kernels cannot read the dtype.
     """
     check_token_scales(platform, spec)
     layout = layout_of(platform)
@@ -267,8 +264,8 @@ def alloc(spec: KVSpec, *, platform: str = "cpu", sharding: jax.sharding.Shardin
 
 
 def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = None) -> PartitionSpec:
-    """Return the PartitionSpec of `KVPages.data`, with pages split over `data_axis` and KV heads over `head_axis`; None
-    does not split. Raises ValueError for a layout not in LAYOUTS.
+    """Return the PartitionSpec of `KVPages.data`, with pages split over `data_axis` and KV heads over `head_axis`,
+    unless these are None. Raises ValueError for a layout not in LAYOUTS.
     """
     _check_layout(layout)
     return (
@@ -277,11 +274,11 @@ def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = Non
 
 
 def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
-    """Round values [..., K, C] to the pool's dtype and return them with the element type that `layout` stores.
+    """Round values [..., K, C] to the pool's dtype, and return them with the element type that `layout` stores.
 
-    For a one-byte pool, values are divided by `scale` f32 [K] and saturate; raises ValueError if it is None. With token
-    scales the result is [..., K, C + 4], `scale` is not used, and the largest of a token's C values in a head becomes
-    the largest code.
+    For a one-byte pool, values are divided by `scale` f32 [K] and saturate; ValueError is raised if it is None. With
+    token scales, `scale` is not used and the result is [..., K, C + 4]: the largest of a token's C values in a head
+    becomes the largest representable number, and the scale follows.
     """
     stored = storage_dtype(spec, layout)
     if not is_quantized(spec):
@@ -290,7 +287,7 @@ def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | 
     limit = float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 127.0
     values = values.astype(jnp.float32)
     if spec.token_scales:
-        # Multiplied by the inverse, as XLA does for a constant divisor; never 0, so that a row of zeros can be divided.
+        # The inverse is multiplied, as XLA does for a constant divisor. A scale is never 0, since values are divided.
         scales = jnp.max(jnp.abs(values), axis=-1, keepdims=True) * np.float32(1 / limit)
         scales = jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)
     elif scale is None:
@@ -305,17 +302,17 @@ def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | 
 
 
 def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
-    """Return stored elements of a pool of `spec`, in any layout, as float32 of the same shape. Scales of codes are not
-    applied.
+    """Return stored elements of a pool of `spec`, in any layout, as float32 of the same shape, without applying
+    scales.
     """
     if stored.dtype == jnp.uint16 and spec.dtype == "bfloat16":
-        # A shift instead of a bitcast to bfloat16: XLA:CPU then has no bf16 array whose widening it could hoist.
+        # A shift instead of a bitcast to bfloat16, so that there is no bf16 array whose widening XLA:CPU could hoist.
         return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
     return bits(stored, jnp.dtype(spec.dtype)).astype(jnp.float32)
 
 
 def token_scales(rows: jax.Array) -> jax.Array:
-    """Return the scales f32 [...] that are stored after the codes of rows [..., C + 4]."""
+    """Return the scales f32 [...] that are stored at the end of rows [..., C + 4]."""
     return lax.bitcast_convert_type(bits(rows[..., -_SCALE_BYTES:], jnp.dtype(jnp.uint8)), jnp.float32)
 
 
@@ -325,11 +322,11 @@ def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """Return the largest magnitudes of keys and of values, f32 [K] each, in `count` pages from page `first`, i32 [],
-    on. The second is None if values lie in keys.
+    """Return the largest magnitudes of keys and of values, each f32 [K], in `count` pages from page `first` i32 [] on.
+    The second is None if values are stored within keys.
 
-    All slots count, also those that were never written, which hold zeros. NaN counts as infinity, because XLA's maximum
-    on CPUs may pass over it. Raises ValueError for a pool of codes.
+    All slots count, including those that were never written, which hold zeros. NaN counts as infinity, because XLA's
+    maximum on CPUs may ignore it. Raises ValueError for a quantised pool.
     """
     spec = kv.spec
     if is_quantized(spec):
@@ -346,10 +343,9 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
 
 
 def pages_of(rows: jax.Array, head_dim: int, page_size: int, platform: str) -> KVPages:
-    """Return a pool for `platform` whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a
-    key followed by its value.
-
-    The pool has the dtype of `rows`: float32, bfloat16 or float16. Raises ValueError for other dtypes.
+    """Return a pool for `platform` whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each of
+    which is a key followed by its value. The pool has the dtype of `rows`, float32, bfloat16 or float16; others raise
+    ValueError.
     """
     num_tokens, num_heads, width = rows.shape
     spec = KVSpec(num_tokens // page_size, page_size, num_heads, head_dim, width - head_dim, rows.dtype.name)
@@ -366,10 +362,8 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, platform: str) -> K
 
 
 def _parts(spec: KVSpec) -> int:
-    """Return the size of the third dimension of a pool's canonical pages: 2, keys and values, or 1 if values lie in
-    keys.
-
-    Raises ValueError if keys and values differ in head dim.
+    """Return the size of the third dimension of a pool's canonical pages: 2 for keys and values, or 1 if values are
+    stored within keys. Raises ValueError if keys and values differ in head dim.
     """
     if spec.values_in_keys:
         return 1
@@ -381,12 +375,12 @@ def _parts(spec: KVSpec) -> int:
 
 
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
-    """Return a copy [n, page_size, 2, K, H] of the pool's pages i32 [n] in the canonical form, bit for bit in the
-    logical dtype (codes, not scaled).
+    """Return a copy of the pool's pages i32 [n] in the canonical form [n, page_size, 2, K, H], bit for bit in the
+    logical dtype. Scales are not applied.
 
-    If values lie in keys it is [n, page_size, 1, K, H]; with token scales the last dimension is H + 4, the last four
-    bytes being a scale. Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for use
-    in shard_map.
+    If values are stored within keys, it is [n, page_size, 1, K, H]. With token scales the last dimension is H + 4, and
+    its last four bytes are a scale. Page ids must be in range. Raises ValueError if keys and values differ in head dim.
+    Not for use in shard_map.
     """
     parts = _parts(kv.spec)
     pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.key_width
@@ -399,11 +393,11 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
 
 
 def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages:
-    """Write canonical pages, as `export_pages` returns them, to the pool's pages i32 [n] and return the new pool. Pages
-    with ids out of range, negative ones included, are dropped.
+    """Write canonical pages, as `export_pages` returns them, to the pool's pages i32 [n], and return the new pool.
+    Pages whose ids are negative or otherwise out of range are dropped.
 
-    Donate `kv` when jitting. Raises ValueError for another dtype or shape, and if keys and values differ in head dim.
-    Not for use in shard_map.
+    Donate `kv` under jit. Raises ValueError for another dtype or shape, and if keys and values differ in head dim. Not
+    for use in shard_map.
     """
     wanted = (page_ids.shape[0], kv.page_size, _parts(kv.spec), kv.spec.num_kv_heads, kv.spec.key_width)
     if values.shape != wanted or values.dtype != kv.dtype:

@@ -1,14 +1,14 @@
-"""Write of new keys and values on TPU: a Mosaic kernel that moves aligned groups of eight tokens of a page.
+"""Write of new keys and values on TPUs: a Mosaic kernel that moves aligned groups of eight tokens of a page.
 
-Owns the write to the layout TOKEN_ROWS, [P, page_size, C], in place.
+It writes to the layout TOKEN_ROWS, [P, page_size, C], in place.
 
-A token is one row of a page, but eight rows are the least a DMA can address, whatever the dtype. So the unit of work is
-a run: consecutive tokens that land on consecutive rows of one group of eight. The kernel reads the group (not when
-the run fills it), puts the new rows in and writes it back, many groups in flight. Rows of 8 and 16 bits share 32-bit
-words with their neighbours; all arithmetic is on words, so that every bit of the other rows survives.
+A token is one row of a page, but a DMA cannot address fewer than eight rows, whatever the dtype. So the unit of work is
+a run: consecutive tokens that are written to consecutive rows of one group of eight. The kernel reads the group (unless
+the run fills it), inserts the new rows and writes the group back, with many groups in flight. Rows of 8 and 16 bits
+share 32-bit words with their neighbours. All arithmetic is on words, so that no bit of the other rows changes.
 
-The division into runs does not change when a layer shifts all slots by full pages: the step builds the list once, and
-each layer looks the destination of a run up in its own slot_mapping.
+The division into runs does not change if a layer shifts all slots by whole pages. So the step builds the list of runs
+once, and each layer looks up the destination of a run in its own slot_mapping.
 """
 
 from __future__ import annotations
@@ -33,20 +33,26 @@ GROUP = 8  # rows of a page that one DMA moves
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UpdateRuns:
-    """Runs of one step, in token order. Entries from `count` on are never read."""
+    """Runs of one step, in token order. Entries from `count` on are never read.
 
-    first: jax.Array  # i32 [T] token that a run starts with
-    length: jax.Array  # i32 [T] tokens of a run, 1 to GROUP
-    count: jax.Array  # i32 [] runs
-    reads_ahead: jax.Array  # i32 [] reads that may overtake a write; 0 when two runs meet in one group
-    sizes: TpuUpdate = field(metadata={"static": True})  # sizes of buffers
+    Attributes:
+      first: i32 [T], first token of each run.
+      length: i32 [T], number of tokens of each run, 1 to GROUP.
+      count: i32 [], number of runs.
+      reads_ahead: i32 [], number of reads that may overtake a write; 0 if two runs are in the same group.
+      sizes: sizes of buffers.
+    """
+
+    first: jax.Array
+    length: jax.Array
+    count: jax.Array
+    reads_ahead: jax.Array
+    sizes: TpuUpdate = field(metadata={"static": True})
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> UpdateRuns:
-    """Return the runs of slot_mapping i32 [T], found by comparing all tokens with all: a sort or a scatter would cost
-    more. Negative slots are in no run.
-
-    Raises ValueError for a page size that is not a multiple of 8.
+    """Return the runs of slot_mapping i32 [T]. Negative slots do not belong to any run. All pairs of tokens are
+    compared, which costs less than a sort or a scatter. Raises ValueError for a page size that is not a multiple of 8.
     """
     if page_size % GROUP:
         raise ValueError(f"the TPU KV write needs a page_size that is a multiple of {GROUP}, got {page_size}")
@@ -57,7 +63,7 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tunin
     run_of_token = jnp.cumsum(starts, dtype=jnp.int32) - 1
     run = jnp.arange(slot_mapping.shape[0], dtype=jnp.int32)[:, None]
     group = jnp.where(starts, slot_mapping // GROUP, -1)
-    # Sequences never share a page that is being written, so a step's runs meet only in hand-made batches.
+    # Sequences never share a page that is being written, so two runs are in the same group only in artificial batches.
     meets = (group[:, None] == group) & starts & (run < run[:, 0])
     return UpdateRuns(
         first=jnp.sum(run_of_token < run, axis=1, dtype=jnp.int32),
@@ -81,7 +87,7 @@ def kv_cache_update(
 
     Arguments are those of kv.update.kv_cache_update, which has checked them. schedule: result of `kv_update_schedule`
     for slot_mapping, or for one that differs by a multiple of the page size. interpret: argument of `pl.pallas_call`,
-    to run on a CPU. Raises ValueError for a pool of float16, which the TPU does not have.
+    for a run on a CPU. Raises ValueError for a pool of float16, which TPUs do not support.
     """
     if kv.data.dtype == jnp.float16:
         raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")
@@ -93,7 +99,7 @@ def kv_cache_update(
     window = min(pl.cdiv(num_tokens, GROUP), most_groups) * GROUP
     num_windows = pl.cdiv(num_tokens, window)
     words = _token_words(jnp.concatenate(new, axis=-1).reshape(num_tokens, -1))
-    # A window holds the group before and after its tokens too: a run is read as the eight rows that its group gets.
+    # A window also has the groups before and after its tokens, since a run is read as all eight rows of its group.
     words = jnp.pad(words, ((GROUP, num_windows * window + GROUP - num_tokens), (0, width - words.shape[1])))
     words = words.reshape(-1, num_tiles, LANES).swapaxes(0, 1)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -120,7 +126,7 @@ def kv_cache_update(
         ),
         out_shape=jax.ShapeDtypeStruct(kv.data.shape, kv.data.dtype),
         input_output_aliases={5: 0},
-        # Slots have been compared with the pool's size; checking every copy again would cost as much as making it.
+        # Slots have been compared with the pool's size. Checking every copy again would cost as much as the copy.
         compiler_params=compiler_params(interpret, vmem_limit_bytes=sizes.vmem_limit_bytes),
         interpret=interpret,
         name="kv_cache_update",
@@ -129,7 +135,7 @@ def kv_cache_update(
 
 
 def _token_words(rows: jax.Array) -> jax.Array:
-    """Return u32 of the shape of `rows`: the bits of each element, repeated to fill the 32-bit word."""
+    """Return the bits of each element of `rows`, repeated to fill a 32-bit word, as u32 of the same shape."""
     bits = lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * rows.dtype.itemsize}")).astype(jnp.uint32)
     return bits * jnp.uint32({1: 0x01010101, 2: 0x00010001, 4: 1}[rows.dtype.itemsize])
 
@@ -151,15 +157,15 @@ def _write_runs(
     window: int,
     first_lane: int,
 ):
-    """Body of the kernel: write the runs that start in this grid step's window of new tokens into `pool`, and start the
-    reads for later ones. Runs whose first slot is outside the pool are skipped. The last grid step waits for all
+    """Body of the kernel: write the runs that start in this grid step's window of new tokens to `pool`, and start the
+    reads for later runs. Runs whose first slot is outside of the pool are skipped. The last grid step waits for all
     writes.
 
     scalars: number of runs, and of reads ahead. first, length: first token and number of tokens of each run. slots: i32
     slot of each token. words: the new tokens' keys and values, as words [tiles, window + 2 * GROUP, LANES]. pool:
-    [P, page_size, C] in HBM. groups: buffers in VMEM; run r uses number r modulo their count, with semaphores in
-    read_sems and write_sems. next_run: the first run not written yet, kept across grid steps. window: tokens of a grid
-    step. first_lane: where the words begin in a row of the pool.
+    [P, page_size, C] in HBM. groups: buffers in VMEM; run r uses buffer r modulo their number, with semaphores in
+    read_sems and write_sems. next_run: first run that is not written yet, kept across grid steps. window: tokens of a
+    grid step. first_lane: first lane of the words in a row of the pool.
     """
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0
@@ -230,7 +236,7 @@ def _write_runs(
 
 
 def _put_rows(groups, buffer, words, source, row, length):
-    """Overwrite rows [row, row + length) of group `buffer` in VMEM, bit for bit: row r gets token source + r of
+    """Overwrite rows [row, row + length) of group `buffer` in VMEM: row r gets the bits of token source + r in
     `words`.
     """
     per_word = 4 // groups.dtype.itemsize

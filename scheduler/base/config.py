@@ -1,11 +1,12 @@
-"""Configuration of the scheduler: its limits and policy, made from the engine's configuration."""
+"""Configuration of the scheduler, made from the engine's configuration: its limits and its policy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# Next request: the first to arrive, the one of the lowest priority number, or that of the client served least.
+# Which waiting request is next: the first to arrive, the one with the lowest priority number, or that of the client
+# served least so far.
 POLICIES = ("fcfs", "priority", "fair")
 
 
@@ -24,16 +25,17 @@ class SchedulerConfig:
     Attributes:
       num_pages: pages of each replica's pool; max_num_seqs and max_num_batched_tokens are per replica as well.
       page_size: tokens of a page.
-      long_prefill_token_threshold: most tokens of a prefill chunk, 0 for no limit but the batch's.
-      policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (the client served least, then arrival).
-      num_ranks: replicas: parts of the batch with sequences, pages and slots of their own, all in one step.
-      windows: for each cache group, how many keys a token sees, itself included; None for all
+      long_prefill_token_threshold: most tokens of a prefill chunk; 0 for no other limit than the batch's.
+      policy: one of POLICIES: "fcfs" by arrival, "priority" by priority and then arrival, "fair" by client and then
+        arrival.
+      num_ranks: number of replicas. Each has its own sequences, pages and slots, and all run in one step.
+      windows: for each cache group, how many keys a token attends to, including its own; None for all
         (jaxengine.scheduler.pages.groups).
-      num_snapshots: recurrent states of prefixes that are kept; 0 for models without such states.
-      num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
-        may be scheduled while its last token is still being computed.
-      widths: numbers of tokens, besides 1, that a decode may have in a step without prefill
-        (jaxengine.scheduler.batches.buckets): its last token and those to be verified.
+      num_snapshots: number of prefixes whose recurrent states are kept; 0 for models without such states.
+      num_micro_batches: number of steps in flight, one for each pipeline stage, that share no request. If it is 1, a
+        request's next step may be scheduled while its last token is still being computed.
+      widths: numbers of tokens other than 1 that a decode may have in a step without prefill: its last token and those
+        to be verified (jaxengine.scheduler.batches.buckets).
       extensions: options of the capabilities that the engine was started with.
 
     Raises ValueError for a policy that is not in POLICIES; sizes are not checked.
@@ -57,9 +59,7 @@ class SchedulerConfig:
 
     @property
     def num_tables(self) -> int:
-        """Number of page tables of a slot: one for each cache group, and one for snapshots if num_snapshots is above
-        0.
-        """
+        """Number of page tables of a slot: one for each cache group, and one for snapshots if there are any."""
         return len(self.windows) + (self.num_snapshots > 0)
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Errors of requests; an error names the field, the value and what is allowed."""
+"""Errors of requests. Their messages name the field, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ _MOST_SORTED = 1000
 
 
 class RequestError(ValueError):
-    """Error of a request that cannot be served as given. Raised before any state changes.
+    """Error for a request that cannot be served as it is. It is raised before any state changes.
 
     Attributes:
-      param: name of the faulty field, as the caller spells it.
-      value: the value given.
+      param: name of the invalid field, as the caller writes it; None for no particular field.
+      value: value of the field.
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None):
-        """Create an error with a message for the caller, and the field and value that it is about; None for no
-        particular field.
-        """
+        """Create an error with a message for the caller, about the value of the field `param`."""
         super().__init__(message)
         self.param = param
         self.value = value
 
 
 class UnknownAdapterError(RequestError):
-    """Error of a request whose adapter does not exist (any more). Servers answer that there is no such model."""
+    """Error for a request whose adapter does not exist, or no longer exists. Servers report it as an unknown model."""
 
 
 class OverloadedError(RequestError):
-    """Error of a valid request that is refused because too many requests wait already.
+    """Error for a valid request that is refused because too many requests are waiting.
 
     Attributes:
-      retry_after: seconds after which to try again.
+      retry_after: seconds after which the caller should try again.
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
@@ -43,23 +41,23 @@ class OverloadedError(RequestError):
 
 
 def prompt_length_error(param: str, length: int, most: int, max_model_len: int, unit: str = "tokens") -> RequestError:
-    """Return the error for a prompt that has no tokens, or more than `most` of them.
+    """Return the error for a prompt that is empty or longer than `most`.
 
-    param: the prompt's field. length: of the prompt, in `unit`: "tokens", or "characters" if it was not tokenised.
-    max_model_len: named in the message. Clients look for its words, to shorten a conversation or to choose another
-    model: LiteLLM and Claude Code for the first part, vLLM's for the second.
+    param: the prompt's field. length: length of the prompt in `unit`, "tokens" or, if it was not tokenised,
+    "characters". max_model_len: for the message. Clients search the message for certain words in order to shorten a
+    conversation or to choose another model: LiteLLM and Claude Code for its first part, clients of vLLM for the second.
     """
-    place = "" if param == "prompt" else f"{param}: "
-    problem = f"{place}prompt is too long: {length} {unit} > {most} maximum; this model's maximum context length is"
+    prefix = "" if param == "prompt" else f"{param}: "
+    problem = f"{prefix}prompt is too long: {length} {unit} > {most} maximum; this model's maximum context length is"
     message = f"{problem} {max_model_len} tokens (max_model_len)" if length else f"{param} makes no tokens"
     return RequestError(message, param=param, value=length)
 
 
 def show_value(value: Any) -> str:
-    """Return a value as short text for an error message: reprlib's abbreviated repr. Dicts and sets of more than 1000
-    entries give "<set of n>" with their type, an int that is too long for Python to print "<int too long to print>".
+    """Return a value as short text for an error message: its repr, abbreviated by reprlib. A dict or set of more than
+    1000 entries becomes "<dict of n>" or "<set of n>", and an int that Python cannot print "<int too long to print>".
     """
-    # reprlib sorts the entries of unordered collections, however many there are.
+    # reprlib sorts all entries of an unordered collection, which would take long for large ones.
     if isinstance(value, dict | set | frozenset) and len(value) > _MOST_SORTED:
         return f"<{type(value).__name__} of {len(value)}>"
     try:

@@ -1,4 +1,4 @@
-"""Request of the scheduler: token ids in, token ids out, and how it ended."""
+"""Request of the scheduler: its tokens, how it is run, and how it ended. It has token ids and no text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from jaxengine.scheduler.base.token_params import ADAPTER, TokenParams
 if TYPE_CHECKING:
     from jaxengine.scheduler.base.media import Media
 
-# stop_reason of a request whose row could not be sampled.
+# stop_reason of a request that could not be sampled.
 NOT_FINITE = "logits are not finite"
 
 
 class RequestStatus(enum.Enum):
-    """State of a request: it has not run yet, holds a slot, has lost its slot and will run again, or has ended."""
+    """State of a request: it has not run yet, it has a slot, it has lost its slot and will run again, or it has
+    ended.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,9 +30,9 @@ class RequestStatus(enum.Enum):
 
 
 class Wait(enum.IntEnum):
-    """Reason why a request gets no row in a step, even if there is room.
+    """Reason why a waiting request may not run, even if there is room.
 
-    NONE: there is no such reason. TOKEN: it was preempted before its last sampled token was known. APART: it waits
+    NONE: there is no such reason. TOKEN: it was preempted, and its last sampled token is not known yet. APART: it waits
     outside the queue for something that an extension provides, so that it blocks no other request.
     """
 
@@ -40,8 +42,8 @@ class Wait(enum.IntEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Reason why a request ended: a stop token or text, max_tokens or max_model_len, its caller or deadline, a fault,
-    or an output that repeats itself.
+    """Reason why a request ended, in the order of the members: a stop token or text; max_tokens or max_model_len; its
+    caller or its deadline; a fault; an output that repeats itself.
     """
 
     STOP = "stop"
@@ -53,12 +55,12 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Identity of a loaded LoRA adapter. It is different from that of any other adapter, even an earlier one of the
+    """Identity of a loaded LoRA adapter. It differs from that of every other adapter, even of an earlier one with the
     same name.
 
     Attributes:
-      name: by which requests name it.
-      digest: of its name and of all that it computes with; it begins the digests of pages.
+      name: name that requests use.
+      digest: digest of its name and of all its weights, which enters the digests of its pages.
     """
 
     name: str
@@ -73,44 +75,43 @@ class Request:
       request_id: unique among the requests alive in an engine.
       prompt_token_ids: i32 [num_prompt_tokens].
       params: how to sample.
-      max_tokens: most new tokens, already limited by max_model_len. 0 for a request that generates no text, whose
-      prompt
-        may thus have max_model_len tokens: the row that ends it gives a stop token.
-      stop_token_ids: ids that end the request, `eos_token_ids` among them.
+      max_tokens: most new tokens, already limited by max_model_len. 0 for a request that generates no text; its prompt
+        may have max_model_len tokens, and the end of its prompt yields a stop token.
+      stop_token_ids: ids that end the request, including `eos_token_ids`.
       eos_token_ids: the model's end-of-sequence ids, empty if the request ignores them.
       seed: 64-bit seed of the request's random stream.
       priority: under the priority policy, requests with smaller numbers run first.
-      client: name of its client, under the fair policy; "" for all without a name.
+      client: name of its client, under the fair policy; "" for all clients without a name.
       arrival_time: when the caller submitted it, in seconds of the engine's clock.
       deadline: on the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only with requests of the same salt.
       weights_digest: digest of the weights that compute its pages, b"" for those that the engine started with.
-      adapter_digest: digest of the adapter that does so, b"" for none. For a running request, the one at its admission.
-      weight_versions: (version, number of output tokens before the first that was computed with it), in order; empty
-        while the engine's weights have never been replaced.
+      adapter_digest: digest of the adapter that computes its pages, b"" for none; set at admission.
+      weight_versions: (version of the weights, number of output tokens before the first that it computed), in order;
+        empty as long as the engine's weights have never been replaced.
       media: the images, videos and sounds of the prompt, which has a placeholder for each of their embeddings.
       lora: name of the adapter to run with, None for the model alone.
-      session: the conversation that it continues, identified by the client's name and its own; "" for none.
-      adapter: the adapter that the engine has found under the name `lora`. adapter_slot: its slot on the devices while
-      this
-        request runs.
-      per_step: whether to report every token when it is known, not only the end.
+      session: key of the conversation that it continues (jaxengine.requests.params.options.session_key); "" for none.
+      adapter: the adapter that the engine has found under the name `lora`.
+      adapter_slot: the adapter's slot on the devices while this request runs.
+      per_step: whether to report every token as soon as it is known, not only the end.
       text_ends: whether its text may end it, so that the detokenizer determines how it ended and with how many tokens.
-      wait: why it may not run yet; a request with a slot waits for nothing.
-      status: its state. arrival_index: number of requests that the scheduler got before it, -1 until then.
-      output_token_ids: i32 [n], its output as of the time when it last lost its slot; current only while it has no
-      slot. tag: a number chosen by the caller, which is returned with the request's tokens.
+      wait: why it may not run yet; always NONE while it has a slot.
+      status: its state.
+      arrival_index: number of requests that the scheduler got before it; -1 until the scheduler gets it.
+      output_token_ids: i32 [n], its output when it last lost its slot; up to date only while it has no slot.
+      tag: a number chosen by the caller, which is returned with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
-      rank, slot: replica and slot where it runs. slot is -1 while it has none; rank then stays the last one, and is -1
-        before the first.
-      num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
-      num_external_tokens: number of these that had been loaded for it from outside of the devices.
-      num_preemptions: times that it lost its slot for lack of pages or was recomputed.
+      rank, slot: replica and slot in which it runs. Without a slot, slot is -1 and rank is the last replica, or -1 if
+        it has never run.
+      num_cached_tokens: prompt tokens found in the prefix cache at its first admission; -1 before.
+      num_external_tokens: how many of these had been loaded for it from outside of the devices.
+      num_preemptions: times that it lost its slot for lack of pages or was computed again.
       finish_reason, stop_reason: set by Scheduler.finish; None until it has ended.
       queued_time: when the engine got it, on the same clock; None until then.
       first_scheduled_time, first_token_time, finished_time: when these happened, on the same clock; None until then.
-      kv_transfer_params: how another engine gets the pages of its prompt, once it has ended; None for none.
-      last_token_time: when its last token came, kept here while it has no slot; meaningless before the first token.
+      kv_transfer_params: once it has ended, how another engine gets the pages of its prompt; None if none does.
+      last_token_time: when its last token arrived; up to date only while it has no slot, meaningless before the first.
     """
 
     request_id: str
@@ -158,8 +159,8 @@ class Request:
 
     @property
     def features(self) -> int:
-        """Optional parts of a step that the request needs: bits of jaxengine.scheduler.base.token_params, ADAPTER
-        included if it has an adapter.
+        """Optional parts of a step that the request needs: bits of jaxengine.scheduler.base.token_params, with ADAPTER
+        if it has an adapter.
         """
         return self.params.features | (ADAPTER if self.adapter is not None else 0)
 
@@ -169,14 +170,14 @@ class Request:
         return len(self.prompt_token_ids)
 
     def known_token_ids(self) -> np.ndarray:
-        """Return prompt and known output, i32[n]. Only correct while the request holds no slot."""
+        """Return the prompt and the known output, i32[n]. Only correct while the request has no slot."""
         if not len(self.output_token_ids):
             return self.prompt_token_ids
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def compute_with(self, weights_digest: bytes) -> None:
-        """Set weights_digest and adapter_digest (that of `adapter`, b"" for none), which will compute all of the
-        request's tokens. If either changes, clear `page_hashes`, which were made with others.
+        """Set weights_digest, and adapter_digest to that of `adapter` (b"" for none): from now on these compute the
+        request's pages. If either changes, clear `page_hashes`, which depend on them.
         """
         adapter_digest = b"" if self.adapter is None else self.adapter.digest
         if (self.weights_digest, self.adapter_digest) != (weights_digest, adapter_digest):
@@ -184,13 +185,13 @@ class Request:
             self.page_hashes.clear()
 
     def extend_page_hashes(self, token_ids: np.ndarray, page_size: int) -> list[bytes]:
-        """Extend the digest chain, `page_hashes`, over every full page of token_ids i32 [n], and return that list.
+        """Extend the digest chain `page_hashes` to every full page of token_ids i32 [n], and return it.
 
-        token_ids: the known tokens from the first on; pages that already have a digest are not read again.
+        token_ids: the known tokens from the first on; pages that already have a digest are not hashed again.
 
-        A page's digest is SHA-256 over its parent's digest, its token ids, and the marks of its media if it has
-        embeddings, so equal digests mean equal prefixes. The parent of the first page covers weights, adapter, steering
-        vectors and cache salt.
+        A page's digest is the SHA-256 of the previous page's digest, its own token ids and, if it has media embeddings,
+        their marks. So equal digests mean equal prefixes. What precedes the first page is a digest of weights, adapter,
+        steering vectors and cache salt.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size
@@ -206,10 +207,10 @@ class Request:
         return hashes
 
     def _first_digest(self) -> bytes:
-        """Return the parent of the first page's digest: the SHA-256 of the digests of weights, adapter and steering
+        """Return the digest that precedes the first page's: the SHA-256 of the digests of weights, adapter and steering
         vectors (`steer`), as far as there are any, and of the cache salt.
         """
-        # UTF-8 text never contains the bytes 253 to 255, so no salt can be taken for weights, an adapter or vectors.
+        # UTF-8 never contains the bytes 253 to 255, so a salt cannot be mistaken for a digest.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""
         steer = b"\xfd" + self.params.steer_digest if self.params.steer else b""

@@ -1,8 +1,8 @@
-"""Sampling parameters that are one number per row of a step, one field each: the only table of them.
+"""Table of the sampling parameters that are a single number per request: one field, with a Row, for each.
 
-What checks, sends and stores such a parameter follows from its row: SamplingParams and TokenParams, the requests of
-HTTP and gRPC, generation_config.json, the commands' options and the devices' columns. Its effect on logits is a
-function of jaxengine.sampling.row_functions.
+All code that checks, sends or stores such a parameter follows from its Row: SamplingParams and TokenParams, the
+requests of HTTP and gRPC, generation_config.json, the commands' options and the devices' columns. Its effect on logits
+is a function in jaxengine.sampling.row_functions.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Facts about a sampling parameter. Its type on the devices, f32 or i32, follows from that of `neutral`.
+    """Description of a sampling parameter. Its dtype on the devices, f32 or i32, follows from the type of `neutral`.
 
     Attributes:
       neutral: the value that changes nothing.
       feature: the feature bit of a request with another value.
       low, high: smallest and largest allowed value.
-      allowed: the values that are allowed, in words.
-      off: another way to write `neutral`; None for none.
-      least: smaller values are replaced by this one on the devices.
-      grpc: the field of a GenerateRequest.
+      allowed: the allowed values, in words.
+      off: another value that means the same as `neutral`; None for none.
+      least: smallest value on the devices; smaller ones are replaced by it.
+      grpc: path of its field in a gRPC GenerateRequest.
       reads_prompt: whether its effect depends on the tokens of the prompt.
     """
 
@@ -45,8 +45,8 @@ class Row:
 
 
 def _row(default: Any, **fields: Any) -> Any:
-    """Return a dataclass field with this default and a Row of `fields` in its metadata. `neutral` is the default unless
-    it is among `fields`.
+    """Return a dataclass field with this default, whose metadata has a Row of `fields`. Row.neutral is the default
+    unless `fields` says otherwise.
     """
     return field(default=default, metadata={"row": Row(neutral=fields.pop("neutral", default), **fields)})
 
@@ -56,12 +56,13 @@ class SamplingFields:
     """Sampling parameters that are one number each. Names, defaults and meanings are vLLM's.
 
     Attributes:
-      temperature: divisor of the logits; 0 always takes the likeliest token.
+      temperature: divisor of the logits; 0 always chooses the likeliest token.
       top_p: sample from the likeliest tokens whose probabilities add up to this.
       min_p: sample from tokens with at least this share of the likeliest token's probability.
       presence_penalty: subtracted from the logit of every token that is already in the output.
       frequency_penalty: subtracted once for each occurrence of the token in the output.
-      repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+      repetition_penalty: divides the positive logits of tokens that are in the prompt or output, and multiplies their
+        negative ones.
       top_k: sample from this many of the likeliest tokens.
     """
 

@@ -1,7 +1,6 @@
 """Parameters of a request that steps need in order to sample: numbers and token ids, no text.
 
-A caller's parameters are jaxengine's SamplingParams, where they are checked; these are the part of them that the engine
-gets.
+A caller gives SamplingParams, which checks them. TokenParams is the part of them that the engine gets.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from operator import or_
 from jaxengine.scheduler.base.kv_transfer import KVTransferParams
 from jaxengine.scheduler.base.sampling_fields import PENALTIES, ROWS, SamplingFields
 
-# Features that a request needs besides argmax sampling, one bit each; the programs of a step skip what no row needs.
-# LAST_TOKEN: the allowed next tokens depend on the last sampled one, so the host must see that before the next choice.
-# ADAPTER: the request runs with one. FEW_ADAPTERS, of a step: its requests use few of their slots. The
-# scheduler sets both.
+# Features that a request needs besides argmax sampling, one bit each. The programs of a step skip what no row needs.
+# LAST_TOKEN: the allowed next tokens depend on the last sampled one, which the host must see before the next choice.
+# ADAPTER: the request runs with one. FEW_ADAPTERS, of a step: its requests use few of their slots. The scheduler sets
+# both.
 BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(3, 8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
 CAPTURE = 1 << 10
@@ -27,10 +26,10 @@ CAPTURE = 1 << 10
 PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
 # Features that act on prompt tokens whose successor is known.
 PROMPT_FEATURES = PROMPT_LOGPROBS
-# Most entries of a token's logprobs: samplers select as many top tokens as an engine allows.
+# Limit of an engine's max_logprobs: the sampler always selects max_logprobs top tokens.
 MAX_LOGPROBS = 1024
-# Most tokens whose logprobs a request may ask for by id, for output and prompt together. vLLM has the same limit for
-# the output. The devices reserve as many for every slot.
+# Most tokens whose logprobs a request may ask for by id, in output and prompt together. vLLM has the same limit for the
+# output. The devices reserve room for as many in every slot.
 MAX_LOGPROB_TOKEN_IDS = 128
 
 
@@ -43,7 +42,7 @@ class ThinkingBudget:
     """Limit on the reasoning of an output.
 
     Attributes:
-      num_tokens: number of reasoning tokens after which `closing` is written, whatever the model would write.
+      num_tokens: number of reasoning tokens after which `closing` is forced.
       ends: token sequences that end reasoning, see Grammar.reasoning_end.
       closing: token ids, at least one.
     """
@@ -61,10 +60,10 @@ class Grammar:
       kind: "json", "regex", "choice", "grammar" or FREE (no constraint).
       text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
       options: llguidance's options for reading a JSON schema.
-      reasoning_end: token sequences, any of which ends the unconstrained reasoning before the constrained part. Empty:
-        the output is constrained from the start.
-      reasoning_begin: tokens with which an output with reasoning begins; empty if every output has reasoning.
-      budget: limit of the reasoning; None for none. Only with reasoning_end, or kind FREE.
+      reasoning_end: token sequences, any of which ends the unconstrained reasoning before the constrained part. If it
+        is empty, the output is constrained from the start.
+      reasoning_begin: tokens with which an output begins if it has reasoning; empty if every output has reasoning.
+      budget: limit of the reasoning; None for none. Needs reasoning_end or the kind FREE.
     """
 
     kind: str
@@ -75,8 +74,8 @@ class Grammar:
     budget: ThinkingBudget | None = None
 
 
-# The devices' columns of a request's parameters, by name, with their neutral values: those of SamplingFields, and the
-# halves of the seed. Packed, each has 32 bits.
+# Columns in which the devices keep a request's parameters, with their neutral values: those of SamplingFields, and the
+# two halves of the seed. Packed, each has 32 bits.
 COLUMNS: dict[str, float | int] = {name: row.neutral for name, row in ROWS.items()} | {"seed_low": 0, "seed_high": 0}
 _PACKED = struct.Struct("<" + "".join("f" if isinstance(row.neutral, float) else "i" for row in ROWS.values()) + "II")
 _WORDS = struct.Struct(f"<{len(COLUMNS)}i")
@@ -91,26 +90,26 @@ class TokenParams(SamplingFields):
     Attributes:
       min_tokens: number of output tokens before which no stop token ends the request.
       logprobs, prompt_logprobs: number of entries to report for each token, None for none.
-      prompt_logprob_start: prompt tokens up to this one, counted from 0, have no entries; only with prompt_logprobs.
+      prompt_logprob_start: prompt tokens up to this index have no entries; only with prompt_logprobs.
       logprob_token_ids: tokens to report in addition, only with logprobs.
       prompt_logprob_token_ids: tokens to report in addition for prompt tokens, only with prompt_logprobs.
-      return_sampling_mass: whether to report what sampling made of each token, only with logprobs.
-      trace_decode_token_ids: the output tokens, whatever the model would choose; empty: the model chooses.
-      routed_experts_prompt_start: prompt tokens up to this one, counted from 0, are returned without their experts.
+      return_sampling_mass: see SamplingParams; only with logprobs.
+      trace_decode_token_ids: tokens that replace the sampled ones; empty to sample.
+      routed_experts_prompt_start: prompt tokens up to this index are returned without their experts.
       logit_bias: values added to the logits of tokens, by id.
       allowed_token_ids: the only tokens that the request may sample; None for all.
       bad_words: token sequences that the request must not complete.
       grammar: grammar that its output must follow; None for none.
       capture: names of the captured activations that the request gets.
-      steer: steering vectors added to activations: names of taps, each with f32 [hidden size] as bytes.
+      steer: steering vectors to add to activations: (name of a tap, f32 [hidden size] as bytes).
       processors: values of all columns of each logits processor that the request uses, by the processor's index.
       uses_counts: whether one of these processors needs token counts.
-      reads_prompt: whether every token of the prompt has to be computed, none taken from the prefix cache.
-      alignment: (first, positions): its prompt's tokens from index `first` on are aligned with the first `positions`
+      reads_prompt: whether every token of the prompt has to be computed, so that none comes from the prefix cache.
+      alignment: (first, positions): the prompt's tokens from index `first` on are aligned with the first `positions`
         positions of its sound; None for none.
-      token_results: whether each prompt token's row of results is returned.
-      kv_transfer: parameters for pages that another engine gets or has; None for none.
-      capabilities: feature bits that follow from no other field.
+      token_results: whether to return each prompt token's row of results.
+      kv_transfer: parameters for pages that another engine has or gets; None for none.
+      capabilities: further feature bits, which do not follow from the other fields.
     """
 
     min_tokens: int = 0
@@ -138,15 +137,13 @@ class TokenParams(SamplingFields):
 
     @cached_property
     def has_long_bad_words(self) -> bool:
-        """Whether some bad word has several tokens, so that earlier tokens determine whether its last one is
-        forbidden.
-        """
+        """Whether some bad word has several tokens. Its last token is then forbidden only after the others."""
         return any(len(word) > 1 for word in self.bad_words)
 
     @cached_property
     def steer_digest(self) -> bytes:
-        """SHA-256 of `steer`. It may cover megabytes, and is computed once for the n outputs that share these
-        params.
+        """SHA-256 of `steer`, computed once for the n outputs that share these parameters, as it may cover
+        megabytes.
         """
         digest = hashlib.sha256()
         for at, values in self.steer:
@@ -155,7 +152,7 @@ class TokenParams(SamplingFields):
 
     @property
     def given_token_ids(self) -> tuple[int, ...]:
-        """Token ids whose logprobs are reported in addition: those for output tokens, then those for prompt tokens."""
+        """Token ids whose logprobs are reported in addition: first for output tokens, then for prompt tokens."""
         return (*self.logprob_token_ids, *self.prompt_logprob_token_ids)
 
     @property
@@ -168,10 +165,10 @@ class TokenParams(SamplingFields):
     @cached_property
     def features(self) -> int:
         """Optional parts of a step that a request with these parameters needs: bits of this module (BIAS, MASK, ...)
-        and of sampling_fields, 0 for none. ADAPTER is not among them.
+        and of sampling_fields, 0 for none. ADAPTER is not included.
         """
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
-        wanted = (
+        features = (
             *((row.feature, getattr(self, name) not in (row.neutral, row.off)) for name, row in ROWS.items()),
             (PENALTIES, self.uses_counts),
             (BIAS, biased),
@@ -180,16 +177,16 @@ class TokenParams(SamplingFields):
             (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
             (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
         )
-        own = sum(PROCESSOR << number for number in self.processors)
-        return reduce(or_, (feature for feature, needed in wanted if needed), self.capabilities | own)
+        processors = sum(PROCESSOR << index for index in self.processors)
+        return reduce(or_, (feature for feature, needed in features if needed), self.capabilities | processors)
 
 
 def row_words(params: SamplingFields, seed: int) -> tuple[int, ...]:
-    """Return the values of COLUMNS for a request, in order, with the 32 bits of each as an int32. A value below its
-    Row.least is replaced by that.
+    """Return the values of COLUMNS for a request, in order, each as an int32 with the same 32 bits. A value below its
+    Row.least is replaced by Row.least.
 
-    seed: any 64-bit integer, signed or not; its low half comes first. Raises struct.error or OverflowError for a value
-    beyond 32 bits.
+    seed: any 64-bit integer, signed or unsigned; its low half comes first. Raises struct.error or OverflowError for a
+    value that does not fit 32 bits.
     """
     values = (max(getattr(params, name), row.least) for name, row in ROWS.items())
     return _WORDS.unpack(_PACKED.pack(*values, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))

@@ -1,4 +1,4 @@
-"""Buckets: the closed set of step shapes, all compiled at start-up; a step of any other shape cannot run."""
+"""Buckets: the fixed set of step shapes. All are compiled at start-up, and a step of any other shape cannot run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-# Most tokens of a step whose decodes have several tokens each: if the products of the rows take longer than reading the
-# weights, another token costs about what it saves.
+# Most tokens of a step whose decodes have several tokens each. With more, matrix products are bound by compute, no
+# longer by reading the weights, so another token costs about as much as it saves.
 MAX_WIDE_TOKENS = 256
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Compiled step shape: T tokens over S sequences. Decode-only steps have one token per sequence, T = S; wide ones
-    have `width` per sequence, T = S * width. `sections`: names of the extensions' message sections that the step has.
+    """Compiled step shape: T tokens over S sequences. Decode-only steps have one token per sequence, T = S. Wide steps
+    have `width` tokens per sequence, T = S * width. sections: names of extensions' message sections that the step has.
     """
 
     num_tokens: int
@@ -28,7 +28,7 @@ class Bucket:
         return self.num_tokens == self.num_seqs
 
     def __str__(self) -> str:
-        """Return the bucket's shape as text, for logs: "decode S=8", "decode S=8 W=4" or "mixed T=64 S=8"."""
+        """Return the bucket's shape as text for logs, such as "decode S=8", "decode S=8 W=4" or "mixed T=64 S=8"."""
         if self.width > 1:
             return f"decode S={self.num_seqs} W={self.width}"
         if self.decode_only:
@@ -40,12 +40,12 @@ class Buckets:
     """All buckets: decode-only ones by number of sequences, mixed ones by number of tokens.
 
     Args:
-      decode_sizes: sizes for decode-only steps; max_num_seqs is added.
-      mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room for
-        min(T - 1, max_num_seqs) sequences: a replica's T tokens, of which one row has two, cannot have more. The
-        largest has room for max_num_seqs, which another replica may decode meanwhile.
-      widths: numbers of tokens, besides 1, that decodes may have in steps without prefill; each for as many sequences
-        as `most_wide` says.
+      decode_sizes: numbers of sequences for decode-only steps; max_num_seqs is added.
+      mixed_sizes: numbers of tokens for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has
+        room for min(T - 1, max_num_seqs) sequences: T tokens in a replica cannot be more, since one row has at least
+        two. The largest has room for max_num_seqs, since another replica may decode as many in the same step.
+      widths: numbers of tokens other than 1 that decodes may have in steps without prefill; each for at most
+        `most_wide` sequences.
       sections: names of message sections; each mixed bucket also exists with all of them.
 
     Raises ValueError for a size beyond its limit or below 1.
@@ -61,8 +61,8 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
-        """Create all buckets. Raises ValueError for a size of decode_sizes or mixed_sizes beyond its limit or below
-        1.
+        """Create all buckets. Raises ValueError for a size in decode_sizes or mixed_sizes that is below 1 or beyond its
+        limit.
         """
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
@@ -78,7 +78,7 @@ class Buckets:
         tokens = sorted({*(size for size in mixed_sizes if size > 1), largest}) if max_num_batched_tokens > 1 else []
         self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
         self.with_sections = tuple(replace(bucket, sections=sections) for bucket in self.mixed if sections)
-        # Shapes of steps with prompt tokens; decode-only ones if prompts are fed token by token.
+        # Shapes of steps with prompt tokens. They are decode-only if prompts are fed token by token.
         self.prompt = (*self.mixed, *self.with_sections) or self.decode
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
@@ -99,11 +99,11 @@ class Buckets:
         return len(self.decode) + len(self.mixed) + len(self.with_sections) + len(self.wide)
 
     def sample_size(self, bucket: Bucket) -> int:
-        """Return the number of rows of logits of the bucket's steps, at least its S; the sampler is compiled for few
-        such sizes.
+        """Return the number of rows of logits in the bucket's steps, at least its S.
 
-        It is the size of the smallest decode-only bucket with room for S sequences, or S if that is more than twice S.
-        Not for wide buckets, which have logits at every token.
+        It is the size of the smallest decode-only bucket with room for S sequences, so that the sampler is compiled for
+        few sizes, or S itself if that size is more than twice S. Not for wide buckets, which have logits at every
+        token.
         """
         size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, bucket.num_seqs)]
         return size if size <= 2 * bucket.num_seqs else bucket.num_seqs
@@ -111,7 +111,7 @@ class Buckets:
     def round_up_wide(self, num_seqs: int, width: int) -> Bucket:
         """Return the smallest bucket that holds `num_seqs` decodes of `width` tokens each.
 
-        num_seqs: at most `most_wide`; IndexError for more. Raises KeyError for a width that is not among the widths.
+        num_seqs: at most `most_wide`, otherwise IndexError is raised. Raises KeyError for an unknown width.
         """
         sizes = self._wide_sizes[width]
         size = sizes[bisect.bisect_left(sizes, num_seqs)]
@@ -121,13 +121,11 @@ class Buckets:
         self, num_tokens: int, num_seqs: int, *, mixed: bool = False, prompt: bool = False, sections: bool = False
     ) -> Bucket:
         """Return the smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token
-        each.
+        each: a decode-only bucket if there is one token per sequence and no flag is set, otherwise a mixed one.
 
-        With one token per sequence and no flag set it is a decode-only bucket, else a mixed one:
-          mixed: some sequence has more than one token although the counts, each the largest of any replica, do not show
-            it.
-          prompt: PROMPT_FEATURES act on its prompt tokens. Without mixed buckets the flag has no effect.
-          sections: the step has the message sections that `Buckets` was given, which must not be empty.
+        mixed: whether some sequence has more than one token. The counts, which are maxima over the replicas, may not
+        show that. prompt: whether PROMPT_FEATURES act on its prompt tokens; ignored if there are no mixed buckets.
+        sections: whether the step has the message sections that `Buckets` was given, which must not be empty.
 
         Raises ValueError for counts that no step may have, IndexError if a mixed bucket is needed and there is none.
         """

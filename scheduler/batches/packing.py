@@ -1,6 +1,4 @@
-"""Packing of a scheduled step into the flat int32 messages that its bucket's compiled step reads, one
-for each replica.
-"""
+"""Packing of a scheduled step into the flat int32 messages, one per replica, that its bucket's compiled step reads."""
 
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ from jaxengine.scheduler.batches.buckets import Bucket, Buckets
 
 @dataclass(frozen=True)
 class StepInput:
-    """Messages of one step, and the bucket they are for.
+    """Messages of one step, and the bucket that they are for.
 
     Attributes:
       bucket: the step's bucket.
       buffer: i32 [replicas, layout.size], newly allocated, since the device may read it after the next one is written.
-        Slots in a replica's message are its own, 0 to max_num_seqs - 1; the features of the header are the same for
-        all.
-      overflow: page-table entries that did not fit, which must be written before the step. Their rows count over all
-        replicas.
+        Each replica numbers its own slots from 0 to max_num_seqs - 1. The header's features are the same for all.
+      overflow: page-table entries that did not fit, which must be written before the step. Their rows are numbered over
+        all replicas.
     """
 
     bucket: Bucket
@@ -39,12 +36,12 @@ class Packer:
     """Packer of batches into messages, for one engine.
 
     Attributes:
-      buckets: the closed set of step shapes.
-      page_size: tokens of a page; bounds the page-table entries that a step can bring.
-      num_ranks: number of replicas, each of which has its own message.
-      num_groups: number of page tables of a slot: one for each cache group, and further ones of extensions.
-      sections: by name of a further message field, a function from a bucket to the field's shape, or None if the
-        bucket's messages do not have it.
+      buckets: the fixed set of step shapes.
+      page_size: tokens of a page, which limits the page-table entries that a step can write.
+      num_ranks: number of replicas, each of which has a message.
+      num_groups: number of page tables of a slot: one for each cache group, and one more for saved states, if any.
+      sections: functions by the name of a further message field. Each returns the field's shape for a bucket, or None
+        if the bucket's messages do not have the field.
     """
 
     buckets: Buckets
@@ -60,24 +57,24 @@ class Packer:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so this number is no
-        slot's.
+        """Number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so no slot has this
+        number.
         """
         return self.num_ranks * self.buckets.max_num_seqs
 
     @property
     def num_table_rows(self) -> int:
-        """Number of rows of a replica's page tables. The row of a slot is group * max_num_seqs + slot, so this number
-        is no slot's.
+        """Number of rows of a replica's page tables. The row of a slot is group * max_num_seqs + slot, so no slot has
+        this row.
         """
         return self.num_groups * self.buckets.max_num_seqs
 
     def pack(self, step: ScheduledStep) -> StepInput:
-        """Return the messages of a step of at least one row, in the smallest bucket that holds every replica's batch.
-        Page-table entries of a batch without rows are left out: no slot that they were written for has an owner.
+        """Return the messages of a step with at least one row, in the smallest bucket that holds every replica's batch.
+        Page-table entries of a batch without rows are left out, since their slots have lost their owners.
 
-        Raises ValueError if no bucket holds them or there is no row; for decodes of several tokens (step.width > 1)
-        IndexError for too many rows, KeyError for a width that the buckets lack.
+        Raises ValueError if the step has no rows or does not fit any bucket. If decodes have several tokens
+        (step.width > 1), raises IndexError for too many rows and KeyError for a width that the buckets lack.
         """
         batches = step.batches
         num_rows = max([batch.num_rows for batch in batches])
@@ -95,10 +92,10 @@ class Packer:
         buffer = self._empty[bucket].copy()
         overflow = []
         for rank, (row, batch) in enumerate(zip(buffer, batches, strict=True)):
-            # Kernels take the first num_decode rows to have one token each.
+            # Kernels assume that each of the first num_decode rows has one token.
             num_decode = batch.num_decode if step.width == 1 else 0
             layout.view(row, "header")[:] = batch.num_rows, num_decode, step.features
-            if batch.num_rows:  # else its entries are those of requests that were preempted as soon as they had grown
+            if batch.num_rows:  # otherwise its entries belong to requests that grew and were preempted in this step
                 self._write(layout, row, batch)
                 if len(batch.deltas.rows) > layout.num_deltas:
                     rows, columns, pages = (column[layout.num_deltas :] for column in batch.deltas)
@@ -106,17 +103,17 @@ class Packer:
         return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
 
     def nothing(self, bucket: Bucket, features: int) -> np.ndarray:
-        """Return the messages i32 [replicas, size] of a step without rows in this bucket, newly allocated, with these
-        feature bits set in the header.
+        """Return newly allocated messages, i32 [replicas, size], of a step without rows in this bucket, whose header
+        has these feature bits.
         """
-        message = self._empty[bucket].copy()
-        for own in message:
-            self.layouts[bucket].view(own, "header")[2] = features
-        return message
+        messages = self._empty[bucket].copy()
+        for message in messages:
+            self.layouts[bucket].view(message, "header")[2] = features
+        return messages
 
     def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
-        """Write one replica's rows, tokens, sections, and as many new page-table entries (deltas) as fit, into its
-        message, i32 [layout.size] of padding, in place. The field `sample` gets batch.choice unless that is None.
+        """Write one replica's rows, tokens, sections and as many new page-table entries (deltas) as fit into its
+        message, i32 [layout.size], which holds only padding. The field `sample` gets batch.choice unless that is None.
         """
         num_rows, first = batch.num_rows, batch.num_decode
         slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")
@@ -136,8 +133,8 @@ class Packer:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
 
     def _layout(self, bucket: Bucket) -> StepLayout:
-        """Return the layout of a bucket's message, with room for the page-table entries of all pages that the step's
-        tokens can begin, in every group. Only a prefix-cache hit can bring more, which `pack` returns as overflow.
+        """Return the layout of a bucket's message. It has room for the page-table entries, in every group, of all pages
+        that the step's tokens can begin. Only prefix-cache hits can add more, which `pack` returns as overflow.
         """
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
@@ -148,7 +145,7 @@ class Packer:
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:
-        """Messages i32 [replicas, size] of a step without rows, for each bucket: padding only, all token ids -1."""
+        """For each bucket the messages, i32 [replicas, size], of a step without rows: only padding, token ids -1."""
         messages = {}
         for bucket, layout in self.layouts.items():
             message = np.full(layout.size, -1, np.int32)
@@ -162,7 +159,7 @@ class Packer:
 
 
 def delta_chunks(deltas: PageDeltas, size: int, padding_row: int) -> Iterator[np.ndarray]:
-    """Yield page-table deltas in messages i32 [3, size] of rows, columns and pages; nothing for no deltas.
+    """Yield page-table deltas in messages i32 [3, size] of rows, columns and pages; nothing if there are no deltas.
 
     The last message is padded with entries of `padding_row` (a row that no page table has), column 0 and page 0.
     """

@@ -1,6 +1,6 @@
-"""Results of one replica's steps: applies sampled tokens to its slots, and returns the requests that they end.
+"""Results of one replica's steps: sampled tokens are applied to its slots, and end some of its requests.
 
-The tokens of a step are handled as arrays; if a row has several, they follow each other.
+The tokens of a step are handled as arrays. If a row has several tokens, they are adjacent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxengine.scheduler.batches.slots import Slots
 
 
 class End(NamedTuple):
-    """End of a request by its last token, with finish reason and stop_reason."""
+    """End of a request because of its last token, with its finish reason and stop_reason."""
 
     request: Request
     reason: FinishReason
@@ -26,9 +26,9 @@ class End(NamedTuple):
     def by(cls, request: Request, token: int, stopped: bool) -> End:
         """Return the end of a request whose last token is `token`.
 
-        stopped: whether the token is one of the request's stop tokens. The reason is ERROR for a negative token (the
-        row's logits were not finite); else STOP if it stopped, with the token as stop_reason unless it is in
-        `eos_token_ids`; else LENGTH.
+        stopped: whether the token is one of the request's stop tokens. The reason is ERROR for a negative token, which
+        means that the row's logits were not finite. Otherwise it is STOP if `stopped`, with the token as stop_reason
+        unless it is in `eos_token_ids`, and else LENGTH.
         """
         if token < 0:
             return cls(request, FinishReason.ERROR, NOT_FINITE)
@@ -41,7 +41,7 @@ class Results:
     """Application of sampled tokens to the slots of a replica."""
 
     def __init__(self, slots: Slots, rank: int, max_model_len: int):
-        """Store the slots of replica number `rank`. max_model_len: most tokens of a request, its prompt included."""
+        """Store the slots of replica `rank`. max_model_len: most tokens of a request, including its prompt."""
         self._slots = slots
         self._rank = rank
         self._max_model_len = max_model_len
@@ -59,22 +59,23 @@ class Results:
     def take(
         self, batch: ScheduledBatch, token_ids: np.ndarray, counts: np.ndarray | None, result: StepResult, now: float
     ) -> list[End]:
-        """Apply the tokens that a step of this replica sampled: append them to the outputs of its slots, add them to
-        `result`, and return the ends that they bring. Drafts that were not accepted are no longer counted as computed.
+        """Apply the tokens that a step of this replica has sampled: append them to the outputs of its slots, add them
+        to `result`, and return the requests that they end, which the caller must finish. Drafts that were not accepted
+        no longer count as computed.
 
-        The caller ends these requests. Tokens after the one that ends a request are dropped, and so are those of
-        requests that have lost their slot, unless `expect_late` was called.
+        Tokens after the one that ends a request are dropped. So are tokens of requests that have lost their slot,
+        unless `expect_late` was called for them.
 
         Args:
-          batch: the step's, from the replica's `commit`.
+          batch: the step's batch, from the replica's `commit`.
           token_ids: i32 [>= rows], or i32 [>= rows, W], of which the first `counts` tokens of each row are valid.
-          counts: i32 [>= rows], at least 1 each, fewer than were scheduled if some were not accepted; None if each
-            row has one token.
-          result: what is added to: new tokens, intervals, first tokens, tokens to stream or to follow.
-          now: when the tokens came, in seconds of the engine's clock.
+          counts: i32 [>= rows], at least 1 each; less than num_scheduled if not all were accepted. None if each row has
+            one token.
+          result: result of the whole step, to which this replica's tokens are added.
+          now: when the tokens arrived, in seconds of the engine's clock.
         """
         s, width = self._slots, 1 if counts is None else token_ids.shape[1]
-        # A decode always samples, and never a request's first token.
+        # A decode always samples, and what it samples is never a request's first token.
         only_decodes = batch.num_decode == batch.num_rows
         rows = self._rows[: batch.num_rows] if only_decodes else batch.sample.nonzero()[0]
         own, epochs = (batch.slots, batch.epochs) if only_decodes else (batch.slots[rows], batch.epochs[rows])
@@ -87,25 +88,25 @@ class Results:
                     late = token_ids[row : row + 1] if counts is None else token_ids[row, : counts[row]]
                     self._take_late(request, row * width, late, result, ends, now)
             rows, own = rows[current], own[current]
-        # For each token its slot, its id, the number of known tokens including it, and its index in the step.
+        # For each token: its slot, its id, the number of its request's known tokens up to it, its index in the step.
         slots = own
         if counts is None:
-            tokens, known, places = token_ids[rows], s.num_known[slots] + 1, rows
+            tokens, known, indices = token_ids[rows], s.num_known[slots] + 1, rows
         else:
             surplus = batch.num_scheduled[rows] - counts[rows]
             s.num_computed[own] -= surplus
             s.num_tokens[own] -= surplus
-            index, column = np.nonzero(np.arange(width) < counts[rows, None])
-            slots = own[index]
-            tokens, known = token_ids[rows[index], column], s.num_known[slots] + 1 + column
-            places = rows[index] * width + column
+            row, column = np.nonzero(np.arange(width) < counts[rows, None])
+            slots = own[row]
+            tokens, known = token_ids[rows[row], column], s.num_known[slots] + 1 + column
+            indices = rows[row] * width + column
         stopped = s.are_stops(slots, tokens) & (known >= s.min_stop[slots])
         ended = stopped | (known >= s.limit[slots]) | (tokens < 0)
         if counts is not None and ended.any():
             last = np.full(s.max_num_seqs, np.iinfo(np.int32).max, np.int32)
             np.minimum.at(last, slots[ended], known[ended])
             kept = known <= last[slots]
-            slots, tokens, known, places = slots[kept], tokens[kept], known[kept], places[kept]
+            slots, tokens, known, indices = slots[kept], tokens[kept], known[kept], indices[kept]
             stopped, ended = stopped[kept], ended[kept]
         result.num_new_tokens += len(slots)
         s.append_tokens(slots, tokens, known)
@@ -120,9 +121,9 @@ class Results:
             result.followed += zip(s.requests[slots[followed]], tokens[followed].tolist(), strict=True)
         wanted = s.per_step[slots]
         if wanted.any():
-            emitted = TokenRows(s.tag[slots], tokens, rank=self._rank, rows=places)
+            emitted = TokenRows(s.tag[slots], tokens, rank=self._rank, rows=indices)
             if not wanted.all():
-                emitted = TokenRows(emitted.tags[wanted], tokens[wanted], rank=self._rank, rows=places[wanted])
+                emitted = TokenRows(emitted.tags[wanted], tokens[wanted], rank=self._rank, rows=indices[wanted])
             if batch.features & LOGPROBS:
                 scored = (s.features[slots[wanted]] & LOGPROBS > 0) & (emitted.token_ids >= 0)
                 emitted = emitted._replace(scored=np.flatnonzero(scored))
@@ -140,17 +141,17 @@ class Results:
     def _take_late(
         self,
         request: Request,
-        place: int,
+        first_index: int,
         token_ids: np.ndarray,
         result: StepResult,
         ends: list[End],
         now: float,
     ) -> None:
-        """Apply tokens i32 [n] of a request that was preempted before they came: append them to its output and to
+        """Apply tokens i32 [n] of a request that was preempted before they arrived: append them to its output and to
         `result`, and set its `wait` to Wait.NONE.
 
-        An end that they bring is appended to `ends`, and tokens after it are dropped. place: index of the first one
-        among all positions for which the step sampled tokens. now: see `take`.
+        If one of them ends the request, the end is appended to `ends`, and the tokens after it are dropped.
+        first_index: index of the first token in the step. now: see `take`.
         """
         request.wait = Wait.NONE
         for column, token in enumerate(token_ids.tolist()):
@@ -165,7 +166,7 @@ class Results:
             request.last_token_time = now
             if request.per_step:
                 scored = np.arange(token >= 0 and request.params.logprobs is not None)
-                ids, rows = np.array([token], np.int32), np.array([place + column])
+                ids, rows = np.array([token], np.int32), np.array([first_index + column])
                 result.emitted.append(TokenRows(np.array([request.tag]), ids, scored, None, self._rank, rows))
             if request.params.features & LAST_TOKEN:
                 result.followed.append((request, token))

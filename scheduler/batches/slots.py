@@ -1,4 +1,4 @@
-"""Running requests as columns, one row per slot, so that a step's work on all of them is a few array operations."""
+"""Running requests in columns with one row per slot, so that a step handles all of them with a few array operations."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from numpy.typing import DTypeLike
 
 from jaxengine.scheduler.base.request import Request
 
-# Most stop ids of a slot in the table, which is compared for all slots at once. The rare longer lists are sets outside
-# the table, so that one request does not slow down the steps of others.
+# Most stop ids of a slot in the table that is compared for all slots at once. Longer lists, which are rare, are kept as
+# sets outside of the table, so that one request does not slow down the steps of others.
 STOP_COLUMNS = 8
 
 
 class Slots:
-    """Columns over slots 0 .. max_num_seqs - 1 of one replica. A slot's row is meaningful only while `active`.
+    """Columns over slots 0 .. max_num_seqs - 1 of one replica. A slot's row is only meaningful while `active` is true.
 
-    `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
-    the tokens of steps in flight. Positions below `num_fed` were known when the request took the slot and are sent from
-    the host; from there on each step feeds the token sampled before it. `limit` is the number of tokens, prompt
-    included, at which the request ends, `min_stop` the number from which on a stop token ends it. `epoch` changes with
-    every owner, so results of an earlier owner can be told apart. `last_step` is the number of the last step in which a
-    slot had a row, `last_token_time` when its last token came.
+    `num_tokens` counts the tokens of the request up to the last one that a scheduled step samples, `num_known` those
+    whose ids the host has. They differ by the tokens of steps in flight. The first `num_fed` tokens were known when the
+    request took the slot, and the host sends their ids; after them each step feeds the token sampled before it. `limit`
+    is the number of tokens, prompt included, at which the request ends. `min_stop` is the number of tokens from which
+    on a stop token ends it. `epoch` changes with every owner, so that results of an earlier owner are recognised.
+    `last_step` is the number of the last step in which the slot had a row, and `last_token_time` the time at which its
+    last token arrived.
 
     Attributes:
       requests: object [max_num_seqs], the owners, None for a free slot.
@@ -41,7 +42,6 @@ class Slots:
         self.epoch = column(np.int64)
         self.priority = column(np.int64)
         self.arrival_index = column(np.int64)
-        self.deadline = column(np.float64, np.inf)
         self.num_prompt = column()
         self.num_computed = column()
         self.num_tokens = column()
@@ -55,7 +55,7 @@ class Slots:
         self.tag = column(np.int64)
         self.features = column(np.int32)
         self._stop_ids = np.full((STOP_COLUMNS, max_num_seqs), -1, np.int32)
-        self._num_stop_columns = 0  # columns that requests use
+        self._num_stop_columns = 0  # columns of _stop_ids that are in use
         self._has_many_stop_ids = column(np.bool_, False)
         self._many_stop_ids: dict[int, frozenset[int]] = {}
         self.known: list[np.ndarray | None] = [None] * max_num_seqs
@@ -77,19 +77,18 @@ class Slots:
         Raises IndexError if no slot is free.
 
         Args:
-          known: i32 [n], the tokens to feed: all of the prompt, and the output so far.
-          num_computed: how many of these have their KV already.
-          limit: number of tokens, those of the prompt included, at which the request ends.
+          known: i32 [n], the tokens to feed: the prompt and the output so far.
+          num_computed: how many of these already have their KV.
+          limit: number of tokens, including the prompt's, at which the request ends.
 
-        Raises OverflowError, TypeError or ValueError if a value of the request fits no column; the slot then stays
-        free.
+        Raises OverflowError, TypeError or ValueError if a value of the request does not fit its column; the slot then
+        stays free.
         """
         slot = self._free[-1]
         num_output = len(known) - request.num_prompt_tokens
         self._reserve(limit - request.num_prompt_tokens)
         self.priority[slot] = request.priority
         self.arrival_index[slot] = request.arrival_index
-        self.deadline[slot] = request.deadline
         self.num_prompt[slot] = request.num_prompt_tokens
         self.num_computed[slot] = num_computed
         self.num_tokens[slot] = self.num_known[slot] = self.num_fed[slot] = len(known)
@@ -119,7 +118,7 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Free the slot. Its request gets the known output, the time of its last token, and slot -1."""
+        """Free a slot. Store the known output, the time of the last token and slot -1 in its request."""
         request = self.requests[slot]
         assert request is not None
         request.output_token_ids = self.output(slot).copy()
@@ -133,11 +132,11 @@ class Slots:
         self._free.append(slot)
 
     def output(self, slot: int) -> np.ndarray:
-        """Return the known output tokens of a slot, i32[n], a view."""
+        """Return the known output tokens of a slot, i32[n], as a view."""
         return self._output[slot, : self.num_known[slot] - self.num_prompt[slot]]
 
     def known_token_ids(self, slot: int) -> np.ndarray:
-        """Return prompt and known output of a slot, i32[n]."""
+        """Return the prompt and the known output of a slot, i32[n]."""
         return np.concatenate([self.requests[slot].prompt_token_ids, self.output(slot)])
 
     def last_token_ids(self, slots: np.ndarray) -> np.ndarray:
@@ -145,19 +144,19 @@ class Slots:
         return self._output[slots, self.num_known[slots] - self.num_prompt[slots] - 1]
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray, known: np.ndarray) -> None:
-        """Append sampled tokens to the outputs of slots, those of a slot in order, and set `num_known`.
+        """Append sampled tokens to the outputs of slots, and set `num_known`. The tokens of a slot must be in order.
 
         Args:
           slots: the slot of each token.
           token_ids: i32[n].
-          known: for each token, the number of known tokens of its slot including it, prompt included.
+          known: for each token, the number of its slot's known tokens up to and including it, with the prompt's.
         """
         self._output[slots, known - self.num_prompt[slots] - 1] = token_ids
         self.num_known[slots] = known
 
     def are_stops(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """Return bool [n], whether each of `token_ids` i32 [n] is a stop id of its slot in `slots` i64 [n]. `min_stop`
-        is not taken into account.
+        """Return bool [n]: whether each of `token_ids` i32 [n] is a stop id of its slot in `slots` i64 [n]. `min_stop`
+        is not considered.
         """
         stops = np.zeros(len(slots), np.bool_)
         for ids in self._stop_ids[: self._num_stop_columns]:
@@ -167,18 +166,16 @@ class Slots:
                 stops[row] = int(token_ids[row]) in self._many_stop_ids[int(slots[row])]
         return stops
 
-    def last_in_line(self) -> int:
-        """Return the active slot to preempt first: the one with the largest `priority` number, and of these the latest
-        arrival. Raises IndexError without active slots.
+    def last_in_order(self) -> int:
+        """Return the active slot to preempt first: the one with the largest `priority` number, and among equals the
+        latest arrival. Raises IndexError if no slot is active.
         """
         slots = np.flatnonzero(self.active)
         order = np.lexsort((self.arrival_index[slots], self.priority[slots]))
         return int(slots[order[-1]])
 
     def _reserve(self, num_output: int) -> None:
-        """Make room for `num_output` output tokens in every slot. If the array lacks room, it grows to at least twice
-        its size.
-        """
+        """Make room for `num_output` output tokens in every slot. If the array is too small, at least double it."""
         rows, columns = self._output.shape
         if num_output > columns:
             wider = np.empty((rows, max(num_output, 2 * columns)), np.int32)

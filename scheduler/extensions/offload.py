@@ -1,9 +1,9 @@
 """Pages and states stored outside of the devices: which to store, and which to load before a request runs.
 
 Pages and snapshots are stored under their digests when they are about to be overwritten, or as soon as they are filled.
-A request whose prefix reaches further with stored ones waits outside the queue while they are loaded. They
-come back as cached pages that no request holds, so admission finds them like any others. No request waits twice for the
-same pages: those that have been reused for others in the meantime are computed.
+A request that could reuse a longer prefix with stored ones waits, outside the queue, while they are loaded. They become
+cached pages that no request holds, so its admission finds them like any others. No request waits twice for the same
+pages: if they were overwritten in the meantime, its tokens are computed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "offload"
 RECOMPUTE, SWAP, AUTO = PREEMPTION_MODES = ("recompute", "swap", "auto")
-# Most digests whose lookups are counted.
-_MAX_SEEN = 1 << 20
+# The number of digests whose lookups are counted.
+_MAX_COUNTED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class OffloadOptions:
 
 
 class Store(Protocol):
-    """Content of pages and states by key, outside of the devices."""
+    """The content of pages and states, stored by key outside of the devices."""
 
     def has(self, key: bytes) -> bool:
         """Whether a key is stored, or being stored."""
@@ -68,7 +68,7 @@ class Store(Protocol):
 
 
 class NoStore(Store):
-    """Store without content."""
+    """A store that is always empty."""
 
     def has(self, key: bytes) -> bool:
         """Return False: no key is stored."""
@@ -87,14 +87,14 @@ class NoStore(Store):
 
 @dataclass(eq=False)
 class Load:
-    """Pages and state that a waiting request lacks.
+    """The stored pages and state that a waiting request needs.
 
     Attributes:
       request: the waiting request.
       rank: replica that the request is likely to run on.
-      pages: keys of the pages of the prefix, in order of their columns.
-      keys: of the pages that the replica lacks, then of a state.
-      num_tokens: tokens that need not be computed if all of it is loaded.
+      pages: keys of the pages of the prefix, in the order of their columns.
+      keys: keys of the pages to load, those that the replica lacks, and after them that of a state, if any.
+      num_tokens: number of tokens that need not be computed once all are loaded.
     """
 
     request: Request
@@ -106,12 +106,11 @@ class Load:
 
 @dataclass(eq=False)
 class Orders:
-    """Pages or snapshots of one replica to be stored. Each dict has the digest key and the page or snapshot that holds
-    the content.
+    """Pages or snapshots of one replica that are to be stored: dicts from the key to the page or snapshot.
 
     Attributes:
-      leaving: to be copied before the next step is dispatched, which overwrites them.
-      filled: to be copied after the next step is dispatched, which may be the one that fills them.
+      leaving: those to copy before the next step is dispatched, which overwrites them.
+      filled: those to copy after the next step is dispatched, which may be the one that fills them.
     """
 
     leaving: dict[bytes, int] = field(default_factory=dict)
@@ -119,46 +118,46 @@ class Orders:
 
 
 class Offload(SchedulerExtension):
-    """Scheduler extension with the pages to be stored, and the requests that wait for stored ones.
+    """Scheduler extension that decides which pages to store, and which requests wait for stored ones.
 
     Attributes:
       store: the stored content; a NoStore until the engine's extension sets it.
-      loads: what requests wait for; the engine's extension starts these loads and empties the list.
+      loads: loads that requests wait for; the engine's extension starts them and empties the list.
       num_queries, num_hits: tokens that requests looked for in the store, and tokens that were loaded for them.
       num_by_mode: number of preempted requests by how they get their pages back.
       num_forgotten: how often the pools have dropped all their pages.
-      is_due: whether the code that stores pages has something to do; it clears the flag.
-      is_own: False once requests may have continued with other weights than their digests name.
+      is_due: whether there is something to store; the code that stores pages clears it.
+      is_own: False once requests may have continued with other weights than those that their digests stand for.
     """
 
     name: ClassVar[str] = NAME
     ranks: Sequence[RankOffload] = ()
 
     def __init__(self, options: OffloadOptions):
-        """Start with a store without content, and no request waiting."""
+        """Start with an empty store and no waiting request."""
         self.options = options
         self.store: Store = NoStore()
         self.loads: list[Load] = []
         self.num_queries = self.num_hits = self.num_forgotten = 0
         self.num_by_mode = {RECOMPUTE: 0, SWAP: 0}
         self.is_own, self.is_due = True, False
-        # Requests that have been checked, with the tokens that were in the pool then.
-        self._tried: dict[Request, int] = {}
+        # Requests that `admits` has checked, with the number of their tokens that were cached then.
+        self._checked: dict[Request, int] = {}
         self._pinned: dict[Request, list[bytes]] = {}
-        self._seen: dict[bytes, int] = {}
+        self._num_lookups: dict[bytes, int] = {}  # by digest
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """Create `ranks`, which listen to the replicas' pools and snapshots from then on."""
         self._ranks, self.ranks = ranks, [RankOffload(self, rank) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
-        """Return whether a request need not wait for stored pages. If it must wait, append to `loads` what it lacks on
-        the replica with the least work (tokens held there, minus those that would be loaded).
+        """Return whether a request can be admitted without waiting for stored pages. If it must wait, append a Load to
+        `loads`, for the replica with the least work (tokens held there, minus those that would be loaded).
 
-        True for a request that was checked before, that no replica has room for now, that would gain nothing, or that
-        was preempted and will rather be recomputed. Tokens looked for in the store are counted.
+        It need not wait if it was checked before, if no replica has room for it now, if nothing useful is stored, or if
+        it was preempted and is to be recomputed. Also counts the tokens looked for in the store.
         """
-        if request in self._tried:
+        if request in self._checked:
             return True
         offers = [(rank, offer) for rank in self._ranks if rank.is_open and (offer := rank.offer(request)) is not None]
         if not offers:
@@ -168,16 +167,17 @@ class Offload(SchedulerExtension):
         work = [rank.num_tokens - load.num_tokens for (rank, _), load in zip(offers, loads, strict=True)]
         best = loads[work.index(min(work))]
         if not best.keys or not self._is_wanted(request, best):
-            self._tried[request] = self._ranks[0].config.max_model_len
+            self._checked[request] = self._ranks[0].config.max_model_len
             return True
-        self._tried[request] = offers[loads.index(best)][1].num_cached
+        self._checked[request] = offers[loads.index(best)][1].num_cached
         self.loads.append(best)
         return False
 
     def preempted(self, request: Request) -> str | None:
-        """Count a preempted request by its mode, and return the mode in capitals: "SWAP" or "RECOMPUTE". In mode "auto"
-        it is the faster one (`Store.pays`). With SWAP the keys of its pages and last two states are pinned in the
-        store.
+        """Count a preempted request by its mode, and return the mode in capitals: "SWAP" or "RECOMPUTE".
+
+        With preemption_mode "auto" it is the faster one (`Store.pays`). With SWAP the keys of its pages and of its last
+        two states are pinned in the store.
         """
         mode = self.options.preemption_mode
         if mode == AUTO:
@@ -192,20 +192,22 @@ class Offload(SchedulerExtension):
         return mode.upper()
 
     def weights_replaced(self) -> None:
-        """Set `is_own` to False, because digests no longer name the weights, and `is_due` to True."""
+        """Set `is_own` to False, because the digests no longer stand for the current weights, and `is_due` to True."""
         self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
-        """Unpin the stored content of a request that runs or has ended, and forget that it was checked."""
+        """Unpin the stored content of a request that is running or has ended, and forget that it was checked."""
         if request in self._pinned:
             self.store.unpin(self._pinned.pop(request))
-        self._tried.pop(request, None)
+        self._checked.pop(request, None)
 
     def admitted(self, request: Request, num_cached: int) -> None:
-        """Count the tokens that a request's wait has brought (also in Request.num_external_tokens at its first
-        admission), and release what is kept for it (`ended`). num_cached: tokens found in the prefix cache.
+        """Count the tokens that were loaded for a request (at its first admission also in Request.num_external_tokens),
+        and release what was kept for it (`ended`).
+
+        num_cached: number of its tokens found in the prefix cache.
         """
-        hits = max(0, num_cached - self._tried.get(request, num_cached))
+        hits = max(0, num_cached - self._checked.get(request, num_cached))
         self.num_hits += hits
         if request.num_cached_tokens < 0:  # its first admission
             request.num_external_tokens = hits
@@ -216,11 +218,11 @@ class Offload(SchedulerExtension):
         requests have looked for it at least store_threshold times.
         """
         least = self.options.store_threshold
-        return not self.store.has(key) and (least < 2 or self._seen.get(key[:32], 0) >= least)
+        return not self.store.has(key) and (least < 2 or self._num_lookups.get(key[:32], 0) >= least)
 
     def _load(self, request: Request, rank: Rank, offer: Offer) -> Load:
-        """Return what of a request's prefix is stored and would extend the replica's cached prefix, which is in its
-        `offer`. `keys` is empty and `num_tokens` 0 if nothing would.
+        """Return the Load that would extend the prefix of a request that the replica has cached, according to its
+        `offer`. If none would, its `keys` are empty and `num_tokens` is 0.
         """
         digests = rank.findable(request, offer.known)
         found = reach(rank.pages, digests, self.store.has)
@@ -229,8 +231,8 @@ class Offload(SchedulerExtension):
         return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
-        """Whether a request should wait for `load`, what it lacks. True unless it was preempted; then only in mode
-        "swap", or in mode "auto" if loading takes less time than computing (`Store.pays`).
+        """Whether a request should wait for `load`. A preempted one should only in mode "swap", or in mode "auto" if
+        loading takes less time than computing (`Store.pays`).
         """
         if request.status is not RequestStatus.PREEMPTED:
             return True
@@ -238,22 +240,22 @@ class Offload(SchedulerExtension):
         return mode == SWAP or (mode == AUTO and self.store.pays(len(load.keys), load.num_tokens))
 
     def _count_lookups(self, request: Request, rank: Rank, offer: Offer) -> None:
-        """Add the tokens that a request looks for in the store to `num_queries`. With a store_threshold above 1, also
-        count each digest of its prefix; the _MAX_SEEN digests looked for last are remembered.
+        """Add the number of tokens that a request looks for in the store to `num_queries`. With a store_threshold above
+        1, also count the lookups of each digest of its prefix; counts of the last _MAX_COUNTED digests are kept.
         """
         self.num_queries += len(offer.known) - offer.num_cached
         if self.options.store_threshold > 1:
             for digest in rank.findable(request, offer.known):
-                self._seen[digest] = self._seen.pop(digest, 0) + 1
-            while len(self._seen) > _MAX_SEEN:
-                del self._seen[next(iter(self._seen))]
+                self._num_lookups[digest] = self._num_lookups.pop(digest, 0) + 1
+            while len(self._num_lookups) > _MAX_COUNTED:
+                del self._num_lookups[next(iter(self._num_lookups))]
 
 
 class RankOffload(RankExtension):
-    """Offloading in one replica's schedule. It listens to the replica's pages and snapshots.
+    """Offloading of one replica: listens to its pages and snapshots, and registers pages that are loaded.
 
     Attributes:
-      pages, states: Orders for them; the code that stores them empties these.
+      pages, states: the pages and snapshots to store; the code that stores them empties these.
     """
 
     def __init__(self, offload: Offload, rank: Rank):
@@ -270,16 +272,15 @@ class RankOffload(RankExtension):
         self._offload.admitted(request, hits.num_columns * self._tables.page_size)
 
     def take(self, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Allocate pages for these keys, register them under the keys, and return (key, page) of each. They can be
-        found from then on, before their content is there, so call this before the next step is scheduled. Keys that the
-        pool already has are left out, and so are the last ones if too few pages are free.
+        """Allocate pages for these keys, register them under the keys, and return (key, page) of each.
 
-        prefix: keys of the prefix that they belong to. Its pages are not reused for the new ones, and count as used
-        last.
+        Requests can find the pages at once, so their content must be written before the next step is scheduled. Keys
+        that the pool already has are left out, and so are the last ones if too few pages are free. prefix: keys of the
+        prefix that they belong to; its pages are not reused for the new ones, and count as the most recently used.
         """
         pool = self._tables.pool
-        here = [page for key in prefix if (page := pool.find(key)) is not None]
-        pool.acquire(np.array(here, np.int32))
+        cached = [page for key in prefix if (page := pool.find(key)) is not None]
+        pool.acquire(np.array(cached, np.int32))
         keys = [key for key in keys if pool.find(key) is None][: pool.num_free]
         pages = pool.allocate(len(keys)).tolist()
         for key, page in zip(keys, pages, strict=True):
@@ -288,22 +289,23 @@ class RankOffload(RankExtension):
         return list(zip(keys, pages, strict=True))
 
     def take_state(self, key: bytes) -> int | None:
-        """Return the snapshot to which the state of a key (`state_key`) is to be written, and under whose digest it can
-        be found from then on. None if it is there already, if every snapshot is used by the newest step or was taken
-        since, or if the model has no states.
+        """Return the snapshot to which the state of a key (`state_key`) is to be written; it is registered at once.
+
+        None if the state is there already, if every snapshot is used by the newest step or was taken since, or if the
+        model has no states.
         """
         snapshots = self._tables.snapshots
         return None if snapshots is None else snapshots.put(key[: -len(state_key(b""))])
 
     def clear(self) -> None:
-        """Drop all orders, because the pages' content is no longer valid."""
+        """Drop all orders to store, because the pages' content is no longer valid."""
         for orders in (self.pages, self.states):
             orders.leaving.clear()
             orders.filled.clear()
 
 
 class _Listener:
-    """Listener of a pool or of snapshots that orders their content to be stored."""
+    """Listener of a pool or of snapshots that orders their content to be stored, by adding to an Orders."""
 
     def __init__(self, offload: Offload, orders: Orders, key: Callable[[bytes], bytes]):
         """Store the extension, the orders to fill, and the function from a digest to its key."""
@@ -320,7 +322,7 @@ class _Listener:
             due.pop(self._key(digest), None)
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Order those pages which are wanted to be stored before they are overwritten."""
+        """Order those of the pages that are wanted to be stored before they are overwritten."""
         for digest, page in zip(digests, pages, strict=True):
             key = self._key(digest)
             self._orders.filled.pop(key, None)

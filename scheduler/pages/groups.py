@@ -1,12 +1,12 @@
-"""Pages that the slots of a replica hold, in every cache group.
+"""Page tables: the pages that the slots of a replica hold, in every cache group.
 
-A cache group is a set of layers that need the same keys: those of all tokens, or those of a window. All groups take
-pages from one pool of equally large pages, and each has a page table of its own; one page of each group holds the keys
-and values of `page_size` tokens, a *column*. A group with a window frees pages as the window leaves them. (The layout
-is that of vLLM's hybrid KV cache manager.)
+A cache group is a set of layers that need the same keys: those of all tokens, or those of a sliding window. All groups
+take pages of the same size from one pool, and each group has its own page table. `page_size` consecutive tokens of a
+slot form a *column*, for which each group has one page. A group with a window frees its pages as the window leaves
+them. (The layout is that of vLLM's hybrid KV cache manager.)
 
-Steps run on the device in the order in which they were scheduled, so a page that is freed while a step in flight still
-reads it is overwritten only after that step. Of requests this module knows only their digests.
+Steps run on the device in the order in which they were scheduled. So a page that is freed while a step in flight still
+reads it is overwritten only after that step. This module handles slots and digests, not requests.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Deltas = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def most_pages_of(config: SchedulerConfig, num_tokens: int) -> int:
-    """Return the most pages that a sequence of num_tokens tokens holds at once, over all cache groups of a
-    configuration.
+    """Return the most pages that a sequence of `num_tokens` tokens holds at once, over the configuration's cache
+    groups.
     """
     chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
     return most_pages(num_tokens, config.windows, page_size=config.page_size, chunk=chunk)
 
 
 def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
-    """Return the most pages that a sequence of num_tokens tokens holds at once, over cache groups with these windows
-    (keys that a token sees, itself included; None for all).
+    """Return the most pages that a sequence of `num_tokens` tokens holds at once, over cache groups with these windows.
 
-    chunk: most tokens of the sequence that one step computes. A group with a window must hold the window of the chunk's
-    first token and the chunk: n consecutive tokens, whose first may be the last of a page, so that the others fill
-    ceil((n - 1) / page_size) columns after it.
+    windows: how many keys a token attends to, including its own; None for all. chunk: most tokens of the sequence that
+    one step computes. A group with a window must hold the chunk and the window of its first token. If these are n
+    consecutive tokens, the first one may be the last of its page, and the others then take ceil((n - 1) / page_size)
+    more pages.
     """
     columns = -(-num_tokens // page_size)
     return sum(
@@ -49,17 +49,17 @@ class PageTables:
     """Page tables of slots 0 .. max_num_seqs - 1 of one replica.
 
     Attributes:
-      pool: the pool that pages come from. page_size: tokens of a page.
+      pool: the pool from which pages are allocated. page_size: tokens of a page.
       table: i32 [G, max_num_seqs, columns], page ids, -1 where a slot holds no page.
-      num_groups: number of cache groups. whole: those that keep all keys. windowed: (group, window) of the others.
+      num_groups: number of cache groups. whole: groups that keep all keys. windowed: (group, window) of the others.
       num_columns: i32 [max_num_seqs], number of columns that a slot has begun.
       snapshots: recurrent states of prefixes; None if none are kept.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
     """
 
     def __init__(self, config: SchedulerConfig):
-        """Create the pool, snapshots if the configuration has any, and tables without pages. Raises ValueError if
-        num_pages is below 1.
+        """Create the pool, snapshots if the configuration has any, and empty tables. Raises ValueError for num_pages
+        < 1.
         """
         self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
         self.page_size = config.page_size
@@ -68,18 +68,18 @@ class PageTables:
         self.snapshots = Snapshots(count, slots, config.page_size) if count else None
         self.windowed = [(group, window) for group, window in enumerate(config.windows) if window is not None]
         self.whole = [group for group, window in enumerate(config.windows) if window is None]
-        # Number of columns, before that of a token that begins a column, of which its window shows something: these and
-        # its own are all that a decode holds, i64[g, 1] for the groups with windows.
+        # i64[g, 1] for the groups with windows: when a decode begins a new column, how many of the columns before it
+        # its window reaches into. It holds these and the new one.
         behind = [min(-(-(window - 1) // self.page_size), config.max_pages_per_seq) for _, window in self.windowed]
         self._behind_new = np.array(behind, np.int64)[:, None]
         self._window_groups = np.array([group for group, _ in self.windowed], np.int64)[:, None]
-        # One array for all tables, padded in front with columns without pages, so that every column has some before it.
+        # All tables in one array. Empty columns are put in front, so that indices before column 0 are valid.
         pad = 1 + max(behind, default=0)
-        places = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
-        self.table, self._places, self._width, self._pad = places[..., pad:], places.ravel(), places.shape[-1], pad
+        padded = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
+        self.table, self._flat, self._width, self._pad = padded[..., pad:], padded.ravel(), padded.shape[-1], pad
         self.num_groups = groups
         self.num_columns = np.zeros(slots, np.int32)
-        # For the groups with windows: number of last columns whose pages a slot holds.
+        # For the groups with windows: the number of columns, counted from the last, whose pages a slot holds.
         self._held = np.zeros((len(self.windowed), slots), np.int32)
         self.deltas: list[Deltas] = []
         self._num_registered = np.zeros(slots, np.int32)
@@ -89,8 +89,8 @@ class PageTables:
 
     @property
     def num_held(self) -> np.ndarray:
-        """Number of last columns whose pages a slot holds, i32 [G, max_num_seqs]; it has freed the pages of earlier
-        columns, or never had them.
+        """Number of columns, counted from the last, whose pages a slot holds, i32 [G, max_num_seqs]. The slot has freed
+        the pages of earlier columns, or never had them.
         """
         held = np.tile(self.num_columns, (self.num_groups, 1))
         held[self._window_groups[:, 0]] = self._held
@@ -112,28 +112,28 @@ class PageTables:
         return self.num_groups * int(columns[columns > 0].sum())
 
     def num_to_grow(self, slots: np.ndarray) -> int:
-        """Return the number of free pages that one more column for each of `slots` i64 [n] takes, minus those that
-        windows free.
+        """Return how many free pages one more column for each of `slots` i64 [n] takes, minus the pages that windows
+        free at the same time.
         """
         return len(self.whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
 
     def can_take(self, hits: Hits, num_pages: int) -> bool:
-        """Whether the pool has `num_pages` free pages besides those of `hits`."""
+        """Whether the pool has `num_pages` free pages in addition to those of `hits`."""
         return num_pages <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """Return the longest prefix of a digest chain whose pages every group has, and, if there are snapshots, whose
-        state is saved.
+        """Return the longest prefix of a digest chain for which every group has the pages that it needs and, if there
+        are snapshots, whose state is saved.
 
-        digests: of the prefix's pages, in order. Nothing is reserved: the pages may be allocated to others until
-        `begin`.
+        digests: digest chain, one for each page, in order. Nothing is reserved: until `begin`, the pages may be
+        allocated to others.
         """
         run, whole = len(digests), {}
         for group in self.whole:
             whole[group] = self.pool.lookup([page_key(digest, group) for digest in digests[:run]])
             run = len(whole[group])
         found = [[self.pool.find(page_key(digest, group)) for digest in digests[:run]] for group, _ in self.windowed]
-        # For each column, the number of pages before it that are known without a gap.
+        # For each column, the number of pages directly before it that are cached without a gap.
         counts = [gapless([page is not None for page in pages]) for pages in found]
         num_known = run
         while run and (
@@ -153,7 +153,7 @@ class PageTables:
 
     def begin(self, slot: int, hits: Hits) -> None:
         """Assign the pages of a cached prefix, the result of `lookup`, to a slot without pages. Each page gets one more
-        reference, and its table entry is written.
+        reference and a table entry.
         """
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
         self._held[:, slot] = [len(hits.pages[group]) for group, _ in self.windowed]
@@ -163,8 +163,8 @@ class PageTables:
                 self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Allocate the pages of every group that the slot's first `num_tokens` tokens lack, and write their table
-        entries. Raises ValueError if the pool has too few; nothing has changed then.
+        """Allocate the pages that the slot's first `num_tokens` tokens lack, in every group, and write their table
+        entries. Raises ValueError, with nothing changed, if the pool has too few.
         """
         first, last = int(self.num_columns[slot]), self._columns(num_tokens)
         if last > first:
@@ -178,40 +178,39 @@ class PageTables:
         """Allocate the pages of one more column for each of `slots`, i64 [n] without repeats, whose columns are all
         full.
 
-        Pages that a window leaves are freed first, at most one of each group and slot, and reused at once if none of
-        them is in the prefix cache or shared. The caller must have checked that the pool has enough pages; a ValueError
-        leaves the tables half changed.
+        Pages that a window leaves, at most one per group and slot, are freed first. They are reused at once if none of
+        them is shared or in the prefix cache. The caller must have checked that the pool has enough pages; otherwise a
+        ValueError leaves the tables inconsistent.
         """
         columns, count = self.num_columns[slots], len(slots)
         rows = slots + self._first_rows
-        places = rows * self._width + (columns + self._pad)
+        entries = rows * self._width + (columns + self._pad)
         if not self.windowed:
             pages = self.pool.allocate(self.num_groups * count)
         else:
-            behind = places[: len(self.windowed)] - (1 + self._behind_new)
-            pages = self._places[behind].ravel()
-            self._places[behind] = -1
-            if self.pool.are_nameless(pages):
+            left = entries[: len(self.windowed)] - (1 + self._behind_new)
+            pages = self._flat[left].ravel()
+            self._flat[left] = -1
+            if self.pool.never_registered(pages):
                 pages = np.concatenate((pages, self.pool.allocate(len(self.whole) * count)))
             else:
                 self._held[:, slots] += (pages < 0).reshape(-1, count)
                 self.pool.free(pages[pages >= 0])
                 pages = self.pool.allocate(self.num_groups * count)
-        self._places[places] = pages.reshape(places.shape)
+        self._flat[entries] = pages.reshape(entries.shape)
         self.deltas.append((rows.ravel().astype(np.int32), np.concatenate([columns] * self.num_groups), pages))
         self.num_columns[slots] += 1
 
     def grow_to(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Allocate the pages that the first `num_tokens` i64 [n] tokens of `slots` i64 [n] lack.
-
-        The caller must have checked that enough are free (`num_missing_of`).
+        """Allocate the pages that `slots` i64 [n] lack for their first `num_tokens` i64 [n] tokens. The caller must
+        have checked that enough pages are free (`num_missing_of`).
         """
         while (needy := num_tokens > self.num_columns[slots] * self.page_size).any():
             self.grow_by_one(slots[needy])
 
     def give_back(self, slot: int, position: int) -> None:
-        """Free the pages, in groups with windows, that no token of a slot from `position` on will see. No deltas are
-        written. `grow_by_one` does this, too.
+        """Free the pages of groups with windows that no token of a slot from `position` on attends to. No deltas are
+        written. `grow_by_one` frees such pages as well.
         """
         columns = int(self.num_columns[slot])
         for index, (group, window) in enumerate(self.windowed):
@@ -222,11 +221,11 @@ class PageTables:
                 self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Register in the prefix cache the pages, of every group, that the slot's first `num_tokens` tokens fill,
-        except those registered before. Other requests may use them at once, because a step writes all its keys before
-        it reads any.
+        """Register in the prefix cache the pages of every group that the slot's first `num_tokens` tokens fill, unless
+        they have been registered before. Other requests may use them in the same step, because each layer writes all
+        its keys before it reads any.
 
-        digests: of the slot's pages from the first one on, as far as they are known.
+        digests: digests of the slot's pages from the first one on, as far as they are known.
         """
         first, last = int(self._num_registered[slot]), min(num_tokens // self.page_size, len(digests))
         for column in range(first, last):
@@ -251,14 +250,14 @@ class PageTables:
         self._held[:, slot] = 0
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes, pages and states. Pages that slots hold stay with them."""
+        """Drop all cached prefixes, both pages and states. Slots keep the pages that they hold."""
         self.pool.reset_prefix_cache()
         if self.snapshots is not None:
             self.snapshots.reset()
 
     def take_deltas(self) -> list[Deltas]:
-        """Return the page-table entries written since the last call, those for snapshots (table num_groups) last, and
-        empty `deltas`.
+        """Return the page-table entries written since the last call, and empty `deltas`. Entries for snapshots, whose
+        table has the number num_groups, are last.
         """
         deltas, self.deltas = self.deltas, []
         if self.snapshots is not None and (entries := self.snapshots.take_entries()) is not None:
@@ -267,46 +266,38 @@ class PageTables:
         return deltas
 
     def _write(self, group: int, slot: int, first: int, pages: np.ndarray) -> None:
-        """Write pages i32 [n] into a slot's columns from `first` on, in the table of a group, and append them to
-        `deltas`.
-        """
+        """Write pages i32 [n] into a slot's columns from `first` on, in a group's table and in `deltas`."""
         columns = np.arange(first, first + len(pages), dtype=np.int32)
         self.table[group, slot, columns] = pages
         self.deltas.append((self._rows(group, np.full(len(pages), slot)), columns, pages))
 
     def _rows(self, group: int, slots: np.ndarray) -> np.ndarray:
-        """Return i32[n], the page-table rows of `slots` [n] in a group."""
+        """Return the page-table rows, i32[n], of `slots` [n] in a group."""
         return (slots + group * self.table.shape[1]).astype(np.int32)
 
     def _columns(self, num_tokens: int) -> int:
-        """Return the number of columns for `num_tokens` tokens, of which the last may be partly full."""
+        """Return the number of columns that `num_tokens` tokens take; the last one may be partly filled."""
         return -(-num_tokens // self.page_size)
 
     def behind(self, position: int, window: int) -> int:
-        """Return the number of leading columns that neither a token at `position` nor any later one sees through this
-        window.
-        """
+        """Return the number of leading columns to which, with this window, no token from `position` on attends."""
         return max(0, position - (window - 1)) // self.page_size
 
 
 def short_digest(digest: bytes) -> int:
-    """Return the last 64 bits of a page's digest as an unsigned integer, which identifies the page in published
-    events.
-    """
+    """Return the last 64 bits of a page's digest as an unsigned integer, by which published events name the page."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def page_key(digest: bytes, group: int) -> bytes:
-    """Return the key under which PagePool stores a group's page with this digest: the digest itself for group 0, else
-    the digest and one more byte, the group's number (at most 255; ValueError for more).
+    """Return the key under which a PagePool stores a group's page with this digest: the digest for group 0, otherwise
+    the digest followed by the group's number in one byte. Raises ValueError for a group above 255.
     """
     return digest + bytes((group,)) if group else digest
 
 
 def gapless(is_there: Sequence[bool]) -> list[int]:
-    """Return a list with, for each n from 0 to len(is_there), the length of the run of true values that ends the first
-    n.
-    """
+    """Return, for each n from 0 to len(is_there), the length of the run of true values at the end of the first n."""
     counts = [0]
     for each in is_there:
         counts.append(counts[-1] + 1 if each else 0)

@@ -1,7 +1,7 @@
-"""Pages of one KV pool: reference counts, pages that hold a known prefix, and free pages.
+"""Pages of one KV pool: their reference counts, the free ones, and those that hold a cached prefix.
 
-A page is in exactly one state: referenced (ref_count > 0), blank (free, content worthless) or cached (free, but its
-content can be looked up by its digest until the page is allocated again).
+A page is in exactly one state: referenced (ref_count > 0), blank (free and without useful content) or cached (free, but
+its content can be found by its digest until the page is allocated again).
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ import numpy as np
 
 
 class PageListener(Protocol):
-    """Observer of the pages that can be found in a pool, or of snapshots. A page has the content that the steps
-    dispatched so far give it, until the next step is dispatched.
+    """Observer of the cached pages of a pool, or of snapshots. When it is called, and until the next step is
+    dispatched, a page has the content that the steps dispatched so far give it.
     """
 
     def registered(self, digest: bytes, page: int) -> None:
-        """Called when a page can be found under a digest. The step being scheduled may be the one that fills it."""
+        """Called when a page has been registered under a digest. The step being scheduled may be the one that fills
+        the page.
+        """
 
     def dropped(self, digest: bytes) -> None:
-        """Called when the pool forgets a digest, whose page can no longer be found."""
+        """Called when the pool has forgotten a digest, so that its page can no longer be found."""
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Called when pages are taken for other content and can no longer be found under their digests."""
+        """Called when pages are about to get other content and can no longer be found by their digests."""
 
     def forgotten(self) -> None:
         """Called when all digests have been forgotten."""
 
 
 class PagePool:
-    """Allocator of pages with a prefix cache, in O(pages touched).
+    """Allocator of pages with a prefix cache. The time of an operation depends only on the pages that it touches.
 
-    Blank pages are allocated first, then the cached ones least recently freed. The cached ones are ordered by a ring of
-    page ids in which a page that was found again leaves a stale entry: an entry counts only while `_position[page]`
-    names it.
+    Blank pages are allocated first, then the least recently freed of the cached ones. The cached pages are ordered by a
+    ring of page ids. A page that is used again leaves a stale entry in it: an entry is valid only while
+    `_position[page]` is its position.
 
     Attributes:
       num_pages: pages of the pool, numbered from 0.
@@ -60,22 +62,22 @@ class PagePool:
         self._head = self._tail = 0
         self._num_cached = 0
         self._digest_of: list[bytes | None] = [None] * num_pages
-        # Pages with a digest, and pages whose digest was forgotten while they had an owner. The last entry, always
-        # True, stands for page -1.
-        self._named = np.zeros(num_pages + 1, np.bool_)
-        self._named[num_pages] = True
+        # Pages that have been registered since they were allocated, even if their digest has been forgotten since. The
+        # last entry, always True, stands for page -1.
+        self._was_registered = np.zeros(num_pages + 1, np.bool_)
+        self._was_registered[num_pages] = True
         self._page_of: dict[bytes, int] = {}
         self.listeners: list[PageListener] = []
 
     @property
     def num_free(self) -> int:
-        """Number of pages that may be allocated now, cached ones included."""
+        """Number of pages that can be allocated now, including cached ones."""
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
-        """Return `count` free pages, i32 [count], each with one reference: blank ones first, then the cached ones
-        least recently freed, whose digests are forgotten (listeners are called: `evicted`). Raises ValueError for more
-        than `num_free`.
+        """Return `count` free pages, i32 [count], each with one reference: blank ones first, then the least recently
+        freed of the cached ones, whose digests are forgotten (listeners' `evicted` is called). Raises ValueError for
+        more than `num_free`.
         """
         if count > self.num_free:
             raise ValueError(f"count is {count}; only {self.num_free} pages are free")
@@ -88,8 +90,8 @@ class PagePool:
         return pages
 
     def acquire(self, pages: np.ndarray) -> None:
-        """Add one reference to each of `pages`, i32 [n] without repeats, as found by `lookup`. A cached one is then no
-        longer free, but keeps its digest.
+        """Add one reference to each of `pages`, i32 [n] without repeats, which `lookup` has found. A cached page is
+        then no longer free, but keeps its digest.
         """
         free = pages[self.ref_count[pages] == 0]
         self._position[free] = -1
@@ -97,20 +99,20 @@ class PagePool:
         self.ref_count[pages] += 1
 
     def num_free_among(self, pages: np.ndarray) -> int:
-        """Return how many of `pages` are free now, and would not be after `acquire`."""
+        """Return how many of `pages` are free now, so that `acquire` would reduce the number of free pages by it."""
         return int(np.count_nonzero(self.ref_count[pages] == 0))
 
     def free(self, pages: np.ndarray) -> None:
-        """Remove one reference from a page for each time that it is in `pages`, i32 [n] in sequence order. A page
-        without references becomes cached if it has a digest, else blank.
+        """Remove one reference from a page for each time that it occurs in `pages`, i32 [n] in sequence order. A page
+        without references becomes cached if it has a digest, otherwise blank.
 
-        Later pages of a sequence are reused before earlier ones: a prefix is worth more than its continuation. Raises
-        ValueError for a page without a reference.
+        Later pages of a sequence are reused before earlier ones, since a prefix is worth more than its continuation.
+        Raises ValueError for a page without a reference.
         """
         counts = self.ref_count[pages]
         if len(pages) and counts.min() < 1:
             raise ValueError("a freed page had no reference left")
-        if self.are_nameless(pages):
+        if self.never_registered(pages):
             self.ref_count[pages] = 0
             blank = pages[::-1]
         else:  # several owners may hold a page, and free it in this call
@@ -119,34 +121,32 @@ class PagePool:
             released, digests = np.array(list(dict.fromkeys(free)), np.int32)[::-1], self._digest_of
             cached = np.fromiter((digests[page] is not None for page in released.tolist()), np.bool_, len(released))
             blank = released[~cached]
-            self._named[blank] = False
+            self._was_registered[blank] = False
             self._append_cached(released[cached])
         self._blank[self._num_blank : self._num_blank + len(blank)] = blank
         self._num_blank += len(blank)
 
-    def are_nameless(self, pages: np.ndarray) -> bool:
-        """Whether none of `pages` i32 [n] has been registered under a digest since it was allocated, so that each has
-        at most one owner. False if one is -1, which stands for no page.
+    def never_registered(self, pages: np.ndarray) -> bool:
+        """Whether none of `pages` i32 [n] has been registered since it was allocated, so that each has at most one
+        owner. False if one of them is -1, which stands for no page.
         """
-        return not self._named[pages].any()
+        return not self._was_registered[pages].any()
 
     def register(self, page: int, digest: bytes) -> None:
-        """Register a referenced page under the digest of its tokens, by which later requests find it, and call the
-        listeners (`registered`). Does nothing without enable_caching, or if another page has the digest or the page
-        already has one.
+        """Register a referenced page under the digest of its tokens, so that later requests find it, and call the
+        listeners' `registered`. Do nothing without enable_caching, if another page has this digest, or if the page
+        already has a digest.
         """
         if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
             self._page_of[digest] = page
             self._digest_of[page] = digest
-            self._named[page] = True
+            self._was_registered[page] = True
             for each in self.listeners:
                 each.registered(digest, page)
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
-        """Return the pages of the longest known prefix of a digest chain, i32 [n]; n is 0 if the first digest is
-        unknown.
-
-        Nothing is reserved: the pages may be allocated to others until `acquire`.
+        """Return the pages, i32 [n], of the longest known prefix of a digest chain; n is 0 if the first digest is
+        unknown. Nothing is reserved: until `acquire`, the pages may be allocated to others.
         """
         pages: list[int] = []
         for digest in digests:
@@ -166,8 +166,8 @@ class PagePool:
         return self._page_of.get(digest)
 
     def forget(self, digest: bytes) -> None:
-        """Forget a digest, if it is known, and call the listeners (`dropped`). A cached page becomes blank, a
-        referenced one stays with its owners.
+        """Forget a digest, if it is known, and call the listeners' `dropped`. A cached page becomes blank; a referenced
+        page stays with its owners.
         """
         page = self._page_of.pop(digest, None)
         if page is None:
@@ -175,7 +175,7 @@ class PagePool:
         self._digest_of[page] = None
         if self._position[page] >= 0:
             self._position[page] = -1
-            self._named[page] = False
+            self._was_registered[page] = False
             self._num_cached -= 1
             self._blank[self._num_blank] = page
             self._num_blank += 1
@@ -183,14 +183,14 @@ class PagePool:
             each.dropped(digest)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every digest, and call the listeners (`forgotten`). Cached pages become blank; referenced pages stay
+        """Forget all digests, and call the listeners' `forgotten`. Cached pages become blank; referenced pages stay
         with their owners.
         """
         for page in self._page_of.values():
             self._digest_of[page] = None
         self._page_of.clear()
         cached = np.flatnonzero(self._position >= 0).astype(np.int32)
-        self._named[cached] = False
+        self._was_registered[cached] = False
         self._position[cached] = -1
         self._blank[self._num_blank : self._num_blank + len(cached)] = cached
         self._num_blank += len(cached)
@@ -199,31 +199,34 @@ class PagePool:
             each.forgotten()
 
     def page_states(self) -> np.ndarray:
-        """Return u8 [num_pages], the state of each page: 0 blank, 1 cached, 2 referenced once, 3 referenced several
-        times. Takes O(num_pages), for the status page.
+        """Return the state of each page, u8 [num_pages]: 0 blank, 1 cached, 2 referenced once, 3 referenced several
+        times. It takes O(num_pages) time and is meant for the status page.
         """
         return np.minimum(self.ref_count, 2).astype(np.uint8) + (self.ref_count > 0) + (self._position >= 0)
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is in exactly one state and the counts agree. O(num_pages)."""
+        """Raise AssertionError unless every page is in exactly one state and all counts agree. For tests; takes
+        O(num_pages) time.
+        """
         state = (self.ref_count > 0).astype(np.int32)
         state[self._blank[: self._num_blank]] += 1
         cached = np.flatnonzero(self._position >= 0)
         state[cached] += 1
         assert (state == 1).all(), f"pages in no state or in two: {np.flatnonzero(state != 1)}"
         assert len(cached) == self._num_cached, f"{len(cached)} cached pages, {self._num_cached} counted"
-        assert (self._ring[self._position[cached] % len(self._ring)] == cached).all(), "a cached page lost its place"
+        assert (self._ring[self._position[cached] % len(self._ring)] == cached).all(), "the ring lacks a cached page"
         assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), "digest maps disagree"
         assert len(self._page_of) == sum(digest is not None for digest in self._digest_of), "a digest leads nowhere"
         assert all(self._digest_of[page] is not None for page in cached), "a cached page without digest"
-        named = self._named[:-1]
-        assert all(named[page] for page in self._page_of.values()), "a page that can be found is nameless"
-        assert (named | (self.ref_count <= 1)).all() and (self._named[-1]), "a nameless page of several owners"
-        assert not named[self._blank[: self._num_blank]].any(), "a blank page has a name"
+        marked = self._was_registered[:-1]
+        assert all(marked[page] for page in self._page_of.values()), "a cached page is not marked as registered"
+        assert (marked | (self.ref_count <= 1)).all(), "an unregistered page has several owners"
+        assert self._was_registered[-1], "page -1 is not marked"
+        assert not marked[self._blank[: self._num_blank]].any(), "a blank page is marked as registered"
 
     def _append_cached(self, pages: np.ndarray) -> None:
-        """Mark free pages i32 [n] as cached. They will be reused after all pages that are cached already, in this
-        order.
+        """Mark free pages i32 [n] as cached. They will be reused in this order, after all pages that are already
+        cached.
         """
         if self._tail + len(pages) - self._head > len(self._ring):
             self._compact()
@@ -234,7 +237,7 @@ class PagePool:
         self._num_cached += len(pages)
 
     def _compact(self) -> None:
-        """Remove stale entries from the ring; at most num_pages valid ones remain, half of its size."""
+        """Remove stale entries from the ring. At most num_pages valid ones remain, which is less than half its size."""
         live = np.argsort(self._position, kind="stable")
         live = live[self._position[live] >= 0].astype(np.int32)
         self._ring[: len(live)] = live
@@ -242,10 +245,10 @@ class PagePool:
         self._head, self._tail = 0, len(live)
 
     def _evict(self, count: int) -> np.ndarray:
-        """Take the `count` cached pages least recently freed, call the listeners (`evicted`), forget the pages'
-        digests, and return the pages, i32 [count].
+        """Take the `count` least recently freed cached pages, call the listeners' `evicted`, forget the pages' digests,
+        and return the pages, i32 [count].
 
-        There must be that many. The pages are in no state afterwards, so the caller must add references.
+        There must be as many cached pages. The returned pages are in no state, so the caller must add references.
         """
         taken: list[int] = []
         ring, position, size = self._ring, self._position, len(self._ring)
@@ -267,6 +270,6 @@ class PagePool:
             self._digest_of[page] = None
         pages = np.array(taken, np.int32)
         position[pages] = -1
-        self._named[pages] = False
+        self._was_registered[pages] = False
         self._num_cached -= count
         return pages

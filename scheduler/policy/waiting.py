@@ -1,4 +1,4 @@
-"""Waiting queue: the requests that hold no slot."""
+"""Queue of the requests that wait for a slot."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxengine.scheduler.base.request import Request
 
 
 class WaitingQueue:
-    """Queue ordered by arrival, or by priority and then arrival. A preempted request returns to its old position, the
-    front.
+    """Queue ordered by arrival, or by priority and then arrival. A preempted request returns to its old position, which
+    is the front.
 
-    A request removed from the middle leaves its heap entry behind, which is dropped when it reaches the top.
+    A request that is removed from the middle leaves a stale heap entry, which is dropped when it reaches the top.
 
     Attributes:
       size: number of waiting requests.
@@ -20,7 +20,7 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: str = "fcfs"):
-        """Start empty. policy: "priority" orders by priority and then arrival, any other by arrival."""
+        """Start empty. policy: "priority" orders by priority and then arrival, any other value by arrival."""
         self._by_priority = policy == "priority"
         self._heap: list[tuple[int, int, int, Request]] = []
         self._entries: dict[Request, int] = {}
@@ -36,7 +36,7 @@ class WaitingQueue:
         return iter(self._entries)
 
     def push(self, request: Request) -> None:
-        """Add a request, at the position that its arrival_index and priority give it."""
+        """Add a request at the position that follows from its arrival_index and priority."""
         self._num_pushed += 1
         self.size += 1
         self.num_tokens += request.num_prompt_tokens
@@ -45,7 +45,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (priority, request.arrival_index, self._num_pushed, request))
 
     def first(self) -> Request | None:
-        """Return the next request, without removing it; None if no request waits."""
+        """Return the next request without removing it; None if the queue is empty."""
         while self._heap:
             _, _, number, request = self._heap[0]
             if self._entries.get(request) == number:
@@ -54,13 +54,13 @@ class WaitingQueue:
         return None
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Remove a request that has got a slot. num_tokens is not used; the fair policy's queue charges it. Raises
-        KeyError if the request does not wait.
+        """Remove a request that has got a slot. num_tokens: not used here; the fair policy's queue charges its client
+        for them. Raises KeyError if the request is not in the queue.
         """
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request, at any position of the queue. Raises KeyError if it does not wait."""
+        """Remove a request from any position of the queue. Raises KeyError if it is not in the queue."""
         del self._entries[request]
         self.size -= 1
         self.num_tokens -= request.num_prompt_tokens

@@ -18,7 +18,7 @@ from jaxengine.models.config.attention import LayerAttention, LayerState
 from jaxengine.models.config.compressed import CompressedKeys
 from jaxengine.models.config.tower import TOWERS
 from jaxengine.models.layers.attention.attention import gathered_bytes
-from jaxengine.models.layers.attention.mla_made import made_numbers, makes_rows
+from jaxengine.models.layers.attention.mla_expanded import may_expand, num_expanded_elements
 from jaxengine.models.layers.experts.expert_counts import rows_at_once
 from jaxengine.models.lora import declared_pools
 from jaxengine.models.params.declare import ParamDecl, declared_params
@@ -270,9 +270,9 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         sparse = sum(layer not in config.experts.dense_layers for layer in model.stage.layers)
         row_bytes += sparse * config.hidden_size * (gathered * (itemsize + 4) + block * 8)
     for attention in (config.attention[layer] for layer in model.stage.layers):
-        if kv is not None and makes_rows(attention, kv, bucket.num_tokens):
+        if kv is not None and may_expand(attention, kv, bucket.num_tokens):
             heads = attention.num_heads // mesh.num_shards("heads")
-            row_bytes += made_numbers(attention, heads, bucket.num_tokens) * itemsize
+            row_bytes += num_expanded_elements(attention, heads, bucket.num_tokens) * itemsize
     kinds = (config.attention[layer].state for layer in model.stage.layers)
     state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
     state_bytes //= mesh.model

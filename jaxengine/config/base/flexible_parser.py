@@ -1,4 +1,4 @@
-"""vLLM's FlexibleArgumentParser: underscores in flags, dotted keys of dict options, and help about one word."""
+"""vLLM's FlexibleArgumentParser: underscores in flags, dotted keys of dict options, and help on a word or group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# vLLM's groups of options, as `--help=GROUP` names them, with the engine options of each.
+# vLLM's groups of options for `--help=GROUP`, with the engine options in each.
 GROUPS: dict[str, str] = {
     "ModelConfig": """
         model tokenizer tokenizer_revision skip_tokenizer_init revision dtype quantization seed max_model_len
@@ -59,17 +59,18 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     - Flags may be written with underscores or hyphens.
     - `--OPTION.key.other VALUE` sets one key of an option that takes a dict, and `--OPTION.key+ VALUE` appends to a
-      list; values are JSON, or else text. Several such arguments, and the option itself, are merged.
-    - `--help=WORD` shows the options that contain a word, those of a group (`--help=CacheConfig`), the names of the
-      groups (`--help=listgroup`) or everything (`--help=all`).
+      list. Values are JSON, or else text. Several such arguments are merged with each other and with the option itself.
+    - `--help=WORD` shows the options that contain a word, the options of a group (`--help=CacheConfig`), the names of
+      the groups (`--help=listgroup`) or everything (`--help=all`).
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse a command line with vLLM's spellings; return (namespace, list of arguments that no option takes).
+        """Parse a command line like argparse's parse_known_args, but accept vLLM's spellings. Return (namespace, list
+        of arguments that no option takes).
 
         args: the arguments; None for those of sys.argv. `--help=WORD` prints help and ends the program. A parser with
-        subcommands looks only at the first argument for it and leaves the spelling of the others to the subcommand's
-        parser. Arguments after "--" are not translated. Otherwise argparse's parse_known_args.
+        subcommands only checks the first argument for it, and leaves the spelling of the others to the subcommand's
+        parser. Arguments after "--" are not translated.
         """
         words = list(sys.argv[1:] if args is None else args)
         has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
@@ -83,8 +84,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def help_about(self, word: str) -> str:
-        """Return the text of `--help=WORD`: all help for "all" or "page", the groups and their sizes for "listgroup", a
-        group's options for its name, otherwise the options whose flags contain the word.
+        """Return the text of `--help=WORD`: everything for "all" or "page", the groups and their sizes for "listgroup",
+        a group's options for its name, otherwise the options whose flags contain the word.
 
         Ends the program with an error (SystemExit) if nothing matches.
         """
@@ -111,8 +112,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _groups(self) -> dict[str, list[argparse.Action]]:
-        """Return the options (argparse actions) by group title: this parser's groups, and vLLM's groups of engine
-        options.
+        """Return the options (argparse actions) of this parser's groups, and of vLLM's groups of engine options, by
+        title.
         """
         groups = {group.title or "": group._group_actions for group in self._action_groups}
         by_name = {action.dest.rpartition(".")[2]: action for action in self._actions}
@@ -121,10 +122,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return groups
 
     def _known_spelling(self, word: str) -> str:
-        """Return an argument with its flag in the spelling under which the option was added.
+        """Return an argument with its flag in the spelling with which the option was added.
 
-        Underscores and hyphens are equivalent in the part before a dot or an equals sign. Arguments that are not flags,
-        and unknown flags, are returned unchanged.
+        Underscores and hyphens are equivalent before the first dot or equals sign. Unknown flags, and arguments that
+        are not flags, are returned unchanged.
         """
         found = re.match(r"--[A-Za-z][\w-]*", word)
         if found is None or found[0] in self._option_string_actions:
@@ -135,14 +136,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def _merge_dotted(self, words: list[str]) -> list[str]:
         """Return the arguments with all `--OPTION.key VALUE` of an option replaced by one `--OPTION=JSON` at the end.
 
-        The JSON starts from the last dict that the arguments give to the option itself; later keys override earlier
-        ones. Ends the program with an error for a missing value, for a key below one whose value is not a dict, and for
-        appending to a value that is not a list.
+        If the arguments set the option itself to dicts, the keys are merged into the last one. Later keys override
+        earlier ones. Ends the program with an error for a missing value, for a key inside a value that is not a dict,
+        and for appending to a value that is not a list.
         """
         kept: list[str] = []
         merged: dict[str, dict[str, Any]] = {}
-        waiting = iter(words)
-        for word in waiting:
+        remaining = iter(words)
+        for word in remaining:
             found = _DOTTED.fullmatch(word)
             action = None
             if found is not None and word not in self._option_string_actions:
@@ -151,7 +152,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if found is None or action is None:
                 kept.append(word)
                 continue
-            value = found[3] if found[3] is not None else next(waiting, None)
+            value = found[3] if found[3] is not None else next(remaining, None)
             if value is None:
                 self.error(f"argument {word}: expected one argument")
             flag = names_of(action)[-1]
@@ -163,9 +164,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def _set_key(self, target: dict[str, Any], path: str, text: str, word: str) -> None:
         """Set the value at a dotted path of a dict, or extend the list there if the path ends with "+".
 
-        target: the dict, changed in place; missing dicts on the path are added. path: keys, in which "-" becomes "_".
-        text: the value, as JSON or else as text. word: the whole argument, for error messages. Ends the program with an
-        error if a value on the path is not a dict, or the value to extend is not a list.
+        target: the dict, which is changed in place; missing dicts on the path are added. path: keys, in which "-"
+        becomes "_". text: the value, as JSON or else as text. word: the whole argument, for error messages. Ends the
+        program with an error if a value on the path is not a dict, or if the value to extend is not a list.
         """
         *keys, last = path.removesuffix("+").replace("-", "_").split(".")
         for key in keys:
@@ -181,8 +182,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def names_of(action: argparse.Action) -> list[str]:
-    """Return the flags of an argparse action without its --no- forms, in the order in which they were added, which puts
-    the usual flag last; for a positional argument a list of its name.
+    """Return the flags of an argparse action, without its --no- forms, in the order in which they were added; the usual
+    flag is last. For a positional argument, return a list with its name.
     """
     return [name for name in action.option_strings if not name.startswith("--no-")] or [action.dest]
 
@@ -193,10 +194,10 @@ def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
     flags: the option's flags.
     """
     words, found = list(words), {}
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in flags:
-            given = json_or_text(value if equals else " ".join(words[at + 1 : at + 2]))
+            given = json_or_text(value if equals else " ".join(words[index + 1 : index + 2]))
             found = given if isinstance(given, dict) else found
     return found
 

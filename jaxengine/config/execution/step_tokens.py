@@ -1,4 +1,4 @@
-"""The limit of tokens in a step, max_num_batched_tokens."""
+"""Default and checks of max_num_batched_tokens, the limit of tokens in a step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from jaxengine.config.base.errors import ConfigError
 
 
 def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len: int, chunks: bool, chunk: int) -> int:
-    """Return max_num_batched_tokens: `asked` if given, otherwise the largest of `usual`, max_num_seqs and, without
-    chunked prefill, max_model_len.
+    """Return max_num_batched_tokens: `asked` if that is given, otherwise the largest of `usual`, max_num_seqs and,
+    without chunked prefill, max_model_len.
 
     asked: the option; None if it is not given. usual: the platform's default. chunks: enable_chunked_prefill. chunk:
-    long_prefill_token_threshold. Raises ConfigError if the result is less than max_num_seqs, and without chunked
-    prefill if it is less than max_model_len or if a threshold is given.
+    long_prefill_token_threshold. Raises ConfigError if the result is less than max_num_seqs. Without chunked prefill,
+    also raises it if the result is less than max_model_len or if a threshold is given.
     """
     tokens = max(usual, max_num_seqs, 0 if chunks else max_model_len) if asked is None else asked
     if tokens < max_num_seqs:
@@ -25,11 +25,11 @@ def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len:
 
 
 def rank_tokens(tokens: int, asked: int | None, num_ranks: int, max_model_len: int, chunks: bool) -> int:
-    """Return the limit of tokens per step of one of `num_ranks` replicas that split a batch of `tokens`: an equal
-    share, rounded up, but without chunked prefill at least max_model_len, a whole prompt.
+    """Return the limit of tokens in a step for one of `num_ranks` replicas that split a batch of `tokens`. It is an
+    equal share, rounded up; without chunked prefill it is at least max_model_len, so that a whole prompt fits.
 
     asked: max_num_batched_tokens if given, else None. chunks: enable_chunked_prefill. Raises ConfigError if `asked` is
-    given and its share is less than a whole prompt without chunked prefill.
+    given and its share is too small for a whole prompt without chunked prefill.
     """
     share = -(-tokens // num_ranks)
     if chunks or share >= max_model_len:

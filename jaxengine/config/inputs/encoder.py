@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Caches of preprocessed images; names as in vLLM's guide to optimisation.
 OFF, PROCESSOR, KEY_REPLICATED, SHARED_MEMORY = KINDS = ("off", "processor", "key-replicated", "shared memory")
-# What the API process (or the process that reads prompts) caches, and what the engine caches.
-_PLACES = {
+# By kind of cache, what the API process (or the process that reads prompts) keeps, and what the engine keeps.
+_CONTENTS = {
     OFF: ("nothing", "nothing"),
     PROCESSOR: ("keys and values", "nothing"),
     KEY_REPLICATED: ("keys", "keys and values"),
@@ -27,8 +27,8 @@ _PLACES = {
 CACHE_TYPES = ("lru", "shm")
 TP_MODES = ("weights", "data")
 _MAX = 2**20
-# Windows of sounds that a step encodes at most, where its tokens have room for as many.
-_WINDOWS = 8
+# The most windows of sounds that a step encodes by default.
+_MAX_WINDOWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class EncoderOptions:
         weights and encodes different images, with one exchange at the end.
       disable_chunked_mm_input: schedule all tokens of an image in one step; always the case for models that attend to
         images in both directions.
-      max_num_batched_encoder_tokens: limit of image embeddings that one step computes, rounded up to the smallest call
-        of the tower; no image may have more. None for the largest image that the model accepts and max_model_len has
-        room for.
-      encoder_cache_size: image embeddings that are kept on the devices, also for later requests with the same image.
-        None for twice the largest image, at least max_num_batched_tokens.
-      mm_processor_cache_gb: GiB of preprocessed images and videos to keep; 0 for none. With several API processes each
-        of them keeps this much.
+      max_num_batched_encoder_tokens: the most image embeddings that one step computes, rounded up to the smallest call
+        of the tower; no image may have more. None for those of the largest image that the model and max_model_len
+        allow.
+      encoder_cache_size: number of image embeddings kept on the devices, also for later requests with the same image.
+        None for those of two images of the largest size, at least max_num_batched_tokens.
+      mm_processor_cache_gb: GiB of preprocessed images and videos to keep; 0 for none. With several API processes, each
+        keeps this much.
       mm_processor_cache_type: where a server with one API process keeps them: "lru" in the engine's process, with their
         keys also in the API process; "shm" in memory that both share (Linux). Pixels are sent at most once.
       mm_shm_cache_max_object_size_mb: MiB of the largest item in shared memory; a larger one is sent each time.
@@ -62,7 +62,7 @@ class EncoderOptions:
 
     @property
     def mm_processor_cache_bytes(self) -> int:
-        """Limit of the cache of preprocessed media in bytes: mm_processor_cache_gb times 2**30, rounded down."""
+        """Limit of the cache of preprocessed media, in bytes."""
         return int(self.mm_processor_cache_gb * 2**30)
 
     def mm_cache_kind(self, num_api_processes: int) -> str:
@@ -83,7 +83,7 @@ class EncoderOptions:
         num_api_processes: processes besides the engine's.
         """
         kind = self.mm_cache_kind(num_api_processes)
-        api, engine = _PLACES[kind]
+        api, engine = _CONTENTS[kind]
         count = max(1, num_api_processes) if kind == PROCESSOR else 1
         size = count * self.mm_processor_cache_bytes
         return {"kind": kind, "api_process": api, "engine": engine, "max_bytes": size}
@@ -113,14 +113,19 @@ def check_encoder(options: EncoderOptions) -> None:
 def settle_encoder(
     chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of ResolvedConfig,
-    by name; {} without a tower. A tower whose rows layers cross-attend to gets the fields of settle_sounds instead.
+    """Return the fields num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of
+    ResolvedConfig, by name; {} without a tower. For a tower that layers cross-attend to, returns those of
+    `settle_sounds`.
 
-    chosen: the other fields of ResolvedConfig, by name. platform: of the kernels. sizes: by modality, (embeddings,
-    patches) of the largest item that requests may contain; at least one, unused without a tower.
+    Raises ConfigError if there are several nodes or no chunked prefill, if steps are too small for an item that may not
+    be split, if a limit is below one item, and, on a TPU, if the tower's items attend in both directions.
 
-    Raises ConfigError for several nodes, for no chunked prefill, for steps too small for an item that may not be split,
-    for limits below one item, and, on a TPU, for a tower whose items attend to themselves in both directions.
+    Args:
+      chosen: the other fields of ResolvedConfig, by name.
+      model: the model's configuration.
+      platform: platform of the kernels.
+      sizes: by modality, (embeddings, patches) of the largest item that requests may contain; at least one entry,
+        unused without a tower.
     """
     tower = model.tower
     if tower is None:
@@ -134,7 +139,7 @@ def settle_encoder(
     whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]
     modalities = [f"{AUDIO}=0" if each.hears else f"{IMAGE}=0,{VIDEO}=0" for each in model.towers]
     blind = f"let it read text only: limit_mm_per_prompt {','.join(modalities)}"
-    # Decodes are scheduled first: they must leave room for an image that is not split.
+    # Decodes are scheduled first, and must leave room for an image that may not be split.
     tokens = chosen["long_prefill_token_threshold"] or chosen["max_num_batched_tokens"]
     least = chosen["max_num_seqs"] + most_rows if whole else 2
     for name, wrong, advice in (
@@ -161,9 +166,9 @@ def _most_encoded(
 ) -> tuple[int, int]:
     """Return the most (embeddings, patches) that a step encodes with a tower.
 
-    chosen: fields of ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item. A step
-    encodes at most 8 windows of sounds unless max_num_batched_encoder_tokens is given. Raises ConfigError for a limit
-    below one window of a sound, and for an image tower if `sizes` has no images and videos.
+    A step encodes at most _MAX_WINDOWS windows of sounds unless max_num_batched_encoder_tokens is given. Raises
+    ConfigError for a limit below one window of a sound, and for an image tower if `sizes` has neither images nor
+    videos. chosen: fields of ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item.
     """
     asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
     if tower.hears:
@@ -172,11 +177,11 @@ def _most_encoded(
             if chosen[name] is not None and chosen[name] < window:
                 raise ConfigError(name, chosen[name], f"at least {window}, the embeddings of one window of a sound")
         most = chosen["max_num_batched_tokens"] if asked is None else asked
-        count = max(1, min(most // window, _WINDOWS if asked is None else most))
+        count = max(1, min(most // window, _MAX_WINDOWS if asked is None else most))
         return window, count * tower.window
     seen = [size for modality, size in sizes.items() if modality != AUDIO]
     if not seen:
-        problem = "limit_mm_per_prompt leaves a model that takes images alone none"
+        problem = f"limit_mm_per_prompt is {IMAGE}=0, but images are all that this model's tower takes"
         raise ConfigError.because("limit_mm_per_prompt", problem, f"add {VIDEO}=0, to serve it without its tower")
     most_rows = max(min(rows, room) for rows, _ in seen)
     most_patches = max(min(patches, room * tower.merge) for _, patches in seen)

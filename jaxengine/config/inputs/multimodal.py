@@ -1,6 +1,6 @@
 """Options of images, videos and sounds in requests: number, sources, sizes. Names are vLLM's.
 
-Sources outside of the request are closed by default: no address is fetched and no file is read.
+By default everything must be in the request itself: no address is fetched and no file is read.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jaxengine.config.base.values import plain, read_size, whole_number
 
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
-# Sounds, in prompts or for models that attend to them.
+# Sounds: in prompts, or the input of models that cross-attend to them.
 AUDIO = "audio"
-# Default limit of a sound in seconds; longer ones are better transcribed in parts.
+# Default limit of a sound, in seconds.
 MAX_AUDIO_SECONDS = 7200
-# Default limit of items of one modality in a prompt; vLLM's.
+# Default limit of items of one modality in a prompt, as in vLLM.
 MAX_ITEMS = 999
 ANY_DOMAIN = "*"
-# Pillow warns of a decompression bomb above this number.
+# Above this number of pixels Pillow warns of a decompression bomb.
 MAX_IMAGE_PIXELS = 89_478_485
 MAX_FRAMES = 4096
 _KEYS = ("count", "width", "height")
@@ -38,25 +38,25 @@ class MediaOptions:
     Attributes:
       limit_mm_per_prompt: limits of images, videos and sounds ("audio") per prompt, {"image": 2, "video": 0} or
         image=2,video=0; as in vLLM, a dict of count and the sizes to prepare for may replace a number. Default 999.
-      language_model_only: take text alone, whatever limit_mm_per_prompt says; no tower is loaded.
+      language_model_only: accept only text, whatever limit_mm_per_prompt says; no tower is loaded.
       allowed_media_domains: hosts from which images may be fetched over http and https; "*" for all. None by default.
         Private addresses are only contacted if listed here as addresses, not through a name that resolves to them.
       allowed_local_media_path: folder from which file:// may be read; "" for none.
-      media_loading_thread_count: threads per process that decode, as many that fetch, and as many that preprocess.
+      media_loading_thread_count: number of threads per process that decode, and as many that fetch and that preprocess.
       mm_processor_kwargs: options of the model's processor of images and videos, a dict of its arguments.
       enable_mm_embeds: also accept embeddings instead of images. They bypass the tower and only their size and type
         are checked, so allow it only to clients that may be trusted with the model's input.
       enable_prompt_embeds: also accept embeddings instead of a prompt's tokens, of a model that reads text. Only their
         size and type are checked, so allow it only to clients that may be trusted with the model's input.
       media_io_kwargs: how files are read: {"video": {"num_frames": 32, "fps": 2}, "image": {"rgba_background_color":
-        [255, 255, 255]}}. num_frames are sampled evenly from a video, -1 for all; transparent images are laid on the
-        colour.
+        [255, 255, 255]}}. num_frames are sampled evenly from a video, -1 for all; transparent pixels are blended with
+        the colour.
       max_media_bytes: limit of an image or video file, in bytes.
       max_image_pixels: limit of an image, or frame of a video, in pixels.
       max_media_pixels: limit of all images and frames of a prompt, in pixels; each takes three bytes.
       media_fetch_timeout: seconds within which a file must arrive from another host.
       media_proxy: an HTTP proxy through which hosts are reached, as http://HOST:PORT; "" for none. It is asked to
-        CONNECT to an address: names are looked up here, and private addresses refused, as without one.
+        CONNECT to an address: as without a proxy, this process resolves names and refuses private addresses.
       max_audio_seconds: limit of all sounds of a prompt, or of one that is transcribed, in seconds; an hour takes 230
         MB.
     """
@@ -92,7 +92,7 @@ class MediaOptions:
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """RGB colour, each from 0 to 255, with which transparent pixels are blended; white by default."""
+        """RGB colour, from 0 to 255 each, with which transparent pixels are blended; white by default."""
         return tuple(self._io(IMAGE).get("rgba_background_color", _WHITE))
 
     @property
@@ -114,7 +114,7 @@ class MediaOptions:
 
 
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
-    """Return limit_mm_per_prompt as a dict, for each modality, of "count", "width" and "height" as far as given.
+    """Return limit_mm_per_prompt as a dict, by modality, of dicts with those of "count", "width" and "height" given.
 
     value: a dict, its JSON, or text such as image=2,video=0; a number stands for a count. Raises ConfigError for other
     modalities, keys and numbers, for sizes of sounds, and for a width or a height alone.
@@ -135,16 +135,15 @@ def _read_limits(value: Any) -> dict[str, dict[str, int]]:
             least, most = (0, MAX_ITEMS) if key == "count" else (1, 1 << 16)
             limits[modality][key] = _whole(f"{name}.{modality}.{key}", each, least, most)
         if ("width" in limits[modality]) != ("height" in limits[modality]):
-            problem = f"{name}.{modality} has a width or a height alone"
+            problem = f"{name}.{modality} has only one of width and height"
             raise ConfigError.because(name, problem, "give both, or neither")
     return limits
 
 
 def _pairs(name: str, value: Any) -> Mapping[str, Any]:
-    """Return the dict that an option's value is or denotes. value: a dict, a JSON object, or text such as
-    image=2,video=0.
+    """Return an option's value as a dict. value: a dict, a JSON object, or text such as image=2,video=0.
 
-    name: of the option. Raises ConfigError, which names it, for other values and for keys that are not text.
+    name: name of the option. Raises ConfigError, which names it, for other values and for keys that are not strings.
     """
     if isinstance(value, str):
         try:
@@ -160,9 +159,9 @@ def _pairs(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _read_domains(value: Any) -> tuple[str, ...]:
-    """Return allowed_media_domains, host names, normalised for comparison: lower case, no trailing dot, IDNA-encoded.
+    """Return allowed_media_domains normalised for comparison: lower case, no trailing dot, IDNA-encoded.
 
-    value: a list or tuple of texts. Raises ConfigError for anything that is not a list of host names.
+    value: a list or tuple of strings. Raises ConfigError for anything that is not a list of host names.
     """
     name = "allowed_media_domains"
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
@@ -176,7 +175,7 @@ def _read_domains(value: Any) -> tuple[str, ...]:
 
 
 def _read_io(value: Any) -> dict[str, dict[str, Any]]:
-    """Return media_io_kwargs as a dict, by modality, of checked options for reading files. value: a dict or its JSON.
+    """Return media_io_kwargs, a dict or its JSON, as a dict of dicts with checked options, by modality.
 
     Raises ConfigError for other modalities, options and values.
     """
@@ -194,8 +193,9 @@ def _read_io(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _read_colour(name: str, value: Any) -> list[int]:
-    """Return an RGB colour as a list of three ints from 0 to 255. name: of the option. Raises ConfigError, which names
-    it, for other values.
+    """Return an RGB colour as a list of three ints from 0 to 255.
+
+    Raises ConfigError, which names the option `name`, for other values.
     """
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise ConfigError(name, value, "three numbers from 0 to 255, red, green and blue")
@@ -203,24 +203,24 @@ def _read_colour(name: str, value: Any) -> list[int]:
 
 
 def _read_mode(name: str, value: Any) -> str:
-    """Return an image mode, which must be "RGB". name: of the option. Raises ConfigError, which names it, for other
-    modes.
-    """
+    """Return an image mode, which must be "RGB". Raises ConfigError, which names the option `name`, for other modes."""
     if value != "RGB":
         raise ConfigError(name, value, "'RGB'")
     return value
 
 
 def _read_num_frames(name: str, value: Any) -> int:
-    """Return a number of frames, -1 or from 1 to MAX_FRAMES. name: of the option. Raises ConfigError, which names it,
-    for other values.
+    """Return a number of frames, -1 or from 1 to MAX_FRAMES.
+
+    Raises ConfigError, which names the option `name`, for other values.
     """
     return value if type(value) is int and value == -1 else _whole(name, value, 1, MAX_FRAMES)
 
 
 def _read_fps(name: str, value: Any) -> float:
-    """Return frames per second, -1 or more than 0 and at most 1000. name: of the option. Raises ConfigError, which
-    names it, for other values.
+    """Return frames per second, -1 or more than 0 and at most 1000.
+
+    Raises ConfigError, which names the option `name`, for other values.
     """
     if type(value) not in (int, float) or not (value == -1 or 0 < value <= 1000):
         raise ConfigError(name, value, "-1, or more than 0 and at most 1000")
@@ -234,7 +234,7 @@ _IO: dict[str, dict[str, Callable[[str, Any], Any]]] = {
 
 
 def _read_kwargs(value: Any) -> dict[str, Any]:
-    """Return mm_processor_kwargs, a dict or its JSON, as a dict. Raises ConfigError for others."""
+    """Return mm_processor_kwargs, a dict or its JSON, as a dict. Raises ConfigError for other values."""
     return dict(_pairs("mm_processor_kwargs", value))
 
 
@@ -251,7 +251,7 @@ def _read_folder(value: Any) -> str:
 
 
 def _read_seconds(value: Any) -> float:
-    """Return media_fetch_timeout as a float, 0.1 to 3600 seconds. Raises ConfigError for others."""
+    """Return media_fetch_timeout as a float, 0.1 to 3600 seconds. Raises ConfigError for other values."""
     if type(value) not in (int, float) or not 0.1 <= value <= 3600:
         raise ConfigError("media_fetch_timeout", value, "0.1 to 3600 seconds")
     return float(value)
@@ -272,14 +272,13 @@ def _read_proxy(value: Any) -> str:
 
 
 def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
-    """Return a reader of the option `name`, whose value is an integer from `least` to `most`, both included, or a size
-    such as "4k". The reader returns an int and raises ConfigError for other values.
+    """Return a reader of the option `name`, whose value is an integer from `least` to `most` or a size such as "4k".
+
+    The reader returns an int, and raises ConfigError for other values.
     """
 
     def read(value: Any) -> int:
-        """Return the value as an int. Raises ConfigError for a text that is not a size and for a number out of
-        range.
-        """
+        """Return the value as an int. Raises ConfigError if it is not a size or out of range."""
         if isinstance(value, str):
             try:
                 value = read_size(value)
@@ -291,9 +290,9 @@ def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int:
-    """Return a whole number from `least` to `most`, both included, as an int. name: of the option.
+    """Return a whole number from `least` to `most` as an int.
 
-    Raises ConfigError, which names the option, for other values.
+    Raises ConfigError, which names the option `name`, for other values.
     """
     value = whole_number(plain(value))
     if type(value) is not int or not least <= value <= most:
@@ -301,7 +300,7 @@ def _whole(name: str, value: Any, least: int, most: int) -> int:
     return value
 
 
-# Readers of EngineConfig's fields. Each raises ConfigError, and accepts its own result.
+# Readers of EngineConfig's fields. Each raises ConfigError for invalid values, and accepts its own result.
 READERS: dict[str, Callable[[Any], Any]] = {
     "limit_mm_per_prompt": _read_limits,
     "allowed_media_domains": _read_domains,

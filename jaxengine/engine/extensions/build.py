@@ -1,7 +1,7 @@
-"""Choice of an engine's extensions: those that its options need from the start, and those that a request is the first
-to need.
+"""Choice of an engine's extensions: some are needed from the start because of options, others once a request needs
+them.
 
-Modules of extensions are imported where extensions are made, so that an engine loads only those that it runs.
+An extension's module is imported where the extension is made, so that an engine loads only the modules that it uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(Protocol):
-    """Protocol of the parts of jaxengine.requests.inputs that extensions use."""
+    """The part of jaxengine.requests.inputs.InputProcessor that extensions use."""
 
     @property
     def tokenizer(self) -> Any:
@@ -57,10 +57,10 @@ class Extensions:
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
-        """Make the extensions that the engine's options need from the start. inputs: prepares requests; None if they
-        are token ids.
+        """Make the extensions that the engine's options need from the start. inputs: prepares requests; None if
+        requests are given as token ids.
 
-        Raises ConfigError if an extension cannot be made with these options, after those made before it were shut down.
+        Raises ConfigError if an extension cannot be made with these options; those made before it are then shut down.
         """
         self.active: list[LoopExtension] = []
         self.hooks = Hooks()
@@ -69,7 +69,7 @@ class Extensions:
         self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
-        # Serialised at start-up: a large vocabulary takes long, so the first grammar would delay other requests.
+        # Serialised at start-up because it takes long for a large vocabulary: the first grammar would delay others.
         self._tokenizer: str | None = None if tokenizer is None else tokenizer.backend.to_str()
         has_drafts = runner.config.speculative_config is not None
         started = {
@@ -102,18 +102,18 @@ class Extensions:
     @property
     def epilogue(self) -> Callable[..., None] | None:
         """Function of an active extension that dispatches a program after each forward pass in place of the sampler;
-        None: the sampler runs.
+        None if the sampler runs.
         """
         return next((each.epilogue for each in self.active if each.epilogue is not None), None)
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Return the scheduler's configuration, changed by each extension that the engine starts with."""
+        """Return the scheduler's configuration with the changes of all extensions that the engine starts with."""
         for each in self.active:
             config = each.configure(config)
         return config
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts and pass them to the active extensions; extensions made later get them when they are
+        """Store the engine's parts and pass them to the active extensions. Later extensions get them when they are
         made.
         """
         self._loop = loop
@@ -121,10 +121,10 @@ class Extensions:
             each.attach(loop)
 
     def prepare(self, request: Request) -> None:
-        """Make and activate the extensions that a request's parameters need, and call each active one's `prepare`.
-        Called before the request is queued.
+        """Make and activate the extensions that a request's parameters need, and call the `prepare` of all active
+        extensions. This must happen before the request is queued.
 
-        Raises RequestError if the engine was started without the option that the request needs, or if an extension
+        Raises RequestError if the engine was started without an option that the request needs, or if an extension
         refuses it: UnknownAdapterError for an unknown adapter, OverloadedError if a sleeping engine cannot wake up.
         """
         features = request.params.features
@@ -153,8 +153,8 @@ class Extensions:
             each.prepare(request)
 
     def require(self, name: str) -> LoopExtension:
-        """Return the extension of a capability, by its name in `_MAKERS`; make it if it does not exist, and activate
-        it.
+        """Return the active extension of the capability `name`, a key of `_MAKERS`. If necessary it is made and
+        activated first.
 
         Raises RequestError if the engine was started without the option that the capability needs.
         """
@@ -177,9 +177,8 @@ class Extensions:
             self.hooks.update(self.active)
 
     def rest(self) -> float:
-        """Have active extensions do their periodic work while there are no requests.
-
-        Returns the number of seconds after which to call this again; inf for never.
+        """Let active extensions do their periodic work while there are no requests. Return the seconds after which to
+        call this again, inf for never.
         """
         return min((each.rest() for each in self.active), default=float("inf"))
 
@@ -200,10 +199,10 @@ class Extensions:
         return None if found is None else cast("Pictures", found).stats
 
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions, by name, that an operator may call between two steps.
+        """Return the functions that an operator may call between two steps, by name.
 
-        Functions of extensions that the engine has not made yet are included. Such a function makes its extension,
-        returns the result of an engine without it, or raises RequestError.
+        Functions of extensions that have not been made yet are included. Such a function makes its extension, returns
+        what an engine without the extension returns, or raises RequestError.
         """
         found = dict(self._absent_utilities())
         for each in self.by_name.values():
@@ -211,8 +210,8 @@ class Extensions:
         return found
 
     def _absent_utilities(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yield the utilities, by name, of the adapters, weights and media extensions if the engine has not made
-        them.
+        """Yield (name, function) for the utilities of the adapters, weights and media extensions if these have not been
+        made.
         """
         if "adapters" not in self.by_name:
             yield from (("adapter_forms", list), ("adapters", list))
@@ -281,7 +280,7 @@ class Extensions:
             runner.extension("structured").num_words,
             inputs.eos_token_ids(),
             inputs.tokenizer,
-            looks_ahead=drafts is not None,  # grammar drafts are of use only where a step may sample several
+            looks_ahead=drafts is not None,  # grammar drafts are only useful if a step can verify several tokens
         )
         return Structured(masks, drafts)
 
@@ -393,8 +392,8 @@ def _kv_events(extensions: Extensions) -> LoopExtension:
 
 
 def _kv_transfer(extensions: Extensions) -> LoopExtension:
-    """Make the extension that hands over pages, after requiring the offload extension that it uses. Raises RequestError
-    if the engine was started without a handover in kv_transfer_config.
+    """Make the extension that transfers pages between engines, after requiring the offload extension that it uses.
+    Raises RequestError if the engine was started without a NixlConnector in kv_transfer_config.
     """
     if not extensions._runner.config.hands_over_kv:
         problem = "kv_transfer_params: the engine was started without a NixlConnector in kv_transfer_config"
@@ -421,7 +420,7 @@ def _sessions(extensions: Extensions) -> LoopExtension:
 
 
 def _weights(extensions: Extensions) -> LoopExtension:
-    """Make the extension for pauses, sleep and new weights; in an engine with a tier in host memory, sleep can keep
+    """Make the extension for pauses, sleep and new weights. If the engine has a tier in host memory, sleep can keep
     pages there.
     """
     from jaxengine.engine.extensions.weights.weights import Weights

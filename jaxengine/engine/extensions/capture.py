@@ -1,4 +1,4 @@
-"""Captured activations: passes each request that asked for them the activations of its tokens, each position once."""
+"""Captured activations: returns to each request that asked for them the activations of its tokens, each once."""
 
 from __future__ import annotations
 
@@ -38,53 +38,51 @@ class _Rows(NamedTuple):
     count: int
 
 
-class _Asked:
-    """Progress of one request that asked for activations, by tap (a named point of the model).
+class _Progress:
+    """What a request that asked for activations has received so far.
 
     Attributes:
-      taps: taps that the request named, without "hidden_states".
-      dtype: structured dtype of one token's activations, a field for each tap; None before the first.
-      num_found: number of leading positions whose activations have been returned to the request.
+      taps: taps (named points of the model) that the request asked for, without "hidden_states".
+      dtype: structured dtype of one token's activations, with a field for each tap; None before the first token.
+      num_returned: number of leading positions whose activations have been returned to the request.
     """
 
     def __init__(self, taps: tuple[Tap, ...]):
         """Set `taps`, with no activations returned yet."""
         self.taps = taps
         self.dtype: np.dtype | None = None
-        self.num_found = 0
+        self.num_returned = 0
 
     def rows(self, found: dict[Tap, np.ndarray], rank: int, tokens: slice) -> np.ndarray:
-        """Return a copy of the activations of some tokens of a step, so that the rest of the step's arrays can be
-        freed.
+        """Return the activations of some tokens of a step as a structured array [n] with a field for each of `taps`.
 
-        found: for each tap, an array [replicas, tokens, ...]. rank: index of the replica. tokens: slice of its tokens,
-        with start and stop. Returns a structured array [n] with a field for each of `taps`; sets `dtype` at the first
-        call.
+        They are copied, so that the step's arrays can be freed. The first call sets `dtype`. found: for each tap, an
+        array [replicas, tokens, ...]. rank: index of the replica. tokens: slice of its tokens, with start and stop.
         """
-        own = {tap: found[tap][rank, tokens] for tap in self.taps}
+        columns = {tap: found[tap][rank, tokens] for tap in self.taps}
         if self.dtype is None:
-            self.dtype = np.dtype([(tap.name, each.dtype, each.shape[1:]) for tap, each in own.items()])
+            self.dtype = np.dtype([(tap.name, column.dtype, column.shape[1:]) for tap, column in columns.items()])
         rows = np.empty(tokens.stop - tokens.start, self.dtype)
-        for tap, each in own.items():
-            rows[tap.name] = each
+        for tap, column in columns.items():
+            rows[tap.name] = column
         return rows
 
 
 class Capture(LoopExtension):
     """Loop extension that returns activations to the requests that ask for them, once for each position.
 
-    A preempted or held request is computed again from its first token; positions whose activations it already has are
-    then left out.
+    A preempted or held request is computed again from its first token; the activations of positions that it already
+    has are then not returned again.
     """
 
     def __init__(self) -> None:
-        """Begin without requests."""
+        """Start without requests."""
         self._rows: dict[InFlight, list[_Rows]] = {}
-        self._asked: dict[Request, _Asked] = {}
+        self._progress: dict[Request, _Progress] = {}
 
     @property
     def is_idle(self) -> bool:
-        return not (self._asked or self._rows)
+        return not (self._progress or self._rows)
 
     def prepare(self, request: Request) -> None:
         """Raise RequestError if the request asks for taps that the engine was not started to capture."""
@@ -92,15 +90,13 @@ class Capture(LoopExtension):
             self._taps_of(request)
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Begin to return activations to those of the requests that ask for them."""
+        """Start to return activations to those of the requests that ask for them."""
         for request in requests:
             if request.params.features & CAPTURE:
-                self._asked[request] = _Asked(self._taps_of(request))
+                self._progress[request] = _Progress(self._taps_of(request))
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Record which tokens of the step are captured, and keep its activations on the devices until `collected`.
-        Returns no events.
-        """
+        """Record which tokens of the step are captured, and keep its activations on the devices until `collected`."""
         if step is not None and (rows := _rows_of(step.step, self.loop.scheduler.ranks)):
             self._rows[step] = rows
             self.loop.runner.extension("capture").keep(step.pending)
@@ -111,46 +107,48 @@ class Capture(LoopExtension):
 
         Tokens that the step samples for such requests are dropped, so activations of accepted drafts must be, too.
         """
-        for noted, rows in self._rows.items():
-            if noted.step is step:
-                self._rows[noted] = [each for each in rows if each.request.slot >= 0]
+        for in_flight, rows in self._rows.items():
+            if in_flight.step is step:
+                self._rows[in_flight] = [each for each in rows if each.request.slot >= 0]
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Fetch the step's activations, if unfinished requests asked for them, and add those of positions not returned
-        before to output.found, under the names "hidden_states" ([n, layers, ...]) and "captured" (a structured array).
-        Rejected drafts are left out.
+        """Fetch the step's activations if unfinished requests asked for them, and add those of positions not returned
+        yet to output.found.
+
+        They are named "hidden_states" ([n, layers, ...]) and "captured" (a structured array). Rejected drafts are left
+        out.
         """
-        rows = [each for each in self._rows.pop(step, ()) if each.request in self._asked]
+        rows = [each for each in self._rows.pop(step, ()) if each.request in self._progress]
         if not rows:
             return
         capture, counts = self.loop.runner.extension("capture"), step.pending.result("counts")
         found, layers = capture.fetch(step.pending), capture.taps.layers
         for each in rows:
-            asked = self._asked[each.request]
+            progress = self._progress[each.request]
             position, count = each.position, each.count
             if position is None:
-                position = asked.num_found
+                position = progress.num_returned
                 # Activations of rejected drafts were computed, too, and follow those of the accepted ones.
                 count = count if counts is None else min(count, int(counts[each.rank, each.row]))
-            assert position <= asked.num_found
-            skip = asked.num_found - position
+            assert position <= progress.num_returned
+            skip = progress.num_returned - position
             if count <= skip:
                 continue
             tokens = slice(each.token + skip, each.token + count)
             if HIDDEN_STATES in each.request.params.capture:
-                own = np.stack([found[tap][each.rank, tokens] for tap in layers], axis=1)
-                output.found.append(Found(each.request, "hidden_states", own))
-            if asked.taps:
-                output.found.append(Found(each.request, "captured", asked.rows(found, each.rank, tokens)))
-            asked.num_found = position + count
+                states = np.stack([found[tap][each.rank, tokens] for tap in layers], axis=1)
+                output.found.append(Found(each.request, "hidden_states", states))
+            if progress.taps:
+                output.found.append(Found(each.request, "captured", progress.rows(found, each.rank, tokens)))
+            progress.num_returned = position + count
 
     def ended(self, request: Request) -> None:
-        self._asked.pop(request, None)
+        self._progress.pop(request, None)
 
     def _taps_of(self, request: Request) -> tuple[Tap, ...]:
-        """Return the taps that a request names, without "hidden_states".
+        """Return the taps that a request asks for, without "hidden_states".
 
-        Raises RequestError for a tap that the engine was not started with.
+        Raises RequestError for a tap that the engine was not started to capture.
         """
         taps, asked = self.loop.runner.extension("capture").taps, request.params.capture
         names = [name for name in asked if name != HIDDEN_STATES]
@@ -162,8 +160,8 @@ class Capture(LoopExtension):
 
 
 def _rows_of(step: ScheduledStep, ranks: list[Rank]) -> list[_Rows]:
-    """Return the tokens, one entry per request, of a step that has just been scheduled, for those requests that asked
-    for activations.
+    """Return the tokens of a newly scheduled step that are captured, with one entry for each request that asked for
+    activations.
 
     ranks: the scheduler's replicas.
     """

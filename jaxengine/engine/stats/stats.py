@@ -1,7 +1,7 @@
-"""Counts of an engine's steps and requests. Metric names are in `metrics.py`.
+"""Counts of an engine's steps and requests. The names of the metrics are in `metrics.py`.
 
-Events are counted where they happen, on the engine's thread: a few array operations a step for all running requests,
-and Python objects only for requests that begin or end.
+Events are counted where they happen, on the engine's thread. A step costs a few array operations for all running
+requests together; Python objects are touched only for requests that begin or end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.rank import Rank
 
-# Upper bounds in seconds, the same as vLLM's, so that its dashboards fit.
+# Upper bounds in seconds. They are vLLM's, so that dashboards made for vLLM work.
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
     *(40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -43,11 +43,11 @@ def bounds_up_to(most: int) -> tuple[int, ...]:
 
 
 class Histogram:
-    """Counts of observations by upper bound.
+    """Histogram of observed values.
 
     Attributes:
-      bounds: upper bounds, ascending; a value equal to a bound counts under it.
-      counts: i64[len(bounds) + 1], not cumulative; the last counts values above all bounds.
+      bounds: upper bounds of the buckets, inclusive, ascending.
+      counts: i64[len(bounds) + 1], values in each bucket, not cumulative; the last is for values above all bounds.
       sum: sum of all observed values.
     """
 
@@ -65,7 +65,7 @@ class Histogram:
 
     def observe_all(self, values: np.ndarray) -> None:
         """Count all values of an array. values: f64[n] with n > 0."""
-        # The intervals of a step's tokens are mostly nearly equal, so that all fall into one bucket.
+        # The token intervals of a step are mostly about equal, so all of them fall into one bucket.
         lowest, highest = bisect.bisect_left(self.bounds, values.min()), bisect.bisect_left(self.bounds, values.max())
         if lowest == highest:
             self.counts[lowest] += len(values)
@@ -74,7 +74,7 @@ class Histogram:
         self.sum += float(values.sum())
 
     def metric(self, name: str, labels: Mapping[str, str] | None = None) -> metric_types.Histogram:
-        """Return the counts, cumulated, as a metric with this name and these labels."""
+        """Return the cumulative counts as a metric with this name and these labels."""
         totals = accumulate(self.counts.tolist())
         buckets = dict(zip((*(str(float(bound)) for bound in self.bounds), "+Inf"), totals, strict=True))
         return metric_types.Histogram(name, buckets, self.sum, buckets["+Inf"], labels or {})
@@ -84,12 +84,12 @@ class Recent:
     """Ring buffer of the latest observed values, for percentiles of recent work."""
 
     def __init__(self, size: int):
-        """Begin without values. size: number of values that are held."""
+        """Begin without values. size: how many of the latest values are kept."""
         self._values = np.zeros(size)
         self._count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Add values f64[n], latest last, replacing the oldest ones; if n is more than `size`, only the latest are
+        """Add values f64[n], the latest last, in place of the oldest ones. If n exceeds `size`, only the latest are
         kept.
         """
         size, first = len(self._values), self._count % len(self._values)
@@ -100,8 +100,8 @@ class Recent:
         self._count += len(values)
 
     def percentiles(self, *shares: float) -> list[float | None]:
-        """Return the percentiles of the stored values at `shares`, percentages from 0 to 100; None for each if no value
-        is stored.
+        """Return the percentiles `shares`, from 0 to 100, of the stored values; None for each if there are no
+        values.
         """
         held = self._values[: min(self._count, len(self._values))]
         return [float(value) for value in np.percentile(held, shares)] if len(held) else [None] * len(shares)
@@ -130,10 +130,11 @@ class StepStats:
       num_steps: steps dispatched.
       num_tokens, num_padding_tokens: real and padding tokens of these steps.
       schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
-      idle_seconds: time with unfinished requests in which the device was idle, as far as the host can tell: from the
-        moment when the host saw that the device was done until the next step was dispatched.
-      num_generated_tokens: tokens delivered to callers; tokens sampled after the end of a text are not counted.
-      _num_undelivered_tokens: counted tokens that callers did not get, still to be subtracted from later counts.
+      idle_seconds: time with unfinished requests in which the device was idle, as far as the host can tell: from when
+        the host saw that the device was done until it dispatched the next step.
+      num_generated_tokens: tokens delivered to callers, without those that were sampled after the end of a text.
+      _num_undelivered_tokens: tokens that were counted although callers did not get them; later counts are reduced by
+        them.
       page_slots_used, page_slots_empty: token slots of pages held by running requests, summed over steps.
     """
 
@@ -152,8 +153,8 @@ class StepStats:
     _num_undelivered_tokens: int = 0
 
     def count_step(self, step: ScheduledStep, bucket: Bucket, ranks: Sequence[Rank]) -> None:
-        """Count a dispatched step, also under its compiled shape `bucket`. ranks: all replicas, whose used and empty
-        page slots are added.
+        """Count a dispatched step, in total and by its compiled shape `bucket`. ranks: all replicas, whose used and
+        empty page slots are added.
         """
         padding = bucket.num_tokens * len(step.batches) - step.num_tokens
         for counts in (self, self.buckets[bucket]):
@@ -166,16 +167,16 @@ class StepStats:
             self.page_slots_empty += empty
 
     def count_generated(self, num_tokens: int) -> None:
-        """Add generated tokens, less those reported to `count_undelivered` and not subtracted yet; the total never
-        decreases.
+        """Add generated tokens, minus those reported to `count_undelivered` that have not been subtracted yet. The
+        total never decreases.
         """
         undelivered = min(num_tokens, self._num_undelivered_tokens)
         self._num_undelivered_tokens -= undelivered
         self.num_generated_tokens += num_tokens - undelivered
 
     def count_undelivered(self, num_tokens: int) -> None:
-        """Record tokens that were counted but came after their request's text had ended; `count_generated` subtracts
-        them from later counts.
+        """Record tokens that were counted but sampled after the end of their request's text. `count_generated`
+        subtracts them from later counts.
         """
         self._num_undelivered_tokens += num_tokens
 
@@ -185,16 +186,16 @@ class RequestStats:
     """Counts of requests. Each of a request's n outputs counts as one.
 
     Attributes:
-      num_rejections: requests refused because too many waited.
+      num_rejections: requests refused because too many were waiting.
       num_corrupted: requests that ended because their logits were not finite.
       num_prompt_tokens: tokens of completed prompts, including those found in the prefix cache.
       num_cached_tokens: prompt tokens that were found in the prefix cache when their requests were first admitted.
       num_external_tokens: cached prompt tokens that came from outside of the devices.
       max_model_len: longest sequence of the engine, which bounds the histograms of tokens.
-      finished: number of requests that ended, by reason.
+      finished: number of requests that have ended, by reason.
       first_token, intervals, time_per_output_token, e2e, preprocessing, queue, prefill, decode, inference: histograms
-        of seconds; `metrics.HELP` defines them, under the names that `Metrics` gives them.
-      prompt_tokens, generation_tokens, max_tokens, computed_tokens, preemptions, n: histograms of numbers of a request.
+        of seconds. `metrics.HELP` says what they measure, by the names of their metrics.
+      prompt_tokens, generation_tokens, max_tokens, computed_tokens, preemptions, n: histograms of counts per request.
       most_generated: histogram of the tokens of the longest among the n outputs of one call.
       step_tokens: histogram of the tokens of a step.
       recent_first_token, recent_intervals: latest times to first token, and between tokens, in seconds.
@@ -227,7 +228,7 @@ class RequestStats:
         self.preemptions = Histogram(PREEMPTION_BOUNDS)
         self.n = Histogram(N_BOUNDS)
         self.most_generated = Histogram(lengths)
-        # Outputs of calls with several: [number that have not ended, tokens of the longest that has], one list a call.
+        # For calls with several outputs: [unfinished outputs, tokens of the longest finished one], one list per call.
         self._calls: dict[Request, list[int]] = {}
         self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self.recent_first_token = Recent(1024)
@@ -263,10 +264,10 @@ class RequestStats:
             self.observe_first_token(request)
 
     def observe_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> int:
-        """Count the end of a request as its caller saw it; return the number of its tokens that the caller did not get.
+        """Count the end of a request as its caller saw it, and return how many of its tokens the caller did not get.
 
-        reason, num_output: its finish reason and the number of tokens for the caller; None: the request's own. The
-        histograms of prefill, decode and inference times leave out requests that got no token.
+        reason, num_output: finish reason and number of output tokens that the caller got; None for the request's own.
+        Requests without an output token are left out of the histograms of prefill, decode and inference times.
         """
         reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output

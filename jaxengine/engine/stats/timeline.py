@@ -1,4 +1,4 @@
-"""Record of the engine's last few thousand steps, in a ring buffer that is cheap to fill.
+"""Timeline: a record of the engine's last few thousand steps, in a ring buffer that is cheap to fill.
 
 Times are time.monotonic seconds, which all processes of a machine share. `jaxengine/server/observe/chrome_trace.py`
 draws a timeline.
@@ -27,11 +27,11 @@ class StepRecord:
 
     Attributes:
       number: of the step, counted from the engine's start.
-      start, scheduled, prepared, dispatched: when scheduling began, when it was done, when the step's message and slot
-        rows were written, and when the forward pass was dispatched.
-      idle_since: when the device ran out of work, as far as the host saw; None if it was still busy.
-      waiting, arrived, updated: when the host began to wait for the sampled tokens, got them, and had updated the
-        scheduler; 0 before.
+      start, scheduled, prepared, dispatched: when scheduling began, when it was done, when the step's message was
+        written, and when the forward pass was dispatched.
+      idle_since: when the device ran out of work, as far as the host can tell; None if it was still busy.
+      waiting, arrived, updated: when the host began to wait for the sampled tokens, when it got them, and when it had
+        updated the scheduler; 0 until then.
       bucket: the step's compiled shape.
       num_running, num_waiting: requests once the step was scheduled.
       num_new_tokens: tokens that requests got.
@@ -72,7 +72,7 @@ class StepRecord:
 
 
 class Timeline:
-    """Records of the latest steps and of the requests that ended last."""
+    """Records of the latest steps and of the latest requests that have ended."""
 
     def __init__(self, num_steps: int = NUM_STEPS, num_requests: int = NUM_REQUESTS):
         """Create an empty timeline. num_steps, num_requests: how many steps and ended requests are kept."""
@@ -138,8 +138,8 @@ class Timeline:
         self._ended.append(_life(request))
 
     def last(self, seconds: float, unfinished: list[Request]) -> dict[str, Any]:
-        """Return, as JSON values, `now`, `since` (both in seconds), the completed `steps` that began in the last
-        `seconds`, and the `requests` that ended in that time or are in `unfinished`.
+        """Return a dict of JSON values about the last `seconds`: `now` and `since`, its end and begin; `steps`, the
+        completed steps that began in it; and `requests`, those that ended in it and those in `unfinished`.
         """
         now = time.monotonic()
         since = now - seconds
@@ -149,7 +149,7 @@ class Timeline:
 
 
 def _life(request: Request) -> dict[str, Any]:
-    """Return a request's id, finish reason, times of its events, and token counts; None for what has not happened."""
+    """Return a request's id, finish reason, event times and token counts. An event that has not happened is None."""
     reason = request.finish_reason
     return {
         "id": request.request_id,

@@ -1,6 +1,6 @@
-"""Words of a transcript and their times: the path of its tokens through the sound, and the grouping of tokens to words.
+"""Words of a transcript with their times: tokens are aligned with the sound and grouped into words.
 
-As transformers does it for Whisper, times and words are the same. Shape letters: N tokens, S positions of the sound.
+Words and times equal those of transformers for Whisper. Shape letters: N tokens, S positions of the sound.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 
 # Codes of languages that are written without spaces.
 _UNSPACED = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
-# A mark of a number or an apostrophe, where tokens are cut within a word, and marks before a number that belong to it.
+# Text around a boundary of tokens that lies within a word (next to an apostrophe, or to a separator inside a number),
+# and marks before a number that belong to it.
 _INSIDE, _BEFORE_NUMBER = re.compile(r".?(\d[.,:]\d|\w['\u2019]\w).?"), "-.\u2212"
-# Punctuation that belongs to the word after it, and to the word before it.
+# Punctuation that belongs to the following word, and to the preceding word.
 _BEFORE, _AFTER = "\"'“¡¿([{-", "\"'.。,，!！?？:：”)]}、"
 _BROKEN = "\ufffd"
-# What a step of a path advances: token and position, token, position.
+# What a step of an alignment path advances: token and position, only the token, only the position.
 _BOTH, _TOKEN, _POSITION = range(3)
 
 
@@ -33,14 +34,15 @@ class Word(NamedTuple):
 
 
 def token_positions(alignment: np.ndarray) -> np.ndarray:
-    """Return i64[N], the position of the sound at which each token begins, by dynamic time warping: on the path through
-    `alignment`, f32[N, S], N and S >= 1, that has the largest sum and on which neither tokens nor positions decrease.
+    """Return the position of the sound at which each token begins, i64[N], by dynamic time warping: on the path through
+    `alignment` with the largest sum among those on which neither tokens nor positions decrease.
 
-    Sums are rounded to float32, and equal ones resolved, as in transformers.
+    alignment: f32[N, S], N and S >= 1. Sums are rounded to float32, and ties resolved, as in transformers.
     """
     num_tokens, num_positions = alignment.shape
     cost, enters = -alignment.astype(np.float64), np.zeros((num_tokens, num_positions), np.int8)
-    # Diagonals of the sums: element i + 1 of number d is of token i at position d - i, element 0 of none.
+    # The last two diagonals of the sums. Element i + 1 of diagonal d is for token i at position d - i; element 0 is
+    # padding.
     older, newer = (np.full(num_tokens + 1, np.inf, np.float32) for _ in range(2))
     older[0] = 0
     for number in range(num_tokens + num_positions - 1):
@@ -63,11 +65,11 @@ def token_positions(alignment: np.ndarray) -> np.ndarray:
 def find_words(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], times: np.ndarray, language: str
 ) -> Iterator[Word]:
-    """Yield the words of a transcript with their times, without the punctuation around them. 3.14 and l'eau are one
-    word each, real-time is two.
+    """Yield the words of a transcript with their times, without the punctuation around them. For example, 3.14 and
+    l'eau are one word each, and real-time is two.
 
-    decode: returns the text of tokens. tokens: of the text, without timestamps. times: f64[N, 2], seconds at which each
-    token begins and ends, rounded to 0.01 in the result. language: its code.
+    decode: returns the text of tokens. tokens: tokens of the text, without timestamps. times: f64[N, 2], seconds at
+    which each token begins and ends, which are rounded to 0.01. language: code of the language.
     """
     words: list[tuple[str, list[int]]] = []
     for text, members in group_words(decode, tokens, language):
@@ -82,11 +84,11 @@ def find_words(
 
 
 def _bare(text: str) -> str:
-    """Return a text without white space and punctuation (Unicode's categories P) at its ends, except that a sign or
-    point directly before a leading number stays. "" if nothing remains.
+    """Return a text without white space and punctuation (Unicode's categories P) at its ends, but with a sign or point
+    directly before a leading number. "" if nothing remains.
     """
     whole = text.strip()
-    kept = [at for at, each in enumerate(whole) if not (each.isspace() or unicodedata.category(each).startswith("P"))]
+    kept = [i for i, each in enumerate(whole) if not (each.isspace() or unicodedata.category(each).startswith("P"))]
     if not kept:
         return ""
     first, last = kept[0], kept[-1] + 1
@@ -97,11 +99,11 @@ def _bare(text: str) -> str:
 def group_words(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], language: str
 ) -> list[tuple[str, list[int]]]:
-    """Return (word, indices of its tokens) for each word of a text, with spaces and punctuation. decode: returns the
-    text of tokens; language: its code.
+    """Return (word, indices of its tokens) for each word of a text, with spaces and punctuation.
 
-    A space or a punctuation character begins a word, and punctuation is then joined to its neighbour. In languages
-    without spaces (Chinese, Japanese, ...) every character is a word.
+    decode: returns the text of tokens. language: code of the language. A space or a punctuation character begins a
+    word; then punctuation is joined to a neighbouring word. In languages without spaces (Chinese, Japanese, ...) every
+    character is a word.
     """
     words: list[tuple[str, list[int]]] = []
     for text, members in _characters(decode, tokens):
@@ -115,7 +117,7 @@ def group_words(
 
 def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
     """Yield (text, indices of its tokens) for the shortest runs of tokens that decode to complete characters, or to
-    bytes that are invalid in the whole text too. decode: returns the text of tokens.
+    bytes that are also invalid in the whole text. decode: returns the text of tokens.
     """
     whole, done, members = decode(tokens), 0, []
     for number in range(len(tokens)):
@@ -128,8 +130,8 @@ def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _with_next(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Return the words, (text, indices of its tokens), with opening punctuation joined to the word after it, and
-    closing punctuation to the word before.
+    """Return the words, (text, indices of its tokens), with opening punctuation joined to the following word, and
+    closing punctuation to the preceding word.
     """
     joined: list[tuple[str, list[int]]] = []
     for text, members in reversed(words):

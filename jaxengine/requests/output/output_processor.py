@@ -1,7 +1,7 @@
-"""Processing of outputs: turns token ids into callers' outputs, with text, stop strings and logprobs, and combines a
-request's n outputs.
+"""Processing of outputs: token ids become callers' outputs, with text, stop strings and logprobs, and a request's n
+outputs are combined.
 
-A request whose caller only waits for the end costs nothing before it.
+A request whose caller only wants the finished output costs nothing until it ends.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ TAGS = 1 << 31
 
 @dataclass(eq=False)
 class _Sequence:
-    """One of a request's n outputs, while it grows.
+    """One of a request's n outputs while it grows.
 
     Attributes:
       group: the caller's request. index: number of the output in it. request: the engine's request that generates it.
-      detokenizer: None without texts. repetition: None if repetitions do not end the output.
+      detokenizer: None if there is no text. repetition: None if repetitions do not end the output.
       token_ids: output tokens so far.
-      logprobs, masses: of each token, as far as requested: log-probabilities, and the numbers of return_sampling_mass.
-      cumulative_logprob: sum of the log-probabilities of the output tokens; 0 if none were requested.
-      num_sent: number of tokens that earlier outputs of a stream had.
-      found: rows that capabilities returned, by field of CompletionOutput.
-      finish_reason, stop_reason: as of CompletionOutput.
+      logprobs, masses: log-probabilities and the numbers of return_sampling_mass of each token, if requested.
+      cumulative_logprob: sum of the log-probabilities of the output tokens; 0 if they were not requested.
+      num_sent: number of tokens that the stream has sent.
+      found: rows that capabilities have returned, by field of CompletionOutput.
+      finish_reason, stop_reason: those of CompletionOutput.
     """
 
     group: _Group
@@ -72,8 +72,8 @@ class _Sequence:
     stop_reason: int | str | None = None
 
     def append(self, token_id: int) -> tuple[FinishReason, str] | None:
-        """Add a token to the ids, and to the text unless it is a hidden stop token. Return (reason, stop reason) if its
-        content ends the output: STOP with the stop string that it completed, or REPETITION. Returns None otherwise.
+        """Add a token to the ids, and to the text unless it is a hidden stop token. If the content now ends the output,
+        return (reason, stop reason): STOP with the completed stop string, or REPETITION. Otherwise return None.
         """
         self.token_ids.append(token_id)
         repeats = self.repetition is not None and self.repetition.append(token_id)
@@ -82,19 +82,19 @@ class _Sequence:
             stop_string = self.detokenizer.append([token_id], check_stop=count > least)
             if stop_string is not None:
                 return FinishReason.STOP, stop_string
-        # If the token also ends the output in another way, that reason is reported.
+        # If the token ends the output in another way as well, the other reason is reported.
         if repeats and least <= count < self.request.max_tokens and not self._is_stop_token(token_id):
             return FinishReason.REPETITION, REPETITION
         return None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End the output: set its reasons, settle its text, and, if tokens were not reported step by step, take all
-        token ids from the engine's request first.
+        """End the output: set its reasons and complete its text. If its tokens were not reported step by step, first
+        take all of them from the engine's request.
         """
         self.finish_reason, self.stop_reason = reason.value, stop_reason
         if not self.request.per_step:
             known = self.request.output_token_ids
-            self.token_ids = known[known >= 0].tolist()  # negative ids mark rows that failed
+            self.token_ids = known[known >= 0].tolist()  # a negative id marks a failed row
         if self.detokenizer is not None:
             if not self.request.per_step:
                 hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])
@@ -102,14 +102,14 @@ class _Sequence:
             self.detokenizer.finish()
 
     def is_waiting(self, interval: int) -> bool:
-        """Whether new tokens wait until there are `interval` of them, or the request's stream_interval if it has one.
-        The first and the last token do not wait.
+        """Whether a stream holds back its new tokens, because there are fewer than `interval`, or than the request's
+        stream_interval if it has one. The first and the last token are never held back.
         """
         interval = self.group.params.stream_interval or interval
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """Return the output so far, or with DELTA only the part since the last call, and count its tokens as sent.
+        """Return the output so far, or with DELTA only what is new since the last call, and count its tokens as sent.
         Logprobs, sampling mass, weight versions and rows of capabilities are included if the request has them.
         """
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
@@ -137,20 +137,20 @@ class _Sequence:
         )
 
     def _logprobs(self, first: int) -> Sequence[PositionLogprobs]:
-        """Return the log-probabilities from token `first` on, as FlatLogprobs if the request has flat_logprobs, else as
+        """Return the log-probabilities from token `first` on: FlatLogprobs if the request has flat_logprobs, otherwise
         a list.
         """
         found = self.logprobs[first:]
         return FlatLogprobs.of(found) if self.group.params.flat_logprobs else found
 
     def _hides(self, token_id: int) -> bool:
-        """Whether a token is left out of the text: the stop token that ended the request, without
-        include_stop_str_in_output.
+        """Whether a token is left out of the text, because it is the stop token that ended the request and
+        include_stop_str_in_output is False.
         """
         return self._is_stop_token(token_id) and not self.group.params.include_stop_str_in_output
 
     def _is_stop_token(self, token_id: int) -> bool:
-        """Whether the engine ended the request at a stop token and `token_id` is one of its stop tokens."""
+        """Whether a stop token has ended the request, and `token_id` is one of the request's stop tokens."""
         request = self.request
         ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
         return ended and token_id in request.stop_token_ids
@@ -158,16 +158,17 @@ class _Sequence:
 
 @dataclass
 class _Group:
-    """A caller's request: its n sequences.
+    """A caller's request, with its n sequences.
 
     Attributes:
-      request_id, params: as given or chosen when it was prepared.
+      request_id, params: those of the prepared request.
       prompt: the text, if known.
       prompt_token_ids: token ids of the prompt.
       metrics: times of the request, filled in as it proceeds.
-      sequences: one for each of n outputs, ended ones included.
-      prompt_logprobs: of each prompt token, None for a token without them so far; None unless requested.
-      flat_prompt_logprobs: the same as FlatLogprobs, made when first needed.
+      sequences: one for each of the n outputs, including ended ones.
+      prompt_logprobs: log-probabilities of each prompt token, None for a token that has none yet; None unless
+        requested.
+      flat_prompt_logprobs: the same as FlatLogprobs, created when first needed.
       num_running: number of sequences that have not ended.
     """
 
@@ -183,8 +184,11 @@ class _Group:
 
 
 class OutputProcessor:
-    """Tracker of an engine's requests, by tag, that creates their outputs. tokenizer: None for token ids only.
-    stream_interval: number of tokens of an output that are sent together.
+    """Tracker of an engine's requests that creates their outputs.
+
+    Args:
+      tokenizer: None for outputs without text.
+      stream_interval: number of tokens that a stream sends together.
 
     Attributes:
       spans: (start, end, number of outputs) of the last 4096 calls of `process` with outputs, in seconds.
@@ -204,8 +208,8 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking the n requests of `prepared`, and set the `tag` of each, by which its tokens are found.
-        `prepared.params` must be SamplingParams (asserted).
+        """Start tracking the n requests of `prepared`, whose params must be SamplingParams, and set the `tag` of each,
+        by which its tokens are recognised.
         """
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)
@@ -214,9 +218,9 @@ class OutputProcessor:
         if params.num_prompt_logprobs is not None:
             group.prompt_logprobs = [None for _ in prompt_ids]
         for index, request in enumerate(requests):
-            looked_for = params.repetition_detection
-            assert looked_for is None or isinstance(looked_for, RepetitionDetectionParams)
-            detector = None if looked_for is None else RepetitionDetector(looked_for)
+            repetition = params.repetition_detection
+            assert repetition is None or isinstance(repetition, RepetitionDetectionParams)
+            detector = None if repetition is None else RepetitionDetector(repetition)
             sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids), detector)
             group.sequences.append(sequence)
             self._last_tag = (self._last_tag + 1) % TAGS
@@ -225,15 +229,14 @@ class OutputProcessor:
         self._groups[request_id] = group
 
     def running(self, request_id: str) -> list[Request]:
-        """Return the engine's requests of a caller's request that have not ended; [] for an unknown request."""
+        """Return those of the engine's requests of a caller's request that have not ended; [] for an unknown one."""
         group = self._groups.get(request_id)
         sequences = group.sequences if group is not None else []
         return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
-        """Stop tracking the caller's request to which `request` belongs, without an output.
-
-        Returns its id and those of its n requests that had not ended; (None, []) if it is not tracked.
+        """Stop tracking the caller's request to which `request` belongs, without an output. Return its id, and those of
+        its n requests that had not ended; (None, []) if it is not tracked.
         """
         sequence = self._sequences.get(request.tag)
         if sequence is None:
@@ -248,13 +251,13 @@ class OutputProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
     ) -> list[RequestOutput]:
-        """Process the results of a step; return the outputs for callers: new parts of streams, and complete requests.
-        Requests that have ended are no longer tracked.
+        """Process the results of a step, and return the outputs for callers: new parts of streams, and finished
+        requests, which are no longer tracked.
 
-        Tokens and results of requests that are not tracked, and token ids below 0, are ignored. now: seconds of
-        time.monotonic. stop: called for each request whose output ends because of its content, to end it in the engine,
-        with the request, the reason, its stop_reason (the stop string or "repetition_detected") and the number of its
-        tokens so far.
+        Token ids below 0 and everything about requests that are not tracked are ignored. now: seconds of
+        time.monotonic. stop: called to end a request in the engine whose output ends because of its content. It gets
+        the request, the reason, its stop_reason (the stop string or "repetition_detected") and the number of its tokens
+        so far.
         """
         changed: dict[_Sequence, None] = {}
         for request in step.first_tokens:
@@ -292,14 +295,14 @@ class OutputProcessor:
         return outputs
 
     def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
-        """Return the outputs for callers of these sequences, which changed at time `now`; set the times of their
+        """Return the outputs for callers of these sequences, which have changed at time `now`. Set the times of their
         requests, and forget requests that have ended.
 
-        A stream gets one output for each sequence that is not waiting for more tokens; a request with FINAL_ONLY gets
-        one with all n, at its end.
+        A stream gets an output for each sequence that does not hold back its tokens. A request with FINAL_ONLY gets one
+        output with all n sequences when it has ended.
         """
         outputs = []
-        # Several of a request's n sequences may end in one step; only the output of the last is marked as finished.
+        # Several of a request's n sequences may end in one step. Only the output of the last is marked as finished.
         last_of = {sequence.group.request_id: sequence for sequence in changed}
         for sequence in changed:
             group = sequence.group
@@ -322,7 +325,7 @@ class OutputProcessor:
         return outputs
 
     def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
-        """Return a RequestOutput of a group with these completions. finished: whether all n outputs have ended."""
+        """Return a group's RequestOutput with these completions. finished: whether all n outputs have ended."""
         cached = group.sequences[0].request.num_cached_tokens
         return RequestOutput(
             request_id=group.request_id,
@@ -337,8 +340,8 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:
-        """Return the prompt's log-probabilities: None unless requested, FlatLogprobs with flat_logprobs, else a list.
-        The FlatLogprobs are stored in the group for later calls.
+        """Return the prompt's log-probabilities: None unless requested, FlatLogprobs with flat_logprobs, otherwise a
+        list. The FlatLogprobs are stored in the group for later calls.
         """
         if group.prompt_logprobs is None or not group.params.flat_logprobs:
             return group.prompt_logprobs
@@ -347,7 +350,7 @@ class OutputProcessor:
         return group.flat_prompt_logprobs
 
     def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Stop tracking a sequence, end its output with these reasons, and decrement its group's num_running. Raises
+        """Stop tracking a sequence, end its output for these reasons, and decrement its group's num_running. Raises
         KeyError if it is not tracked.
         """
         del self._sequences[sequence.request.tag]
@@ -355,8 +358,8 @@ class OutputProcessor:
         sequence.group.num_running -= 1
 
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
-        """Return a new detokenizer of one output; None without a tokenizer, or with detokenize=False. prompt_ids: of
-        the prompt; the last 8 are used.
+        """Return a new detokenizer for one output; None without a tokenizer or with detokenize=False. prompt_ids: token
+        ids of the prompt, of which the last 8 are used.
         """
         if self._tokenizer is None or not params.detokenize:
             return None
@@ -371,8 +374,8 @@ class OutputProcessor:
         )
 
     def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
-        """Append the log-probabilities of a sampled token, from `row` of the scores, to its sequence, add the token's
-        own to cumulative_logprob, and append the numbers of return_sampling_mass if requested.
+        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence; with them the numbers
+        of return_sampling_mass, if requested. The token's own log-probability is added to cumulative_logprob.
         """
         params = sequence.group.params
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
@@ -384,8 +387,8 @@ class OutputProcessor:
             sequence.masses.append(scores.given_logprobs[row, -len(SAMPLING_FIELDS) :])
 
     def _score_prompt(self, scores: PromptScores) -> None:
-        """Store the log-probabilities of a chunk of a prompt in its group, if they come from the first of its n
-        sequences; those of others and of unknown requests are dropped.
+        """Store the log-probabilities of a chunk of a prompt in its group. Those of other sequences than the group's
+        first, and of requests that are not tracked, are dropped.
         """
         sequence = self._sequences.get(scores.request.tag)
         if sequence is None or sequence.index != 0:
@@ -398,15 +401,15 @@ class OutputProcessor:
         for row in range(len(scores.scores.ranks)):
             position = scores.first + row
             token_id = group.prompt_token_ids[position]
-            own = scores.scores.given_logprobs[row, first : first + len(given_ids)].tolist()
-            entry = self._position(token_id, scores.scores, row, count, list(zip(given_ids, own, strict=True)))
+            given = scores.scores.given_logprobs[row, first : first + len(given_ids)].tolist()
+            entry = self._position(token_id, scores.scores, row, count, list(zip(given_ids, given, strict=True)))
             group.prompt_logprobs[position] = entry
 
     def _position(
         self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
     ) -> PositionLogprobs:
-        """Return the log-probabilities of one position by token id, from `row` of the scores. count: likeliest tokens
-        to list, -1 for all; given: further (token id, logprob) to list.
+        """Return the log-probabilities at one position, `row` of the scores, by token id. count: number of likeliest
+        tokens to list, -1 for all. given: further (token id, logprob) to list.
         """
         return position_logprobs(
             token_id,
@@ -420,6 +423,6 @@ class OutputProcessor:
         )
 
     def _decode_one(self, token_id: int) -> str:
-        """Return the text of one token, special ones included."""
+        """Return the text of one token, which may be a special token."""
         assert self._tokenizer is not None
         return self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -46,19 +46,19 @@ def position_logprobs(
     given: Iterable[tuple[int, float]] = (),
 ) -> PositionLogprobs:
     """Return the logprobs of one position by token id: the sampled token, then the `num_logprobs` likeliest (-1: all in
-    top_ids), each token once, then the `given` tokens that are not among these, without a rank.
+    top_ids), then the `given` tokens, without a rank. Each token occurs once.
 
     top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: returns a token's
     text; None leaves decoded_token None.
     """
     count = len(top_ids) if num_logprobs == -1 else num_logprobs
     best = zip(top_ids[:count], top_logprobs[:count], strict=True)
-    entries = [(token_id, logprob, rank), *((int(top_id), top, place) for place, (top_id, top) in enumerate(best, 1))]
+    top = [(int(top_id), top_logprob, top_rank) for top_rank, (top_id, top_logprob) in enumerate(best, 1)]
     found: PositionLogprobs = {}
-    for entry_id, value, place in entries:
-        # The chosen token keeps its own rank: its index in the list is arbitrary among equals.
+    for entry_id, value, entry_rank in [(token_id, logprob, rank), *top]:
+        # The sampled token keeps its own rank, because its index among equally likely tokens is arbitrary.
         if entry_id not in found:
-            found[entry_id] = Logprob(float(value), int(place), None if decode is None else decode(entry_id))
+            found[entry_id] = Logprob(float(value), int(entry_rank), None if decode is None else decode(entry_id))
     for entry_id, value in given:
         if entry_id not in found:
             found[entry_id] = Logprob(float(value), None, None if decode is None else decode(entry_id))
@@ -66,22 +66,22 @@ def position_logprobs(
 
 
 def sampling_columns(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the SAMPLING_FIELDS of an output as arrays by name, from their rows f32[3], one for each token."""
+    """Return the SAMPLING_FIELDS of an output as arrays by name. rows: f32[3] for each token."""
     columns = np.array(rows, np.float32).reshape(-1, len(SAMPLING_FIELDS)).T
     return dict(zip(SAMPLING_FIELDS, np.ascontiguousarray(columns), strict=True))
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request in seconds of one monotonic clock; None if not reached.
+    """Times of a request, in seconds of one monotonic clock; None before they are reached.
 
     Attributes:
       arrival_time: when the caller's request arrived.
       queued_time: when the engine queued it, after tokenization.
       first_scheduled_time: when it was first part of a step.
-      first_token_time, last_token_time: when the first and the latest of its tokens arrived, of all n outputs.
-      finished_time: when the last output ended.
-      num_preemptions: how often its n sequences were preempted, together.
+      first_token_time, last_token_time: when the first and the latest token of any of its n outputs arrived.
+      finished_time: when the last of its outputs ended.
+      num_preemptions: how often its n sequences were preempted, all together.
     """
 
     arrival_time: float
@@ -104,14 +104,12 @@ class RequestMetrics:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    """Return end - start, None if one is None."""
+    """Return end - start; None if either is None."""
     return None if start is None or end is None else end - start
 
 
 class WeightSpan(NamedTuple):
-    """Output tokens from `start` to `end`, exclusive, of a request that one version of the engine's weights
-    computed.
-    """
+    """Output tokens of a request, from `start` up to but excluding `end`, that one version of the weights computed."""
 
     version: int | str
     start: int
@@ -121,8 +119,8 @@ class WeightSpan(NamedTuple):
 def weight_spans(versions: Sequence[tuple[int | str, int]], num_tokens: int) -> list[WeightSpan] | None:
     """Return the spans of the first `num_tokens` output tokens by weight version.
 
-    versions: each version and the number of output tokens before its first, in order. Returns None if there are none,
-    or only the version that the engine started with, 0.
+    versions: each version, in order, with the number of output tokens before it was used. Returns None if there are
+    none, or only version 0, with which the engine started.
     """
     if not versions or versions == [(0, 0)]:
         return None
@@ -139,26 +137,26 @@ class CompletionOutput:
       index: 0 to n - 1.
       text, token_ids, logprobs: everything so far, or only what is new (RequestOutputKind.DELTA).
       cumulative_logprob: sum over all tokens so far, for every output kind; None without logprobs.
-      logprobs: one dict per token, from token id to Logprob, in a list, or FlatLogprobs where the request says so;
-        None unless requested.
+      logprobs: a list with one dict per token, from token id to Logprob; or FlatLogprobs, if the request says so. None
+        unless requested.
       finish_reason: "stop", "length", "abort", "error" or "repetition"; None while running.
       stop_reason: the stop string or stop token id that was met; details of "abort", such as "timeout", or "error";
         "repetition_detected"; None otherwise, and for the end-of-sequence token.
       hidden_states: [tokens, layers, hidden size] of the engine's capture_layers, in the dtype of the model: one row
-        for each token of the prompt, then one for each output token but the last, which was chosen and not fed to the
-        model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
-      captured: what the taps that the request named gave, by name, with rows as `hidden_states`: [tokens, hidden size]
-        in the dtype of the model, f32[tokens, experts] of router_logits; None unless requested.
-      routed_experts: [tokens, MoE layers, experts of a token], the experts that each token was sent to, the best first:
-        uint8 where a layer has at most 256, else uint16. Rows as `hidden_states`, without the first
+        for each token of the prompt, then one for each output token except the last, which was not fed to the model.
+        Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
+      captured: activations by the names of the taps that the request asked for, with rows as in `hidden_states`:
+        [tokens, hidden size] in the dtype of the model, f32[tokens, experts] for router_logits; None unless requested.
+      routed_experts: [tokens, MoE layers, experts per token], the experts that each token was sent to, the best first:
+        uint8 if a layer has at most 256, else uint16. Rows as in `hidden_states`, without the first
         routed_experts_prompt_start; None without enable_return_routed_experts.
       alignment: f32[tokens, positions], how likely each token of the prompt is said at each position of its sound, 50 a
         second, as numbers for a monotonic path (jaxengine.requests.media.words); None unless requested.
-      logprobs_raw, logprobs_processed, sampling_log_mass: f32[tokens], as token_ids: of each token its log-probability
-        under the model's own logits, that under what it was drawn from, and the log of the probability that
-        truncation kept there, 0 for all; None unless requested.
-      weight_versions: which weights computed which tokens, all so far for every output kind; None while the weights
-        are those that the engine started with.
+      logprobs_raw, logprobs_processed, sampling_log_mass: f32[tokens], for each of token_ids: its log-probability under
+        the model's own logits, its log-probability under the distribution that it was drawn from, and the log of the
+        probability that truncation kept, 0 if it kept all; None unless requested.
+      weight_versions: which weights computed which tokens, for all tokens so far and every output kind; None while the
+        weights are those that the engine started with.
     """
 
     index: int
@@ -182,21 +180,22 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:
-        """Append a later output of the same sequence to this one, in place. The later one has only the parts that are
-        new. cumulative_logprob, weight_versions and the reasons become those of the later one.
+        """Append a later output of the same sequence, which has only what is new, to this one, in place.
+
+        cumulative_logprob, weight_versions and the reasons become those of the later one.
         """
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]
         if later.logprobs is not None:
-            # Lists, or FlatLogprobs, whose sum is flat too.
+            # Both are lists, or both FlatLogprobs, which can be added, too.
             self.logprobs = later.logprobs if not self.logprobs else self.logprobs + later.logprobs  # pyright: ignore
         self.cumulative_logprob = later.cumulative_logprob
         for name in ("hidden_states", "routed_experts", "alignment", *SAMPLING_FIELDS):
             parts = [each for each in (getattr(self, name), getattr(later, name)) if each is not None]
             setattr(self, name, np.concatenate(parts) if parts else None)
         if later.captured is not None:
-            mine = self.captured or {name: rows[:0] for name, rows in later.captured.items()}
-            self.captured = {name: np.concatenate([mine[name], rows]) for name, rows in later.captured.items()}
+            earlier = self.captured or {name: rows[:0] for name, rows in later.captured.items()}
+            self.captured = {name: np.concatenate([earlier[name], rows]) for name, rows in later.captured.items()}
         self.weight_versions = later.weight_versions
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
@@ -207,17 +206,17 @@ class RequestOutput:
     """The state of a request, or the new part of it in a stream.
 
     Attributes:
-      request_id: as given, or chosen when it was prepared.
-      prompt: None if the request was given as token ids.
+      request_id: the id that was given, or one chosen when the request was prepared.
+      prompt: the prompt's text; None if it was given as token ids.
       prompt_token_ids: token ids of the prompt, placeholders of media included.
-      prompt_logprobs: one entry per prompt token; None for the first, which nothing precedes, and for those up to
-        prompt_logprob_start. None as a whole unless requested.
+      prompt_logprobs: one entry per prompt token, which is None for the first, as nothing precedes it, and for those up
+        to prompt_logprob_start; None unless requested.
       outputs: those of the `n` outputs that changed, by ascending index.
       finished: whether all `n` have finished.
       metrics: times of the request so far; None where they are not known.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
       kv_transfer_params: parameters with which another engine fetches the pages of the prompt; None unless requested,
-        and until the request has ended.
+        and None until the request has ended.
     """
 
     request_id: str
@@ -234,18 +233,18 @@ class RequestOutput:
         """Merge a later output of the same request into this one, in place: each of its completions is appended to the
         one with the same index (aggregate, for DELTA) or replaces it.
 
-        So a reader slower than the engine holds one output, never a queue. Raises ValueError for another request's
-        output.
+        So for a reader that is slower than the engine only one output is kept, and no queue. Raises ValueError for
+        another request's output.
         """
         if later.request_id != self.request_id:
             raise ValueError(f"cannot add output of request {later.request_id!r} to that of {self.request_id!r}")
-        mine = {output.index: output for output in self.outputs}
+        outputs = {output.index: output for output in self.outputs}
         for output in later.outputs:
-            if aggregate and output.index in mine:
-                mine[output.index]._append(output)
+            if aggregate and output.index in outputs:
+                outputs[output.index]._append(output)
             else:
-                mine[output.index] = output
-        self.outputs = [mine[index] for index in sorted(mine)]
+                outputs[output.index] = output
+        self.outputs = [outputs[index] for index in sorted(outputs)]
         self.finished = self.finished or later.finished
         self.metrics = later.metrics or self.metrics
         if later.num_cached_tokens is not None:

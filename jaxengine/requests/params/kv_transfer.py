@@ -60,7 +60,7 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _refuse(NAME, value, "an object")
+        raise _invalid(NAME, value, "an object")
     given = {}
     for name, one in value.items():
         if name not in _FIELDS:
@@ -71,19 +71,19 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
         if one is None:
             continue
         if not is_allowed(one):
-            raise _refuse(f"{NAME}.{name}", one, allowed)
+            raise _invalid(f"{NAME}.{name}", one, allowed)
         given[name] = tuple(map(tuple, one)) if name == "remote_block_ids" else one
     found = KVTransferParams(**given)
     if found.do_remote_prefill and found.do_remote_decode:
-        raise _refuse(f"{NAME}.do_remote_decode", True, "false with do_remote_prefill")
+        raise _invalid(f"{NAME}.do_remote_decode", True, "false with do_remote_prefill")
     for name in _NEEDED if found.do_remote_prefill else ():
         if given.get(name) is None:
-            raise _refuse(f"{NAME}.{name}", None, f"{_FIELDS[name][1]}, with do_remote_prefill")
+            raise _invalid(f"{NAME}.{name}", None, f"{_FIELDS[name][1]}, with do_remote_prefill")
     if found.do_remote_prefill and (found.remote_host is None) != (found.remote_port is None):
-        raise _refuse(f"{NAME}.remote_port", found.remote_port, "given where remote_host is, and only there")
+        raise _invalid(f"{NAME}.remote_port", found.remote_port, "given where remote_host is, and only there")
     return found if found.do_remote_prefill or found.do_remote_decode else None
 
 
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, which the caller raises, about the value of the field `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

@@ -1,7 +1,7 @@
-"""Options of a request other than its prompt and sampling: when it runs, and for whom; and those of a batch's prompts.
+"""Options of a request that concern neither its prompt nor its sampling: when it runs, and for whom.
 
-All parts between caller and engine pass this record on unchanged. A new field is added here, with its rule, and where
-it takes effect.
+Everything between the caller and the engine passes a RequestOptions on unchanged. A new field is added here, with its
+rule, and in the place where it takes effect.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class RequestOptions:
     Attributes:
       priority: smaller runs first, a 64-bit int; needs scheduling_policy="priority".
       timeout: seconds after arrival at which the request is aborted; None for no limit.
-      client: name of the client; needs scheduling_policy="fair". None for all clients without a name.
+      client: name of the client; needs scheduling_policy="fair". Requests with None count as one client.
       arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
       lora: name of a loaded adapter; needs enable_lora. None for the base model.
-      owner: whose request id it is, in a server with keys: owners may use the same ids. Empty for everybody else.
-      session: name of the conversation that it belongs to, of the owner's own; None for none. See docs/kv_offload.md.
+      owner: owner of the API key that the request came with, so that two owners may use the same request id. Empty
+        without keys.
+      session: name of the conversation that the request belongs to, among those of its owner; None for none. See
+        docs/kv_offload.md.
     """
 
     priority: int = 0
@@ -47,37 +49,37 @@ class RequestOptions:
     session: str | None = None
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
-        """Raise RequestError for options that this engine does not support: invalid values, a priority (other than 0)
+        """Raise RequestError for an option that is invalid or that this engine would ignore: a priority (other than 0)
         or a client that scheduling_policy does not use, or an adapter without enable_lora. The error names the field
         and what is allowed.
         """
         if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
             text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
-            raise _refuse("priority", self.priority, text)
+            raise _invalid("priority", self.priority, text)
         timeout = self.timeout
         if timeout is not None and not (
             type(timeout) in (int, float) and (0 < timeout <= MAX_TIMEOUT or timeout == math.inf)
         ):
             text = f"timeout must be a number above 0, at most {MAX_TIMEOUT:.0f} seconds, got {show_value(timeout)}"
-            raise _refuse("timeout", timeout, text)
+            raise _invalid("timeout", timeout, text)
         if self.priority and scheduling_policy != "priority":
             text = f"priority is {self.priority}; it needs scheduling_policy='priority'"
-            raise _refuse("priority", self.priority, text)
+            raise _invalid("priority", self.priority, text)
         if self.lora is not None and not (enable_lora and isinstance(self.lora, str)):
             text = f"lora is {show_value(self.lora)}; it must be the name of an adapter, and needs enable_lora"
-            raise _refuse("lora", self.lora, text)
+            raise _invalid("lora", self.lora, text)
         session = self.session
         if session is not None and not (isinstance(session, str) and SESSION.fullmatch(session)):
             text = f"session is {show_value(session)}; allowed: 1 to 128 letters, digits, '.', '_', ':' and '-'"
-            raise _refuse("session", session, text)
+            raise _invalid("session", session, text)
         client = self.client
         if client is None:
             return
         if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
             allowed = f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters"
-            raise _refuse("client", client, f"client is {show_value(client)}; allowed: {allowed}")
+            raise _invalid("client", client, f"client is {show_value(client)}; allowed: {allowed}")
         if scheduling_policy != "fair":
-            raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
+            raise _invalid("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
 
 
 def session_key(owner: str, session: str | None) -> str:
@@ -96,14 +98,14 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
     clients: list[Any] = list(client) if several else [client] * count
     for name, values, given in (("priority", priorities, priority), ("client", clients, client)):
         if len(values) != count:
-            raise _refuse(name, given, f"{name} has {len(values)} values for {count} prompts")
+            raise _invalid(name, given, f"{name} has {len(values)} values for {count} prompts")
     return [
         RequestOptions(priority=rank, client=who, lora=lora)
         for rank, who, lora in zip(priorities, clients, loras, strict=True)
     ]
 
 
-def _refuse(name: str, value: Any, text: str) -> RequestError:
+def _invalid(name: str, value: Any, text: str) -> RequestError:
     """Return a RequestError with this text, which the caller raises, about the value of the option `name`."""
     return RequestError(text, param=name, value=value)
 

@@ -33,12 +33,12 @@ class RepetitionDetectionParams:
         for name, most in zip(_FIELDS, (MAX_PATTERN_SIZE, MAX_PATTERN_SIZE, INT32_MAX), strict=True):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= most:
-                raise _refuse(name, value, f"an int from 0 to {most}")
+                raise _invalid(name, value, f"an int from 0 to {most}")
         if self.min_pattern_size > self.max_pattern_size:
             allowed = f"at most max_pattern_size ({self.max_pattern_size})"
-            raise _refuse("min_pattern_size", self.min_pattern_size, allowed)
+            raise _invalid("min_pattern_size", self.min_pattern_size, allowed)
         if self.max_pattern_size and self.min_count < 2:
-            raise _refuse("min_count", self.min_count, "an int >= 2 with a max_pattern_size")
+            raise _invalid("min_count", self.min_count, "an int >= 2 with a max_pattern_size")
 
 
 def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParams | None:
@@ -59,7 +59,7 @@ def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParam
     return value if value.max_pattern_size else None
 
 
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, which the caller raises, about the field `name` of repetition_detection."""
     problem = f"repetition_detection.{name} must be {allowed}, got {show_value(value)}"
     return RequestError(problem, param="repetition_detection", value=value)

@@ -1,9 +1,9 @@
 """vLLM's SamplingParams with its validation rules: how tokens of a request are sampled, stopped and reported.
 
-All rules about values are here: `_RULES` apply whenever a field is set, rules between fields at construction and when a
-request takes its copy, and `verify_against` checks those that depend on the engine. An invalid value is one
-RequestError that names the field, the value and what is allowed; an unsupported field of vLLM's is refused unless it
-has no effect.
+All rules about values are here. `_RULES` are applied whenever a field is set. Rules between fields are checked at
+construction and when a request takes its copy. `verify_against` checks what depends on the engine. An invalid value
+raises one RequestError, which names the field, the value and what is allowed. A field of vLLM's that is not supported
+is refused unless it has its default.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Rule = Callable[[str, Any], Any]
 
 
 def _int(low: int, high: int, allowed: str) -> Rule:
-    """Return a rule that accepts integers, but no bool, from `low` to `high`, and returns an int. allowed: description
-    for the error; a value above `high` is reported as "at most" instead.
+    """Return a rule that accepts integers from `low` to `high`, but no bool, and returns an int. allowed: what is
+    allowed, for the error's text; the error for a value above `high` says "at most" instead.
     """
 
     def check(name: str, value: Any) -> int:
@@ -61,8 +61,8 @@ def _int(low: int, high: int, allowed: str) -> Rule:
 
 
 def _float(low: float, high: float, allowed: str) -> Rule:
-    """Return a rule that accepts real numbers, but no bool or NaN, from `low` to `high`, and returns a float. allowed:
-    description for the error.
+    """Return a rule that accepts real numbers from `low` to `high`, but no bool or NaN, and returns a float. allowed:
+    see `_int`.
     """
 
     def check(name: str, value: Any) -> float:
@@ -76,7 +76,7 @@ def _float(low: float, high: float, allowed: str) -> Rule:
 
 
 def _of(kind: type, allowed: str) -> Rule:
-    """Return a rule that accepts values of the type `kind` unchanged. allowed: description for the error."""
+    """Return a rule that accepts values of the type `kind` unchanged. allowed: see `_int`."""
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
@@ -87,12 +87,12 @@ def _of(kind: type, allowed: str) -> Rule:
 
 
 def _optional(rule: Rule, none: Any = None) -> Rule:
-    """Return a rule that returns `none` for None and itself, and the result of `rule` for other values."""
+    """Return a rule that turns None into `none`, accepts `none`, and applies `rule` to all other values."""
     return lambda name, value: none if value is None or value is none else rule(name, value)
 
 
 def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
-    """Return a rule that checks with `rule`, and returns `meaning` if the checked value equals `value`."""
+    """Return a rule that applies `rule` and returns its result, or `meaning` if the result equals `value`."""
     return lambda name, given: meaning if (checked := rule(name, given)) == value else checked
 
 
@@ -114,12 +114,9 @@ def _temperature(name: str, value: Any) -> float:
 
 
 def _num_logprobs(name: str, value: Any) -> int:
-    """Return a number of logprobs: an int from -1, 1 for True."""
-    return (
-        1
-        if value is True
-        else _int(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
-    )
+    """Return a number of logprobs: an int >= -1, 1 for True."""
+    allowed = "None, an int >= 0, -1 (the whole vocabulary) or True (1)"
+    return 1 if value is True else _int(-1, INT32_MAX, allowed)(name, value)
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
@@ -135,7 +132,7 @@ def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple without repeats."""
+    """Return token ids, at least one, as a tuple without repeats."""
     if not (ids := _token_ids(name, value)):
         raise refuse(name, value, "None or a list with at least one token id")
     return ids
@@ -147,7 +144,7 @@ def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list, tuple, range or array of 1 to MAX_TOKEN_IDS token ids as a tuple with repeats."""
+    """Return a list, tuple, range or array of 1 to MAX_TOKEN_IDS token ids as a tuple, which keeps repeats."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
         raise refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
@@ -221,59 +218,61 @@ _RULES: dict[str, Rule] = {
 
 @dataclass(kw_only=True)
 class SamplingParams(SamplingFields):
-    """Checked and normalised at construction, and when a field is set; each request takes its own copy.
+    """How tokens of a request are sampled, stopped and reported. Each request takes its own copy.
 
-    Rules between fields are checked at construction, and when a request is submitted.
-
-    Field names, defaults and meanings are vLLM's; those of SamplingFields are not repeated here. Sequences become
-    tuples; `stop` and `bad_words` also take a single string, and they and `stop_token_ids` take None for empty.
-    `structured_outputs` also takes a dict of its fields.
+    Values are checked and normalised at construction and whenever a field is set. Rules between fields are checked at
+    construction, and again when a request is submitted. Field names, defaults and meanings are vLLM's; those of
+    SamplingFields are not repeated here. Sequences become tuples. `stop` and `bad_words` may also be a single string;
+    they and `stop_token_ids` may be None, which means empty. `structured_outputs` may also be a dict of its fields.
 
     Attributes:
       n: number of outputs for a prompt.
       seed: makes a request's samples reproducible in any batch; without it the engine's seed determines them.
       stop: texts that end the output, which contains them only with include_stop_str_in_output.
-      stop_after: the words around reasoning, in which `stop` is not looked for: a dict with reasoning_end and, for
+      stop_after: the words around reasoning, within which `stop` has no effect: a dict with reasoning_end and, for
         models that may omit reasoning, reasoning_begin.
       stop_token_ids: tokens that end the output, in addition to the model's own.
       ignore_eos: continue after the model's end-of-sequence tokens.
       max_tokens: limit of the output, in tokens.
-      min_tokens: number of tokens before which neither an end of sequence nor stop_token_ids may occur.
-      logprobs: number of likeliest tokens whose log-probabilities are returned at each position, with the sampled
-        one's.
+      min_tokens: number of tokens before which neither an end-of-sequence token nor one of stop_token_ids is sampled.
+      logprobs: number of likeliest tokens whose log-probabilities are returned at each position, in addition to the
+        sampled token's.
       prompt_logprobs: the same for the tokens of the prompt.
-      prompt_logprob_start: prompt tokens up to this one, from 0, have none, and may come from the prefix cache.
+      prompt_logprob_start: index of the prompt token after which prompt_logprobs begin. Tokens up to this one have no
+        log-probabilities and may come from the prefix cache.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, with the sampled
         token's, in place of the likeliest tokens that `logprobs` would list.
-      prompt_logprob_token_ids: tokens to list at each position of the prompt that has log-probabilities, in addition to
-        those of `prompt_logprobs`, 0 where that is None; at most 128 together with logprob_token_ids.
-      return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
-        probability that truncation kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
-      trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
-        ends with them, and end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
-      routed_experts_prompt_start: prompt tokens up to this one, from 0, are left out of routed_experts. Needs
+      prompt_logprob_token_ids: tokens whose log-probabilities are returned at each position of the prompt that has
+        any, in addition to those of `prompt_logprobs`, which is then 0 if it is None; at most 128 together with
+        logprob_token_ids.
+      return_sampling_mass: return each token's raw and processed log-probability, and the log of the probability mass
+        that truncation kept; `logprobs` is then 0 if it is None. Needs enable_sampling_mass.
+      trace_decode_token_ids: tokens to decode one after the other instead of sampling. The output ends after the last
+        one; end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
+      routed_experts_prompt_start: index of the prompt token after which routed_experts begins. Needs
         enable_return_routed_experts.
       detokenize: convert tokens to text.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: put spaces between special tokens that are in the text.
       include_stop_str_in_output: keep the text of `stop` that ended the output.
-      output_kind: content of each output of a stream: everything so far, only what is new, or only the end.
+      output_kind: what a stream yields: everything so far, only what is new, or only the finished output.
       logit_bias: added to the logits of these token ids.
       allowed_token_ids: sample only these tokens.
       bad_words: words that are not generated, neither at the beginning of a text nor after a space.
       structured_outputs: the form that the text must have.
-      thinking_token_budget: tokens of reasoning after which the answer is begun, whatever the model would write; only
-        with thinking_words.
-      thinking_words: the words around reasoning: a dict with reasoning_end, for models that may omit reasoning
-        reasoning_begin, and closing, the text that is written when the budget is used up.
-      extra_args: parameters of the engine's logits_processors, by name; kv_transfer_params, as of vLLM; `alignment`.
+      thinking_token_budget: limit of reasoning tokens. Then reasoning is closed and the answer begins, whatever the
+        model would write. Needs thinking_words.
+      thinking_words: the words around reasoning: a dict with reasoning_end; reasoning_begin, for models that may omit
+        reasoning; and closing, the text that is written when the budget is used up.
+      extra_args: parameters of the engine's logits_processors, by name; kv_transfer_params, as in vLLM; `alignment`.
       return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang.
-      capture: names of the engine's `capture` whose activations to return at every token; computes the prompt whole.
-      steer: vectors that are added to activations at every token, prompt included: dicts with `at`, a name of the
-        engine's `steer`, `vector`, numbers or a name among the engine's steering_vectors, and `scale`, 1 by default.
-      stream_interval: tokens of a stream's output that are sent together, in place of the engine's option.
-      flat_logprobs: return log-probabilities as FlatLogprobs, a few arrays that read like the list of dicts.
-      skip_reading_prefix_cache: compute every token of the prompt; others may still use its pages.
+      capture: names, from the engine's `capture`, of activations to return at every token. No token of the prompt is
+        then taken from the prefix cache.
+      steer: vectors to add to activations at every token, prompt included: dicts with `at`, one of the names in the
+        engine's `steer`; `vector`, numbers or a name in its steering_vectors; and `scale`, 1 by default.
+      stream_interval: number of tokens that a stream sends together; overrides the engine's option.
+      flat_logprobs: return log-probabilities as FlatLogprobs: a few arrays that behave like the list of dicts.
+      skip_reading_prefix_cache: compute every token of the prompt; other requests may still use its pages.
       repetition_detection: ends an output whose last tokens repeat one pattern, with finish_reason "repetition".
 
     Raises:
@@ -315,7 +314,7 @@ class SamplingParams(SamplingFields):
     flat_logprobs: bool = False
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None
-    # Not supported yet: any other value than the default is refused.
+    # Not supported yet: only the default is accepted.
     logits_processors: Any = None
 
     def __post_init__(self) -> None:
@@ -347,8 +346,8 @@ class SamplingParams(SamplingFields):
             raise refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field to the checked and normalised value. Raises RequestError for an invalid value or an unsupported
-        field, AttributeError, which names a similar field, for an unknown one.
+        """Check and normalise a value and set the field to it. Raises RequestError for an invalid value or an
+        unsupported field, and AttributeError, which names a similar field, for an unknown field.
         """
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _RULES, 1)
@@ -395,10 +394,10 @@ class SamplingParams(SamplingFields):
         processors: Sequence[type[LogitsProcessor]] = (),
         encode: Callable[[str], Sequence[int]] = lambda text: (),
     ) -> TokenParams:
-        """Return the parameters that the engine needs for a step. bad_words: token ids of that field. json_switches:
+        """Return the parameters that the engine needs for its steps. bad_words: that field, tokenised. json_switches:
         names of fields for StructuredOutputsParams.switched_on. processors: the engine's logits processors. encode:
         returns the token ids of a text around reasoning, () if the model cannot write it. Raises RequestError for
-        extra_args that the processors do not have, and for a thinking_token_budget that would have no effect.
+        extra_args that no processor has, and for a thinking_token_budget that would have no effect.
         """
         more: dict[str, Any] = {}
         if self.extra_args or processors:
@@ -429,7 +428,7 @@ class SamplingParams(SamplingFields):
         )
 
     def clone(self) -> SamplingParams:
-        """Return a copy that does not change with the original; logit_bias and extra_args are copied too."""
+        """Return a copy that is independent of the original; logit_bias and extra_args are copied too."""
         mine = copy.copy(self)
         for name in ("logit_bias", "extra_args"):  # all other fields are immutable
             if (own := getattr(self, name)) is not None:
@@ -441,15 +440,15 @@ class SamplingParams(SamplingFields):
         return replace(self, **changes)
 
     def checked(self) -> SamplingParams:
-        """Return a copy with all rules checked: fields may have been set since construction. Raises RequestError."""
+        """Return a copy whose fields, which may have been set since construction, are checked. Raises RequestError."""
         mine = self.clone()
         mine.logit_bias = mine.logit_bias
         mine.__post_init__()
         return mine
 
     def child_seed(self, index: int) -> int | None:
-        """Return the seed of output `index`, 0 to n - 1: `seed` for output 0, else seed + index truncated to 63 bits;
-        None if unseeded.
+        """Return the seed of output `index`, 0 to n - 1: `seed` for output 0, otherwise the low 63 bits of seed +
+        index; None without a seed.
         """
         if self.seed is None or not index:
             return self.seed
@@ -458,20 +457,21 @@ class SamplingParams(SamplingFields):
     def verify_against(
         self, vocab_size: int, max_logprobs: int, max_model_len: int, has_tokenizer: bool, num_prompt_tokens: int = 1
     ) -> None:
-        """Raise RequestError for valid values that this engine does not support. max_logprobs: limit of entries per
-        token, -1 for none. num_prompt_tokens: length of the prompt, if known. max_tokens may exceed what the prompt
-        leaves of max_model_len: the output then ends with "length".
+        """Raise RequestError for values that are valid, but not for this engine and prompt.
+
+        max_logprobs: limit of entries per token, -1 for none. num_prompt_tokens: length of the prompt, 1 if unknown.
+        max_tokens may exceed what the prompt leaves of max_model_len; the output then ends with "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(self, name)
-            if asked == -1 and most < vocab_size:
+            value = getattr(self, name)
+            if value == -1 and most < vocab_size:
                 served = vocab_size <= MAX_LOGPROBS
                 way = "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
                 whole = f"-1, the whole vocabulary of {vocab_size} tokens, {way}"
-                raise refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
-            if asked is not None and asked > most:
-                raise refuse(name, asked, f"at most max_logprobs ({most})")
+                raise refuse(name, value, f"at most max_logprobs ({most}); {whole}")
+            if value is not None and value > most:
+                raise refuse(name, value, f"at most max_logprobs ({most})")
         for name in _ID_FIELDS:
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:

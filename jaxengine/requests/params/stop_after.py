@@ -1,4 +1,4 @@
-"""Beginning of the answer after reasoning: stop strings (`stop`) inside the reasoning end nothing."""
+"""StopAfter: stop strings (`stop`) have no effect within reasoning, only in the answer after it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MAX_WORDS, _MAX_CHARS = 16, 256
 
 @dataclass(frozen=True)
 class StopAfter:
-    """The words around reasoning, named as in StructuredOutputsParams. They are searched for in the output's text,
-    which contains those that are special tokens only with skip_special_tokens=False.
+    """The words around reasoning, named as in StructuredOutputsParams. They are searched in the output's text, which
+    contains words that are special tokens only with skip_special_tokens=False.
 
     Attributes:
       reasoning_end: text that ends the reasoning, or a list of alternatives, each a text or a list of consecutive
         texts. Stored as tuples of tuples.
-      reasoning_begin: text that begins the reasoning, or a list of alternatives. An output that does not begin with
-        one of them, after white space, is an answer from its beginning. None: every output begins with reasoning.
+      reasoning_begin: text that begins the reasoning, or a list of alternatives. If an output does not begin with one
+        of them, after white space, all of it is the answer. None if every output begins with reasoning.
 
     Raises:
       RequestError: a value of another form.
@@ -39,8 +39,8 @@ class StopAfter:
 
 
 def stop_after(name: str, value: Any) -> StopAfter:
-    """Return a value of SamplingParams.stop_after, a StopAfter or a dict of its fields, as a StopAfter. name: of the
-    field, for the RequestError that other values raise.
+    """Return a StopAfter for a value of SamplingParams.stop_after: a StopAfter or a dict of its fields. Raises
+    RequestError for other values. name: the field's name, for the error.
     """
     if isinstance(value, StopAfter):
         return value
@@ -52,27 +52,27 @@ def stop_after(name: str, value: Any) -> StopAfter:
 
 
 def _listed(name: str, value: Any) -> Sequence[Any]:
-    """Return a list or tuple of 1 to _MAX_WORDS entries unchanged, and a text as a tuple of one. name: of the field,
-    for the RequestError that other values raise. The entries are not checked.
+    """Return a list or tuple of 1 to _MAX_WORDS entries unchanged, and a text in a tuple. The entries are not checked.
+    Raises RequestError for other values. name: the field's name, for the error.
     """
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not 1 <= len(listed) <= _MAX_WORDS:
-        raise _refuse(name, value)
+        raise _invalid(name, value)
     return listed
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
-    """Return a text, or a list of texts, as a tuple. Raises RequestError for other values, for more than _MAX_WORDS
+    """Return a text or a list of texts as a tuple. Raises RequestError for other values, for more than _MAX_WORDS
     texts, and for texts that are empty or longer than _MAX_CHARS.
     """
     listed = _listed(name, value)
     if not all(isinstance(word, str) and 1 <= len(word) <= _MAX_CHARS for word in listed):
-        raise _refuse(name, value)
+        raise _invalid(name, value)
     return tuple(listed)
 
 
-def _refuse(name: str, value: Any) -> RequestError:
-    """Return a RequestError, which the caller raises, about the field `name` of stop_after."""
+def _invalid(name: str, value: Any) -> RequestError:
+    """Return a RequestError, for the caller to raise, about the field `name` of stop_after."""
     allowed = f"a text of 1 to {_MAX_CHARS} characters, or a list of 1 to {_MAX_WORDS}"
     return RequestError(
         f"stop_after.{name} must be {allowed}, got {show_value(value)}", param="stop_after", value=value
@@ -80,36 +80,38 @@ def _refuse(name: str, value: Any) -> RequestError:
 
 
 class AnswerStops:
-    """StopStrings that apply only to the answer after reasoning. A stop string that ends in the white space before the
-    answer is ignored too, but one may begin there.
+    """StopStrings that only apply to the answer after reasoning. A stop string may begin in the white space before the
+    answer, but one that ends there is ignored.
     """
 
     def __init__(self, stops: StopStrings, after: StopAfter):
         self._stops = stops
         self._opening = None if after.reasoning_begin is None else Opening(*after.reasoning_begin)
-        # The pieces that may be the beginning of the opening word, until that is known.
+        # Pieces of text for which it is not known yet whether they begin with the opening word.
         self._pieces: list[tuple[str, bool]] = []
         self._ends = [[Marker(word) for word in reversed(words)] for words in after.reasoning_end]
         self._read = self._in_reasoning if self._opening is None else self._at_opening
 
     @property
     def met(self) -> str | None:
-        """The stop string that was found; None before."""
+        """The stop string that was found; None as long as none was."""
         return self._stops.met
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Read the next piece of text. Return the text that is settled: reasoning, and text of the answer that cannot
-        be part of a stop string. counts=False: a stop string that ends in this piece is ignored.
+        """Read the next piece of text, and return the text that is settled: reasoning, and text of the answer that
+        cannot be part of a stop string. counts: whether a stop string that ends in this piece counts.
         """
         return self._read(text, counts)
 
     def release(self) -> str:
-        """End the input: return the held text, which is searched as an answer if it may have begun the opening word."""
+        """End the input, and return the text that was held back. What could have become the opening word counts as
+        answer.
+        """
         return self._answer_from_beginning() + self._stops.release()
 
     def _at_opening(self, text: str, counts: bool) -> str:
-        """Read text until it is known whether the output begins with the opening word, and hold the pieces until then.
-        Return settled text, "" before. counts: whether stop strings that end in `text` count.
+        """Read text, and hold it back until it is known whether the output begins with the opening word. Return settled
+        text. counts: whether stop strings that end in `text` count.
         """
         assert self._opening is not None
         at, found = self._opening.read(text, 0)
@@ -121,15 +123,15 @@ class AnswerStops:
         return before + text[:at] + self._in_reasoning(text[at:], counts)
 
     def _answer_from_beginning(self) -> str:
-        """Treat the held pieces as part of an answer without reasoning; return their settled text."""
+        """Treat the pieces that were held back as an answer without reasoning, and return their settled text."""
         pieces, self._pieces = self._pieces, []
         if self._read == self._at_opening:
             self._read = self._in_answer
         return "".join([self._stops.feed(text, counts=counts) for text, counts in pieces])
 
     def _in_reasoning(self, text: str, counts: bool) -> str:
-        """Read text of the reasoning, and search it for the words that end it, after which `_before_answer` is the next
-        state. Return settled text. counts: whether stop strings that end in `text` count, once the answer begins.
+        """Read text of the reasoning and search it for the words that end it; the next state is then `_before_answer`.
+        Return settled text. counts: whether stop strings that end in `text` count if they are in the answer.
         """
         found = [at for words in self._ends if (at := _end(words, text)) is not None]
         if not found:
@@ -138,7 +140,7 @@ class AnswerStops:
         return text[: min(found)] + self._before_answer(text[min(found) :], counts)
 
     def _before_answer(self, text: str, counts: bool) -> str:
-        """Read white space after the reasoning, in which no stop string ends, and the answer that follows. Return
+        """Read the white space after the reasoning, in which no stop string may end, and the answer after it. Return
         settled text.
         """
         answer = text.lstrip()
@@ -149,15 +151,14 @@ class AnswerStops:
         return space + self._in_answer(answer, counts)
 
     def _in_answer(self, text: str, counts: bool) -> str:
-        """Pass text of the answer to the search for stop strings; return settled text."""
+        """Search text of the answer for stop strings, and return settled text."""
         return self._stops.feed(text, counts=counts)
 
 
 def _end(words: list[Marker], text: str) -> int | None:
-    """Search `text` for consecutive words, which are in `words` in reverse order. Return the position after the last
-    one; None while one is missing.
-
-    Words that were found are removed from the list, so that the search continues with the next text.
+    """Search `text` for words that occur one after the other, given in reverse order. Return the index after the last
+    one; None as long as one is missing. Words that have been found are removed from the list, so that the search can
+    continue in the next text.
     """
     at = 0
     while words:

@@ -20,10 +20,10 @@ class ThinkingWords:
     Attributes:
       reasoning_end: text that ends the reasoning, or a list of alternatives, each a text or a list of consecutive
         texts. Stored as tuples of tuples.
-      reasoning_begin: text that begins the reasoning, for models that may omit it; None: every output begins with
+      reasoning_begin: text that begins the reasoning, for models that may omit it; None if every output begins with
         reasoning.
-      closing: text that is written when the budget is used up; it ends the reasoning. None: the first alternative of
-        reasoning_end.
+      closing: text that is written when the budget is used up, which ends the reasoning; None for the first alternative
+        of reasoning_end.
 
     Raises:
       RequestError: a value of another form.
@@ -41,35 +41,33 @@ class ThinkingWords:
         for name in ("reasoning_begin", "closing"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and 1 <= len(value) <= MAX_CHARS):
-                raise _refuse(f"thinking_words.{name}", value, f"a text of 1 to {MAX_CHARS} characters, or None")
+                raise _invalid(f"thinking_words.{name}", value, f"a text of 1 to {MAX_CHARS} characters, or None")
 
 
 def thinking_words(name: str, value: Any) -> ThinkingWords:
-    """Return a value of SamplingParams.thinking_words, a ThinkingWords or a dict of its fields, as a ThinkingWords.
-
-    name: of the field, for the RequestError that other values raise.
+    """Return a ThinkingWords for a value of SamplingParams.thinking_words: a ThinkingWords or a dict of its fields.
+    Raises RequestError for other values. name: the field's name, for the error.
     """
     if isinstance(value, ThinkingWords):
         return value
     known = {field.name for field in fields(ThinkingWords)}
     if not isinstance(value, Mapping) or "reasoning_end" not in value or set(value) - known:
-        raise _refuse(name, value, "None or a dict with reasoning_end and optionally reasoning_begin and closing")
+        raise _invalid(name, value, "None or a dict with reasoning_end and optionally reasoning_begin and closing")
     return ThinkingWords(**value)
 
 
 def limited(
     grammar: Grammar | None, num_tokens: int, words: ThinkingWords, encode: Callable[[str], Sequence[int]]
 ) -> Grammar:
-    """Return a copy of the grammar with a limit on the reasoning before the answer; None as grammar allows an answer of
-    any form.
+    """Return a copy of the grammar with a limit on the reasoning before the answer.
 
-    num_tokens: the limit. words: texts around reasoning. encode: returns the token ids of a text in the model's
-    vocabulary, () if the model cannot write it. Raises RequestError if the limit would have no effect, and for a
-    closing text that the model cannot write.
+    grammar: grammar of the answer; None for an answer of any form. num_tokens: the limit. words: texts around
+    reasoning. encode: returns the token ids of a text, () if the model cannot write it. Raises RequestError if the
+    limit would have no effect, and for a closing text that the model cannot write.
     """
     closing = tuple(encode(str(words.closing)))
     if not closing:
-        raise _refuse("thinking_words.closing", words.closing, "a text of this model's tokens")
+        raise _invalid("thinking_words.closing", words.closing, "a text of this model's tokens")
     if grammar is None:
         begin = () if words.reasoning_begin is None else tuple(encode(words.reasoning_begin))
         # A model that cannot write the opening word does not reason.
@@ -82,8 +80,8 @@ def limited(
     return replace(grammar, budget=budget)
 
 
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, about the value of `name`; its param is the part of `name` before
-    a point.
+def _invalid(name: str, value: Any, allowed: str) -> RequestError:
+    """Return a RequestError, for the caller to raise, about the value of `name`, a field or a path such as field.key.
+    Its param is the field.
     """
     return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name.partition(".")[0], value=value)

@@ -1,7 +1,7 @@
-"""vLLM's StructuredOutputsParams with its validation rules: the form that a request's text must have.
+"""StructuredOutputsParams, vLLM's parameters for the form that a request's output must have, and their validation.
 
-All rules that depend on the values alone are here, such as sizes and nesting. Whether a grammar compiles is determined
-by a process that can be killed (jaxengine.grammars).
+Everything that can be checked without compiling a grammar, such as sizes and nesting, is checked here. Grammars are
+compiled in a process that can be killed (jaxengine.grammars).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_REGEX_BYTES = 10 << 10
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_BYTES = 1 << 10
 MAX_WORDS, MAX_WORD_BYTES = 4, 256
-# Default white space between the parts of JSON: up to two blanks, or a line break with an indentation. With all that
-# JSON allows, a weak model might write blank lines until max_tokens, and never reach the next brace.
+# Default white space between the parts of JSON: up to two blanks, or a line break with an indentation. If all of JSON's
+# white space were allowed, a weak model could write blank lines until max_tokens.
 WHITE_SPACE = r"[ \t]{0,2}|\r?\n[ \t]{0,40}"
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
@@ -35,24 +35,24 @@ _SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 _DATA = frozenset(("const", "enum", "default", "examples"))
 
 
-def _refuse(name: str, value: Any, allowed: str, owner: str = "structured_outputs") -> RequestError:
+def _invalid(name: str, value: Any, allowed: str, owner: str = "structured_outputs") -> RequestError:
     """Return a RequestError, which the caller raises, about the value of the field owner.name."""
     return RequestError(f"{owner}.{name} must be {allowed}, got {show_value(value)}", param=owner, value=value)
 
 
 def _text(name: str, value: Any, at_most: int, owner: str = "structured_outputs") -> str:
-    """Return a value that is a text of 1 to `at_most` bytes of UTF-8. Raises RequestError, about owner.name, for
-    others.
+    """Return `value` if it is a string of 1 to `at_most` bytes of UTF-8; otherwise raise RequestError, about the field
+    owner.name.
     """
     allowed = f"a string of 1 to {at_most} bytes of UTF-8"
     if not isinstance(value, str) or not value or len(value) > at_most:
-        raise _refuse(name, value, allowed, owner)
+        raise _invalid(name, value, allowed, owner)
     try:
         size = len(value.encode())
     except UnicodeEncodeError:  # a lone surrogate
-        raise _refuse(name, value, allowed, owner) from None
+        raise _invalid(name, value, allowed, owner) from None
     if size > at_most:
-        raise _refuse(name, value, allowed, owner)
+        raise _invalid(name, value, allowed, owner)
     return value
 
 
@@ -99,14 +99,14 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if self.structural_tag is not None:
-            raise _refuse("structural_tag", self.structural_tag, "None (not supported yet)")
+            raise _invalid("structural_tag", self.structural_tag, "None (not supported yet)")
         if self.json_object is not None and not isinstance(self.json_object, bool):
-            raise _refuse("json_object", self.json_object, "True, or None")
+            raise _invalid("json_object", self.json_object, "True, or None")
         for name in ("disable_any_whitespace", "lenient"):
             if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, getattr(self, name), "True or False")
+                raise _invalid(name, getattr(self, name), "True or False")
         if not isinstance(self.disable_additional_properties, bool | None):
-            raise _refuse("disable_additional_properties", self.disable_additional_properties, "True, False or None")
+            raise _invalid("disable_additional_properties", self.disable_additional_properties, "True, False or None")
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
@@ -125,17 +125,17 @@ class StructuredOutputsParams:
         if self.whitespace_pattern is not None:
             _text("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_BYTES)
             if self.disable_any_whitespace:
-                raise _refuse("whitespace_pattern", self.whitespace_pattern, "None with disable_any_whitespace")
+                raise _invalid("whitespace_pattern", self.whitespace_pattern, "None with disable_any_whitespace")
         for name in _JSON_OPTIONS:
             if getattr(self, name) and given[0] not in ("json", "json_object"):
-                raise _refuse(name, getattr(self, name), "left out unless json or json_object is given")
+                raise _invalid(name, getattr(self, name), "left out unless json or json_object is given")
         if self.reasoning_end is not None:
             ends = words_of("structured_outputs", "reasoning_end", self.reasoning_end)
             self._normalize("reasoning_end", ends)
         if self.reasoning_begin is not None:
             _text("reasoning_begin", self.reasoning_begin, MAX_WORD_BYTES)
             if self.reasoning_end is None:
-                raise _refuse("reasoning_begin", self.reasoning_begin, "None without reasoning_end")
+                raise _invalid("reasoning_begin", self.reasoning_begin, "None without reasoning_end")
 
     def _normalize(self, name: str, value: Any) -> None:
         """Set a field of the frozen dataclass; for __post_init__ only."""
@@ -147,8 +147,10 @@ class StructuredOutputsParams:
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
-        """Return a copy with the fields `names` set to True, except those that another field contradicts; unchanged
-        unless the constraint is JSON. names: switches of the engine's structured_outputs_config.
+        """Return a copy with the fields `names` set to True, except those that another field contradicts. Returns the
+        object itself if the constraint is not JSON.
+
+        names: switches of the engine's structured_outputs_config.
         """
         if self.kind not in ("json", "json_object"):
             return self
@@ -162,8 +164,8 @@ class StructuredOutputsParams:
     def compiled_from(self, encode: Callable[[str], Sequence[int]]) -> Grammar:
         """Return the grammar from which jaxengine.grammars computes masks.
 
-        encode: returns the token ids of reasoning_begin, () if the model cannot write that text; the grammar then has
-        no reasoning.
+        encode: returns the token ids of reasoning_begin; () if the model cannot write that text, in which case the
+        grammar allows no reasoning.
         """
         text, kind, options = str(getattr(self, self.kind)), self.kind, {}
         if kind in ("json", "json_object"):
@@ -237,9 +239,9 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
 def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
     """Return the alternatives that a field names, each as a tuple of consecutive words.
 
-    value: one word, which is never split; or a list of alternatives, each one word or a list of consecutive words.
-    Raises RequestError about the field owner.name for anything else, for more than MAX_WORDS alternatives or words of
-    one, and for a word of more than MAX_WORD_BYTES.
+    value: one word (any text; it is not split), or a list of alternatives, each a word or a list of consecutive words.
+    Raises RequestError, about the field owner.name, for other values, for more than MAX_WORDS alternatives, for more
+    than MAX_WORDS words in an alternative, and for words of more than MAX_WORD_BYTES.
     """
     ends = _few(owner, name, (value,) if isinstance(value, str) else value)
     words = [_few(owner, name, (end,) if isinstance(end, str) else end) for end in ends]
@@ -249,25 +251,26 @@ def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
 def _few(owner: str, name: str, value: Any) -> Any:
     """Return a list of 1 to MAX_WORDS entries unchanged. Raises RequestError, about owner.name, for other values."""
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
-        allowed = f"a string, or a list of 1 to {MAX_WORDS} of strings or lists of strings"
-        raise _refuse(name, value, allowed, owner)
+        allowed = f"a string, or a list of 1 to {MAX_WORDS} strings or lists of strings"
+        raise _invalid(name, value, allowed, owner)
     return value
 
 
 def _choices(value: Any) -> tuple[str, ...]:
-    """Return the field `choice`, a list or tuple of 1 to MAX_CHOICES different texts, as a tuple. Raises RequestError
-    for an empty or repeated string, and too many or too long ones.
+    """Return the field `choice`, a list or tuple of 1 to MAX_CHOICES different strings, as a tuple.
+
+    Raises RequestError for other values, for empty or repeated strings, and for too many bytes.
     """
     allowed = f"a list of 1 to {MAX_CHOICES} different strings, none of them empty"
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES:
-        raise _refuse("choice", value, allowed)
+        raise _invalid("choice", value, allowed)
     total = 0
     for text in value:
         total += len(_text("choice", text, MAX_SCHEMA_BYTES).encode())
     if len(set(value)) < len(value):
-        raise _refuse("choice", value, allowed)
+        raise _invalid("choice", value, allowed)
     if total > MAX_SCHEMA_BYTES:
-        raise _refuse("choice", value, f"strings of at most {MAX_SCHEMA_BYTES} bytes of UTF-8 altogether")
+        raise _invalid("choice", value, f"strings of at most {MAX_SCHEMA_BYTES} bytes of UTF-8 altogether")
     return tuple(value)
 
 
@@ -284,32 +287,33 @@ def _schema(value: Any) -> str:
             schema = json.loads(text, parse_constant=_no_constant)
         else:
             if not isinstance(value, Mapping):
-                raise _refuse("json", value, allowed)
+                raise _invalid("json", value, allowed)
             text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
             schema = value
     except RequestError:
         raise
     except (ValueError, TypeError, RecursionError) as error:
-        raise _refuse("json", value, f"{allowed} ({type(error).__name__})") from None
+        raise _invalid("json", value, f"{allowed} ({type(error).__name__})") from None
     text = _text("json", text, MAX_SCHEMA_BYTES)
     if not isinstance(schema, (Mapping, bool)):
-        raise _refuse("json", value, "a JSON schema, which is an object, true or false")
+        raise _invalid("json", value, "a JSON schema, which is an object, true or false")
     for depth, key, item in _items(schema):
         if depth > MAX_NESTING:
-            raise _refuse("json", value, allowed)
+            raise _invalid("json", value, allowed)
         if key in ("$ref", "$dynamicRef") and isinstance(item, str) and not item.startswith("#"):
-            raise _refuse("json", item, "a schema whose references are its own (#...); nothing is fetched")
+            raise _invalid("json", item, "a schema that refers only to parts of itself (#...); nothing is fetched")
     return text
 
 
 def _no_constant(name: str) -> Any:
-    """Raise ValueError: json.loads passes NaN, Infinity and -Infinity here."""
+    """Raise ValueError: `json.loads` calls this for NaN, Infinity and -Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:
-    """Yield (depth, key, value) of the schema and all nested values, without recursion. key is None for items of lists,
-    and for data: the values of const, enum, default and examples, and everything within them.
+    """Yield (depth, key, value) for the schema and all values nested in it, without recursion.
+
+    key is None for items of lists, and for data: the values of const, enum, default and examples, and all within them.
     """
     waiting: list[tuple[int, str | None, Any]] = [(0, None, schema)]
     while waiting:

@@ -1,7 +1,7 @@
-"""State that devices keep between steps besides the KV pool: a row for every slot.
+"""State, apart from the KV pool, that devices keep between steps. It has a row for every slot.
 
-So the host sends only what changed. On a mesh each replica has rows of its own. Optional capabilities add sections
-(jaxengine.runner.base.extension). This module has no requests.
+Because of it, the host sends only what has changed. On a mesh each replica has its own rows. Optional capabilities add
+sections (jaxengine.runner.base.extension).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class SlotState(NamedTuple):
     """State of the R = max_num_seqs slots of a stage; forward passes change it.
 
     Attributes:
-      page_table: i32[G * R, W], of the cache groups one after the other, then of extensions that have page tables.
-      num_computed: i32[R], tokens whose KV is written.
-      sections: of extensions, by name.
+      page_table: i32[G * R, W], the page tables of the cache groups one after the other, then those of extensions.
+      num_computed: i32[R], number of tokens whose KV has been written.
+      sections: state of extensions, by name.
     """
 
     page_table: jax.Array
@@ -32,12 +32,12 @@ class SlotState(NamedTuple):
 
 
 class TokenState(NamedTuple):
-    """State of the tokens sampled; the sampler changes it.
+    """State of the sampled tokens; samplers change it.
 
     Attributes:
-      last_token: i32[R], the token sampled last.
+      last_token: i32[R], the last sampled token.
       token_counts: i32[R, V], token counts for penalties (jaxengine.sampling.state).
-      sections: of extensions, by name.
+      sections: state of extensions, by name.
     """
 
     last_token: jax.Array
@@ -46,12 +46,12 @@ class TokenState(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """All state kept between steps besides the KV pool.
+    """All state, apart from the KV pool, that is kept between steps.
 
     Attributes:
-      slots: donated to each forward pass, which returns it changed.
-      tokens: donated to each sampler, which returns it changed; None in a stage that does not sample.
-      sampling: sampling parameters, which change between steps only; None in a stage that does not sample.
+      slots: slot state, donated to each forward pass, which returns the new one.
+      tokens: token state, donated to each sampler, which returns the new one; None in a stage that does not sample.
+      sampling: sampling parameters, which only change between steps; None in a stage that does not sample.
     """
 
     slots: SlotState
@@ -62,7 +62,7 @@ class DeviceState(NamedTuple):
 def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapping[str, Any]) -> SlotState:
     """Return the initial state of unused slots.
 
-    num_slots: R. num_tables, num_columns: page tables of a slot, and columns of each. sections: initial arrays of
+    num_slots: R. num_tables: page tables of a slot. num_columns: columns of a page table. sections: initial arrays of
     extensions.
     """
     return SlotState(
@@ -73,8 +73,8 @@ def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapp
 
 
 def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) -> TokenState:
-    """Return the initial token state of unused slots. vocab_size: part of the vocabulary that one device has; sections:
-    initial arrays of extensions.
+    """Return the initial token state of unused slots. vocab_size: size of one device's part of the vocabulary.
+    sections: initial arrays of extensions.
     """
     return TokenState(
         last_token=jnp.zeros(num_slots, jnp.int32),
@@ -84,8 +84,8 @@ def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) ->
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Convert slots i32[n] numbered over all replicas to this replica's own numbers. Slots of other replicas become
-    `num_slots`, the number of slots of a replica.
+    """Convert slots i32[n], numbered over all replicas, to this replica's own numbers. Slots of other replicas become
+    `num_slots`, the number of slots of a replica, which no slot has.
     """
     if num_shards("batch") == 1:
         return slots
@@ -94,7 +94,7 @@ def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    """Return the state with page-table entries i32[3, n] (row, column, page) written; entries with a row or column
+    """Return the state with page-table entries i32[3, n] (row, column, page) written. Entries whose row or column is
     outside of the table are dropped.
     """
     rows, columns, pages = deltas
@@ -102,10 +102,9 @@ def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
 
 
 def write_section(state: DeviceState, name: str, slots: jax.Array, values: jax.Array) -> DeviceState:
-    """Return the state with values i32[n] written into a section that is an array with a row for each slot.
-
-    slots: i32[n], numbered over all replicas.
+    """Return the state with values i32[n] written to `slots` i32[n], numbered over all replicas, in a section that is
+    an array with a row for each slot.
     """
-    own = own_slots(slots, state.slots.num_computed.shape[0])
-    section = sampling_state.write_slots(state.slots.sections[name], own, values)
+    slots = own_slots(slots, state.slots.num_computed.shape[0])
+    section = sampling_state.write_slots(state.slots.sections[name], slots, values)
     return state._replace(slots=state.slots._replace(sections={**state.slots.sections, name: section}))

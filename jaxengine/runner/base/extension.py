@@ -2,11 +2,11 @@
 
 - `DeviceExtension`, one for each pipeline stage, declares what is compiled: sections of the device state, fields of the
   message, inputs and outputs of forward passes, epilogues, state changes and further programs. It allocates nothing.
-- `StageExtension`, of a running stage, holds its arrays and runs its programs before and after forward passes.
-- `HostExtension` has the functions that the engine's loop calls, and is found by `ModelRunner.extension(name)`.
+- `StageExtension`, one for each running stage, holds arrays and runs programs before and after forward passes.
+- `HostExtension` has the functions that the engine's loop calls. `ModelRunner.extension(name)` returns it.
 
-A capability has the same name in every package that has a part of it. One that the engine was not started with is
-neither imported nor built nor called: jaxengine.runner.extensions.build has a row for each. Extensions handle rows and
+A capability has the same name in every package that has a part of it. If the engine was started without a capability,
+its files are not imported and no step calls it (jaxengine.runner.extensions.build). Extensions handle rows and
 messages, never requests.
 """
 
@@ -42,15 +42,22 @@ Shape = tuple[tuple[int, ...], Any, PartitionSpec]
 
 @dataclass(frozen=True)
 class Kept:
-    """Declaration of an array that devices keep between steps."""
+    """Declaration of an array that devices keep between steps.
 
-    shape: tuple[int, ...]  # of one device's part
-    dtype: Any  # of its elements
-    spec: PartitionSpec = RANKS  # how devices' parts form the array
-    fill: int = 0  # initial value of every element
+    Attributes:
+      shape: shape of one device's part.
+      dtype: dtype of the elements.
+      spec: how the devices' parts form the array.
+      fill: initial value of every element.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec = RANKS
+    fill: int = 0
 
     def begin(self) -> jax.Array:
-        """Return one device's initial array, every element `fill`."""
+        """Return the initial value of one device's part."""
         return jnp.full(self.shape, self.fill, self.dtype) if self.fill else jnp.zeros(self.shape, self.dtype)
 
 
@@ -58,8 +65,8 @@ class StateChange(NamedTuple):
     """A program that the host runs between steps to change the state.
 
     Attributes:
-      function: (DeviceState, arguments) -> DeviceState, the first donated.
-      arguments: their shapes, dtypes and PartitionSpecs.
+      function: (DeviceState, *arguments) -> DeviceState. The old state is donated.
+      arguments: shapes, dtypes and PartitionSpecs of the arguments.
     """
 
     function: Callable[..., Any]
@@ -68,18 +75,19 @@ class StateChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Kind of program that runs after a forward pass, on the arrays that the pass has left.
+    """Kind of program that runs after a forward pass, on its results.
 
     Attributes:
-      make: returns its function, which takes `arguments` and returns the state in `changes`, then its output.
-      arguments: names of its arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or a
-        section of Forwarded.
-      changes: those arguments, fields of DeviceState, that it returns changed; they are donated.
-      output: class of the NamedTuple that it returns for the host, with arrays [replicas, ...].
-      size_of: maps a bucket to the size of the program that serves it, the number of rows of its arguments from
-        Forwarded; None for a bucket that it does not serve.
-      width: tokens of a row in the steps that it serves; logits have size * width positions.
-      ends: whether it is the last one of a step: no other epilogue can run after it.
+      make: returns the epilogue's function, which takes `arguments` and returns the new state of `changes`, followed by
+        its output.
+      arguments: names of the arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or
+        sections of Forwarded.
+      changes: those arguments, which are fields of DeviceState, that are donated and returned with new values.
+      output: class of the output, a NamedTuple of arrays [replicas, ...] for the host.
+      size_of: maps (buckets, bucket) to the size of the program for this bucket, that is the number of rows in its
+        arguments from Forwarded; None for a bucket that it does not support.
+      width: tokens of a row in the steps that it supports; logits have size * width positions.
+      ends: whether it is the last epilogue of a step, after which no other can run.
       of_model: whether the program depends on the model; if not, engines of several models share its executable.
     """
 
@@ -93,18 +101,18 @@ class Epilogue:
     of_model: bool = True
 
     def sizes(self, buckets: Buckets) -> list[int]:
-        """Return the sizes in which it is compiled for these buckets, ascending."""
+        """Return the sizes for which it is compiled, ascending."""
         return sorted({size for bucket in buckets if (size := self.size_of(buckets, bucket)) is not None})
 
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """Static inputs from which the epilogues of a model are built, besides their sizes.
+    """Static inputs, apart from sizes, with which the epilogues of a model are built.
 
     Attributes:
       graph, params_tree: static parts of the model, for epilogues that need its weights.
-      max_logprobs, logprobs_mode: as EngineConfig's.
-      extensions: of the stage.
+      max_logprobs, logprobs_mode: those of EngineConfig.
+      extensions: the stage's DeviceExtensions.
     """
 
     graph: nnx.GraphDef
@@ -114,23 +122,23 @@ class EpilogueSpec:
     extensions: tuple[DeviceExtension, ...] = field(default=(), repr=False)
 
     def process(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """Return the function by which the first extension that has one changes logits inside samplers
-        (jaxengine.sampling.sampler), bound to `tokens`; None if no extension does.
+        """Return the function, bound to `tokens`, by which an extension changes logits inside samplers
+        (jaxengine.sampling.sampler). It is that of the first extension that has one; None if none has.
         """
         found = [each.process for each in self.extensions if each.process is not None]
         return partial(found[0], tokens) if found else None
 
     def replace(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """Return the function by which the first extension that has one replaces sampled tokens
-        (jaxengine.sampling.sampler), bound to `tokens`; None if no extension does.
+        """Return the function, bound to `tokens`, by which an extension replaces sampled tokens
+        (jaxengine.sampling.sampler). It is that of the first extension that has one; None if none has.
         """
         found = [each.replace for each in self.extensions if each.replace is not None]
         return partial(found[0], tokens) if found else None
 
     @property
     def more_scores(self) -> MoreScores | None:
-        """Scores of sampled tokens that the first extension with such scores computes in addition to logprobs; None if
-        no extension does.
+        """Scores of sampled tokens that an extension computes in addition to logprobs. They are those of the first
+        extension that has any; None if none has.
         """
         found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
         return found[0] if found else None
@@ -138,16 +146,23 @@ class EpilogueSpec:
 
 @dataclass(frozen=True)
 class StageShape:
-    """Model, configuration and mesh of a stage, from which its programs and their abstract arrays are built."""
+    """Model, configuration and mesh of a stage, from which its programs and their abstract arrays are built.
 
-    model: CausalLM  # abstract, built for the mesh
-    config: ResolvedConfig  # resolved for the platform
-    platform: Platform  # whose kernels the programs use
-    mesh: Mesh  # of the stage
+    Attributes:
+      model: abstract model, built for the mesh.
+      config: configuration, resolved for the platform.
+      platform: platform whose kernels the programs use.
+      mesh: mesh of the stage.
+    """
+
+    model: CausalLM
+    config: ResolvedConfig
+    platform: Platform
+    mesh: Mesh
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Buckets of the configuration: the closed set of step shapes."""
+        """All step shapes of the configuration."""
         tower = self.model.config.tower
         has_pictures = self.config.num_encoder_rows and not (tower is not None and tower.crosses)
         return self.config.buckets(self.platform, sections=("pictures",) if has_pictures else ())
@@ -174,7 +189,7 @@ class StageShape:
         return self.model.stage.is_last and self.model.config.pooler is None
 
     def shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
-        """Return an abstract array on the mesh, sharded by `spec` (default: replicated on every device)."""
+        """Return an abstract array on the mesh, sharded by `spec`; by default replicated on every device."""
         return shape_on(self.mesh, shape, dtype, spec)
 
     def rows(self, num_rows: int, dtype: Any, *more: int) -> Any:
@@ -182,34 +197,33 @@ class StageShape:
         return self.shape((self.num_ranks * num_rows, *more), dtype, RANKS)
 
     def hidden(self, num_tokens: int, count: int = 1) -> Any:
-        """Return abstract hidden states [replicas * num_tokens, count * D], those of `count` layers joined, sharded by
+        """Return abstract hidden states of `count` layers, joined, [replicas * num_tokens, count * D], sharded by
         replica.
         """
         return self.rows(num_tokens, self.config.dtype, count * self.model.config.hidden_size)
 
-    def handed_over(self, num_tokens: int) -> Any:
+    def stage_output(self, num_tokens: int) -> Any:
         """Return the abstract array [replicas * num_tokens, ...] that a stage passes to the next one: hidden states,
-        joined with per-layer inputs in models that have them.
+        and after them the per-layer inputs of models that have any.
         """
         model = self.model.config
-        beside = model.num_layers * model.layer_input_size
-        return self.rows(num_tokens, self.config.dtype, model.stream_size + beside)
+        return self.rows(num_tokens, self.config.dtype, model.stream_size + model.num_layers * model.layer_input_size)
 
 
 class DeviceExtension:
-    """One capability in one stage: declaration of what is compiled for it. A method that is not overridden adds
-    nothing.
+    """Declaration of what is compiled for one capability in one stage. A method that is not overridden adds nothing.
 
     Attributes:
-      name: of the capability, the same in every package.
+      name: name of the capability, the same in every package.
       num_tables: number of page tables that it adds after those of the cache groups.
-      least_columns: least number of columns that it needs in a page table.
-      num_position_rows: sampler rows of a replica that it adds, after those of the slots, for positions of a step.
+      least_columns: least number of columns that a page table must have.
+      num_position_rows: number of token masks of a replica that it adds, after those of the slots, for single positions
+        of a step's rows.
       counts_slots: whether `memory` includes its section of SlotState.
       description: static facts that its shapes do not show; part of the key of stored programs.
-      process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None for none.
-      replace: (TokenState, token_ids, slots, positions) -> token ids, inside samplers; None for none.
-      num_scores, score: as of jaxengine.sampling.sampler.MoreScores; None for none.
+      process: function called in samplers, (TokenState, logits, slots, counts, features) -> logits; None for none.
+      replace: function called in samplers, (TokenState, token_ids, slots, positions) -> token ids; None for none.
+      num_scores, score: `count` and `score` of jaxengine.sampling.sampler.MoreScores; None for none.
     """
 
     name: ClassVar[str]
@@ -224,7 +238,7 @@ class DeviceExtension:
     score: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
-        """Store the shape of the stage that this extends."""
+        """Store the shape of the stage."""
         self.shape = shape
 
     def slots(self) -> Any:
@@ -254,106 +268,106 @@ class DeviceExtension:
         return None
 
     def label(self, bucket: Bucket) -> str:
-        """Return text to add to the name of a bucket's forward pass if shapes do not show what the extension does
-        there; else "".
+        """Return text to append to the name of a bucket's forward pass, for differences that shapes do not show; ""
+        for none.
         """
         return ""
 
     def given(self, bucket: Bucket) -> Any:
-        """Return the abstract arrays that the extension gives a bucket's forward pass, besides the message; None for
-        none.
+        """Return the abstract arrays that the extension provides for a bucket's forward pass, in addition to the
+        message; None for none.
         """
         return None
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Return the abstract arrays of the extension that a forward pass leaves for epilogues; None for none.
+        """Return the abstract arrays that the extension adds to a forward pass's results for epilogues; None for none.
         num_tokens, num_rows: tokens and rows of logits of one replica.
         """
         return None
 
     def leaves(self, bucket: Bucket) -> bool:
-        """Whether a bucket's forward pass leaves the arrays that `left` describes."""
+        """Whether the results of a bucket's forward pass include the arrays that `left` describes."""
         return True
 
     def row_section(self, num_rows: int, width: int) -> Any:
-        """Return the extension's abstract section of SampledRows for steps of `num_rows` rows with `width` tokens to
-        sample; None for none.
+        """Return the extension's abstract section of SampledRows in steps of `num_rows` rows with `width` tokens each;
+        None for none.
         """
         return None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Return the extension's programs that run in addition to forward passes. params: the model's leaves, arrays or
-        shapes.
+        """Return the programs that the extension runs in addition to forward passes. params: the model's leaves, arrays
+        or shapes.
         """
         return ()
 
     def allocated(self) -> Mapping[str, Any]:
-        """Return the abstract arrays, by purpose, that the extension's StageExtension allocates, besides its sections
-        of the state.
+        """Return the abstract arrays, by purpose, that the extension's StageExtension allocates. Its sections of the
+        state are not included.
         """
         return {}
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, by purpose, of the arrays that the extension holds in a stage besides weights
-        and workspace: those of `allocated`, unless overridden.
+        """Return the bytes on one device, by purpose, that the extension holds in a stage in addition to weights and
+        workspace. By default these are the arrays of `allocated`.
         """
-        return {purpose: sum(map(part_bytes, jax.tree.leaves(own))) for purpose, own in self.allocated().items()}
+        return {purpose: sum(map(part_bytes, jax.tree.leaves(each))) for purpose, each in self.allocated().items()}
 
     # Called while programs are traced:
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """Return the pass with token ids in place of each -1 of the message (a token that only the device has); None if
-        this extension does not fill them.
+        """Return the pass with every token id of -1 (a token that only the device has) replaced by the token; None if
+        this extension does not do that.
         """
         return None
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with this extension's inputs of the model added, as sections of its batch."""
+        """Return the pass with the extension's inputs for the model added, as sections of its batch."""
         return step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass after the model has run, with the extension's state updated and its arrays for epilogues
-        added, both computed from step.hidden and from what layers have stored in its sections.
+        """Return the pass, after the model has run, with the extension's state updated and its results for epilogues
+        added. They are computed from step.hidden and from what layers have stored in the extension's sections.
         """
         return step
 
     def remember(
         self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
     ) -> TokenState:
-        """Return the state after an epilogue has chosen tokens: each is stored at its slot and position where is_kept
-        is true.
+        """Return the state after an epilogue has chosen tokens, with those that are kept stored at their slots and
+        positions.
 
-        slot, position, token_ids, is_kept: i32 and bool arrays [rows], of one device.
+        slot, position, token_ids: i32[rows]. is_kept: bool[rows]. All are of one device.
         """
         return tokens
 
     # Called when a stage or runner is built:
 
     def at_stage(self, stage: Any) -> StageExtension | None:
-        """Return the extension's StageExtension for a StageRunner, before anything is compiled; None for none."""
+        """Return a StageExtension for a StageRunner, which has not compiled anything yet; None for none."""
         return None
 
     def on_host(self, runner: Any) -> HostExtension | None:
-        """Return the extension's HostExtension for the ModelRunner whose first or last stage this is; None for none."""
+        """Return a HostExtension for the ModelRunner of which this is the first or last stage; None for none."""
         return None
 
 
 def is_in_samplers(extension: DeviceExtension) -> bool:
-    """Whether samplers run code of the extension: process, replace, score or an overridden `remember`."""
+    """Whether samplers run code of the extension: `process`, `replace`, `score` or an overridden `remember`."""
     hooks = extension.process, extension.replace, extension.score
     return any(each is not None for each in hooks) or type(extension).remember is not DeviceExtension.remember
 
 
 class StageExtension:
-    """Part of a capability in a running stage: it holds arrays and runs programs. Sizes are bytes on one device.
+    """Part of a capability in a running stage, which holds arrays and runs programs. Sizes are bytes on one device.
 
     Attributes:
-      name: of the capability.
+      name: name of the capability.
       weight_bytes: bytes of its own weights, and of the arrays that it holds for slots.
       page_bytes: bytes that it holds for each KV page.
-      models: abstract models whose weights it has; prefix: of their names in tables of weights.
-      reads_message: its programs before a forward pass read the message, which is then sent to the devices once for
-        all.
+      models: abstract models whose weights it has. prefix: prefix of their names in tables of weights.
+      reads_message: whether its programs before a forward pass read the message, which is then sent to the devices once
+        for all programs.
     """
 
     name: str
@@ -387,12 +401,11 @@ class StageExtension:
         return 0, 0
 
     def plan_pool(self, num_pages: int) -> None:
-        """Store the number of KV pages, which determines the shapes of the extension's programs and arrays."""
+        """Store the number of KV pages, on which the shapes of the extension's programs and arrays depend."""
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compile or load the extension's programs that run before and after a bucket's forward pass.
-
-        params: the model's leaves.
+        """Compile or load the programs that the extension runs before and after a bucket's forward pass. params: the
+        model's leaves.
         """
 
     def allocate(self) -> None:
@@ -402,8 +415,8 @@ class StageExtension:
         """Free the extension's arrays whose content can be computed again."""
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Dispatch the extension's programs that precede a forward pass, without waiting; return the arrays of
-        `DeviceExtension.given`, None for none.
+        """Dispatch the programs that precede a forward pass, without waiting, and return the arrays that
+        `DeviceExtension.given` describes; None for none.
 
         params: the model's leaves. state: DeviceState before the step. message: the step's message, i32[replicas,
         size].
@@ -411,16 +424,15 @@ class StageExtension:
         return None
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
-        """Dispatch the extension's work between the newest forward pass and the epilogue `name`, without waiting.
+        """Dispatch what has to run between the newest forward pass and the epilogue `name`, without waiting.
 
-        state: DeviceState before that epilogue. forwarded: Forwarded, the results that the pass has left.
+        state: DeviceState before that epilogue. forwarded: results of the pass, a Forwarded.
         """
 
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:
-        """Dispatch the extension's work that follows the sampling of the newest forward pass's tokens, without waiting.
+        """Dispatch what has to run after the newest forward pass's tokens have been sampled, without waiting.
 
-        params: the model's leaves. state: DeviceState after the sampler. forwarded: Forwarded, the results that the
-        pass has left.
+        params: the model's leaves. state: DeviceState after the sampler. forwarded: results of the pass, a Forwarded.
         """
 
 
@@ -428,10 +440,10 @@ class HostExtension:
     """Functions of a capability that the engine's loop calls."""
 
     def __init__(self, runner: Any):
-        """Store the ModelRunner whose extension this is."""
+        """Store the ModelRunner."""
         self.runner = runner
 
     def warm_up(self) -> None:
-        """Run functions that are slower the first time. Called when everything is compiled and before anything is
-        served.
+        """Run functions that are slower the first time. Called after everything has been compiled and before anything
+        is served.
         """

@@ -1,4 +1,7 @@
-"""ForwardPass: a forward pass during tracing, which extensions (jaxengine.runner.base.extension) change."""
+"""ForwardPass: the values of a forward pass while it is traced, to which extensions add theirs.
+
+Extensions: jaxengine.runner.base.extension.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from jaxengine.scheduler.batches.buckets import Bucket
 
 
 class Rows(NamedTuple):
-    """Rows of the message, i32[S] each (StepLayout). Padding rows have slot R, no tokens and sample nothing.
+    """Rows of the message (StepLayout), each field i32[S]. Padding rows have slot R and no tokens, and do not sample.
 
     Attributes:
       slot: the row's slot, R in padding.
-      index: the slot, for reading its state; in padding any slot.
+      index: the slot as an index for reading its state; in padding any valid one.
       num_scheduled: number of tokens in the step.
-      start: number of tokens computed before.
+      start: number of tokens computed before the step.
       sample: above 0 for rows that sample.
-      next_token: for rows after the decodes, the known token after the chunk, -1 if there is none.
+      next_token: for rows after the decodes, the known token that follows the chunk, -1 if there is none.
       told_start: `start` as the message has it, -1 if only the device has it.
     """
 
@@ -41,10 +44,10 @@ class SampledRows(NamedTuple):
 
     Attributes:
       slot: i32[S], R in padding.
-      position: i32[S], of the token to be sampled, the first one if a row may get several.
-      is_sampled: bool[S], rows that end at their last known token; the others' tokens are meaningless.
-      features: i32[1], union of the rows' needs, bits of jaxengine.scheduler.base.token_params.
-      sections: of extensions, by name.
+      position: i32[S], position of the token to be sampled; of the first one if a row may get several.
+      is_sampled: bool[S], whether the row ends at its last known token; the tokens of other rows are meaningless.
+      features: i32[1], union of the rows' features, bits of jaxengine.scheduler.base.token_params.
+      sections: data of extensions, by name.
     """
 
     slot: jax.Array
@@ -56,7 +59,7 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Static inputs of a forward pass besides the model.
+    """Static inputs of a forward pass, apart from the model.
 
     Attributes:
       bucket, layout: shape of the step, and layout of its message.
@@ -77,23 +80,23 @@ class StepSpec:
 
 
 class ForwardPass(NamedTuple):
-    """Forward pass during tracing, on one device. Extensions return it changed.
+    """Values of a forward pass on one device while it is traced. Extensions return changed copies.
 
     Attributes:
-      spec: static facts of the pass.
+      spec: static inputs of the pass.
       message: function from a field's name to the field.
       rows: the rows of the message.
       features: i32[], union of what the step's requests need.
-      token_row: i32[T], the row of each token; column: i32[T], number of tokens before it in that row.
+      token_row: i32[T], the row of each token. column: i32[T], number of tokens before it in that row.
       is_token: bool[T], False for padding.
       given: arrays that extensions provide for this pass, by name.
       slots: the SlotState, which forward passes change.
-      last_token: i32[R], of TokenState; None if tokens are not sampled.
+      last_token: i32[R], TokenState.last_token; None if tokens are not sampled.
       batch: the model's input.
-      cache: the caches that the model takes and returns.
-      sampled: the SampledRows, in a last stage.
-      hidden: the model's output, [T, D]; None before it has run.
-      left: arrays that extensions leave to epilogues, by name.
+      cache: the pool or Cache that the model takes and returns.
+      sampled: the SampledRows; only in the last stage.
+      hidden: the model's output, [T, D]; None before the model has run.
+      left: results of extensions for epilogues, by name.
     """
 
     spec: StepSpec
@@ -113,13 +116,13 @@ class ForwardPass(NamedTuple):
     left: dict[str, Any] = {}
 
     def with_section(self, name: str, section: Any) -> ForwardPass:
-        """Return a copy with the section `name` of its batch, the model's input, set to `section`."""
+        """Return a copy in which the section `name` of the batch, the model's input, is `section`."""
         return self._replace(batch=self.batch._replace(sections={**self.batch.sections, name: section}))
 
     def with_state(self, name: str, section: Any) -> ForwardPass:
-        """Return a copy with the section `name` of the slots' state set to `section`."""
+        """Return a copy in which the section `name` of the slot state is `section`."""
         return self._replace(slots=self.slots._replace(sections={**self.slots.sections, name: section}))
 
     def leaving(self, name: str, section: Any) -> ForwardPass:
-        """Return a copy with the section `name` of its results for epilogues set to `section`."""
+        """Return a copy in which the section `name` of the results for epilogues is `section`."""
         return self._replace(left={**self.left, name: section})

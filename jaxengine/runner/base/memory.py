@@ -1,7 +1,7 @@
-"""Number of KV pages that fit: device memory as measured, less weights, loaded programs and their workspace.
+"""Memory plan: how many KV pages fit into a device's memory after weights, loaded programs and their workspace.
 
-On a CPU the engine shares memory with everything else, so the pool is sized by need there, and the process's anonymous
-memory counts (pages of files can be dropped at any time).
+On a CPU the engine shares memory with everything else. The pool is therefore sized by need, and the memory in use is
+the process's anonymous memory, since pages of files can be dropped at any time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jaxengine.scheduler.pages.groups import most_pages_of
 _CARDS = ("gpu", "cuda")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-# XLA:CPU keeps the HLO of a loaded executable as objects and once more as a message, far more than its machine code:
-# for each byte of its file 21.4 in forward passes with prompts, 22.1 in those without, 17.6 in samplers (jaxlib 0.10.2;
-# `python -m benchmarks memory`).
+# Bytes of memory that a loaded executable takes for each byte of its file. XLA:CPU keeps its HLO both as objects and as
+# a message, which take far more than its machine code: 21.4 bytes in forward passes with prompts, 22.1 in those
+# without, 17.6 in samplers (jaxlib 0.10.2; `python -m benchmarks memory`).
 _CPU_BYTES_PER_STORED = 22
-# The interpreter, jax, a tokenizer: 200 MiB where it was measured. A constant, because the number of pages is a part of
-# what is compiled and must be the same at every start.
+# The interpreter, jax and a tokenizer; 200 MiB when measured. It is a constant because the number of pages is part of
+# what is compiled, and must be the same at every start.
 _CPU_PROCESS_BYTES = 256 << 20
 
 
 class StageNeeds(NamedTuple):
-    """Memory of one stage's programs on a device, besides weights and pages, in bytes.
+    """Memory in bytes on a device that one stage needs in addition to weights and pages.
 
     Attributes:
-      programs: held by all loaded programs, as long as the engine lives.
-      workspace: largest temporary memory of a running program, state of the slots included.
-      extensions: held by optional capabilities, by purpose.
+      programs: bytes that all loaded programs hold as long as the engine lives.
+      workspace: largest temporary memory of a running program, including the slot state.
+      extensions: bytes that optional capabilities hold, by purpose.
     """
 
     programs: int
@@ -55,15 +55,16 @@ class MemoryPlan:
 
     Attributes:
       total: the device's memory.
-      budget: the share of it that the engine may use.
-      weights: the model's on this device.
-      programs: held by all compiled programs.
-      workspace: the largest compiled step's temporary memory, slot state included.
-      process: on a CPU, other memory of the process, such as the interpreter and its libraries; else 0.
-      page_bytes: of one page; page_size: its tokens; num_pages: in the pool.
+      budget: the part of it that the engine may use.
+      weights: bytes of the model's weights on this device.
+      programs: bytes that all compiled programs hold.
+      workspace: temporary memory of the largest compiled step, including the slot state.
+      process: on a CPU, other memory of the process, such as the interpreter and its libraries; elsewhere 0.
+      page_bytes: bytes of a page. page_size: tokens of a page. num_pages: pages of the pool.
       pages_per_seq: the most pages that a request of max_model_len tokens holds at once, over all cache groups.
-      by_need: the pool is as large as default requests need, although the budget has room for more.
-      extensions: held by optional capabilities, by purpose.
+      max_model_len: that of the configuration.
+      by_need: whether the pool is only as large as default requests need, although the budget has room for more.
+      extensions: bytes that optional capabilities hold, by purpose.
     """
 
     total: int
@@ -87,9 +88,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that the engine will hold of one device by purpose, those of extensions included; their sum is
-        `planned`.
-        """
+        """Bytes that the engine will hold on one device by purpose, including those of extensions."""
         return {
             "weights": self.weights,
             "programs": self.programs,
@@ -101,17 +100,17 @@ class MemoryPlan:
 
     @property
     def planned(self) -> int:
-        """Bytes of one device that the engine will hold: the sum of `parts`."""
+        """Bytes that the engine will hold on one device: the sum of `parts`."""
         return sum(self.parts.values())
 
     @property
     def num_requests(self) -> float:
-        """Number of requests of max_model_len tokens that the pool holds at once, as a fraction."""
+        """Number of requests of max_model_len tokens for which the pool has room at once; not rounded."""
         return self.num_pages / self.pages_per_seq
 
     def table(self) -> str:
-        """Return the plan as text of several lines, for people: MiB by purpose, then pages and how many longest
-        requests fit, and a note if the pool is sized by need.
+        """Return the plan as text of several lines: MiB by purpose, the number of pages and of longest requests that
+        fit, and a note if the pool is sized by need.
         """
         rows = [
             ("weights", self.weights),
@@ -135,8 +134,8 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Return a device's bytes of memory: all of a CUDA card, the part of a TPU that its runtime may use, the host's
-    memory for a CPU, or the control group's limit if that is lower.
+    """Return a device's memory in bytes: all of a CUDA card; of a TPU, what its runtime may use; for a CPU, the host's
+    memory, or the control group's limit if that is lower.
     """
     if device.platform in _CARDS:
         return card_bytes(device.memory_stats()["bytes_limit"])
@@ -154,12 +153,12 @@ def device_memory(device: Any) -> int:
 
 
 def device_limit(device: Any) -> int | None:
-    """Return the bytes of a CUDA card that jax's client has; None for other devices, whose client has no such limit."""
+    """Return the bytes of a CUDA card that jax's client may use; None for other devices, which have no such limit."""
     return device.memory_stats()["bytes_limit"] if device.platform in _CARDS else None
 
 
 def memory_in_use(device: Any) -> int:
-    """Return the bytes of a device's memory in use now; for a CPU the process's anonymous memory (RssAnon)."""
+    """Return the bytes of a device's memory that are in use; for a CPU, the process's anonymous memory (RssAnon)."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_in_use"]
     status = Path("/proc/self/status").read_text()
@@ -167,7 +166,7 @@ def memory_in_use(device: Any) -> int:
 
 
 def return_free_memory() -> None:
-    """Collect garbage, and return freed memory of this process to the system: compiling leaves hundreds of MiB in the C
+    """Collect garbage and return the process's freed memory to the system. Compilation leaves hundreds of MiB in the C
     library's free lists.
     """
     gc.collect()
@@ -175,34 +174,33 @@ def return_free_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return the C library's free memory of this process to the system; does nothing if it has no malloc_trim (not
-    glibc).
-    """
+    """Return the C library's free memory to the system. Do nothing if the library has no malloc_trim (not glibc)."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def workspace_bytes(analysis: Any) -> int:
-    """Return the bytes that a compiled program needs, besides its arguments, while it runs: temporaries, and results
-    without donated memory. analysis: its `memory_analysis()`.
+    """Return the bytes that a compiled program needs while it runs, without its arguments: temporaries, and results
+    that do not take donated memory. analysis: its `memory_analysis()`.
     """
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
 def held_bytes(code: int, stored: int, backend: str) -> int:
-    """Return the bytes of device memory that a loaded program holds. backend: as `jax.default_backend` names it.
+    """Return the bytes of device memory that a loaded program holds.
 
-    code: machine code size from its `memory_analysis()`; stored: size of its file. On CPUs the result is a multiple of
-    `stored`; elsewhere it is `code`, or `stored` if `code` is 0.
+    code: size of its machine code, from `memory_analysis()`. stored: size of its file. backend: as
+    `jax.default_backend` names it. On CPUs the result is a multiple of `stored`; elsewhere it is `code`, or `stored` if
+    `code` is 0.
     """
     return _CPU_BYTES_PER_STORED * stored if backend == "cpu" else code or stored
 
 
 class TooLong(ConfigError):
-    """Error of a max_model_len for which too few pages fit.
+    """Error for a max_model_len for which too few pages fit.
 
     Attributes:
-      fits: the most tokens that a request can have with these pages.
+      fits: the most tokens that a request can have with the pages that fit.
     """
 
     def __init__(self, fits: int, max_model_len: int, allowed: str):
@@ -211,12 +209,19 @@ class TooLong(ConfigError):
 
 
 class StageSizes(NamedTuple):
-    """Bytes on one device of a stage that are known before the memory plan."""
+    """Sizes in bytes, on one device of a stage, that are known before the memory plan is made.
 
-    total: int  # the device's memory
-    weights: int  # those of extensions included
-    page_bytes: int  # of one page, extensions' bytes for it included
-    limit: int | None = None  # bytes that jax's client has of the device; None if it has all
+    Attributes:
+      total: the device's memory.
+      weights: bytes of the weights, including those of extensions.
+      page_bytes: bytes of one page, including what extensions hold for it.
+      limit: bytes of the device that jax's client may use; None for all.
+    """
+
+    total: int
+    weights: int
+    page_bytes: int
+    limit: int | None = None
 
 
 def plan_stages(
@@ -227,20 +232,22 @@ def plan_stages(
     windows: tuple[int | None, ...],
     shared: int,
 ) -> MemoryPlan:
-    """Return the plan of the stage with the fewest pages.
+    """Return the plan of the stage that has room for the fewest pages.
 
-    stages, needs: of each stage. windows, shared: arguments of `plan_memory`, whose errors this raises.
+    stages, needs: sizes and memory needs of each stage. windows, shared: see `plan_memory`, whose errors are raised.
     """
     plans = [
-        plan_memory(config, **sizes._asdict(), needs=own, windows=windows, shared=shared)
-        for sizes, own in zip(stages, needs, strict=True)
+        plan_memory(config, **sizes._asdict(), needs=needed, windows=windows, shared=shared)
+        for sizes, needed in zip(stages, needs, strict=True)
     ]
     return min(plans, key=lambda plan: plan.num_pages)
 
 
 def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:
-    """Return the bytes of a device that an engine may plan for: the share gpu_memory_utilization of `total`, the
-    device's bytes, and no more than what is usable of `limit`, the bytes that jax's client has (None: no limit).
+    """Return the bytes of a device that an engine may plan to use: the share gpu_memory_utilization of `total`, but no
+    more than is usable of `limit`.
+
+    total: the device's memory. limit: bytes of it that jax's client may use; None for all.
     """
     budget = int(total * config.gpu_memory_utilization)
     return budget if limit is None else min(budget, usable(limit))
@@ -259,19 +266,18 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory plan of one device, with the size of its KV pool.
 
-    The pool has the size that the config fixes (num_gpu_blocks_override, kv_cache_memory_bytes), else the pages that
-    fit into gpu_memory_utilization of the device, but no more than requests can use.
+    The pool has the size that the config fixes (num_gpu_blocks_override, kv_cache_memory_bytes). Otherwise it has as
+    many pages as fit into the share gpu_memory_utilization of the device, but no more than requests can use.
 
     Args:
-      total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
-      needs: bytes of one device besides these.
-      limit: bytes of a device that jax's client has; None if it has all.
-      windows: of the cache groups, whose pages all have `page_bytes`.
-      shared: number of devices that share this host's memory; 0 if devices have memories of their own.
+      total, weights, page_bytes, limit: see StageSizes.
+      needs: memory that is needed in addition to weights and pages.
+      windows: windows of the cache groups, whose pages all have `page_bytes`.
+      shared: number of devices that share this host's memory; 0 if devices have their own memory.
 
     Raises:
-      ConfigError: not a single page fits; the message advises what to change. TooLong, a ConfigError: pages fit, but
-        too few for max_model_len.
+      ConfigError: not a single page fits; the message says what can be changed. If pages fit, but too few for
+        max_model_len, it is a TooLong.
     """
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)
@@ -283,7 +289,7 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // max(1, page_bytes)
     else:
-        # More pages than all slots can fill serve only as prefix cache: twice as many are enough.
+        # Pages beyond those that all slots can fill only serve as prefix cache, for which as many again are enough.
         needed = 2 * pages_per_seq * config.max_num_seqs
         if config.default_seq_tokens is not None:
             of_default = most_pages_of(limits, min(config.default_seq_tokens, config.max_model_len))
@@ -324,13 +330,13 @@ def plan_memory(
 
 
 def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...], most: int) -> int:
-    """Return the tokens of the longest sequence that num_pages pages hold: `most` if it fits, else the largest number
-    of whole pages, in tokens; 0 if none. windows: of the cache groups.
+    """Return the number of tokens of the longest sequence for which `num_pages` pages suffice, at most `most`. Below
+    `most` it is a multiple of the page size, possibly 0. windows: windows of the cache groups.
     """
     limits = config.scheduler_config(1, windows=windows)
     if most_pages_of(limits, most) <= num_pages:
         return most
-    fits, fails = 0, -(-most // config.block_size)  # columns; more never take fewer pages
+    fits, fails = 0, -(-most // config.block_size)  # in columns; bisect, as more columns never take fewer pages
     while fits + 1 < fails:
         middle = (fits + fails) // 2
         if most_pages_of(limits, middle * config.block_size) <= num_pages:
@@ -341,7 +347,7 @@ def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | Non
 
 
 def _no_room(config: ResolvedConfig, budget: int, weights: int, needs: StageNeeds) -> ConfigError:
-    """Return a ConfigError, which the caller raises, for a device without room for a single page. weights: bytes of
+    """Return a ConfigError, for the caller to raise, about a device without room for a single page. weights: bytes of
     weights and of the process.
     """
     gib = 1 << 30

@@ -1,4 +1,4 @@
-"""Program: a function to compile for the devices of a mesh, with its arguments as shapes."""
+"""Program: a function to compile for the devices of a mesh, with the shapes of its arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class Program(NamedTuple):
     """Function to compile, with the shapes of its arguments and results.
 
     Attributes:
-      name: for messages; with the description of its StepPrograms it identifies the program.
-      function: of whole arrays, to be compiled for the mesh.
+      name: name for messages; together with the description of its StepPrograms it identifies the program.
+      function: function of whole arrays, to be compiled for the mesh.
       arguments: shapes with shardings and layouts.
-      results: a pytree with the structure of the result.
+      results: pytree with the structure of the result.
       donate: indices of donated arguments.
-      of_model: whether the program depends on the model; if not, only on its shapes and the stage's extensions.
+      of_model: whether the program depends on the model. Otherwise it depends only on its shapes and the stage's
+        extensions.
     """
 
     name: str
@@ -34,19 +35,19 @@ def program_on(
 ) -> Program:
     """Return a Program in which every device of the mesh runs `function` on its own parts of the arguments.
 
-    function: takes one device's parts. arguments: whole shapes, sharded over the mesh. results: a pytree of shapes of
-    which only the shardings matter. donate: indices of arguments whose memory results may take.
+    function: takes one device's parts. arguments: whole shapes, sharded over the mesh. results: pytree of shapes, of
+    which only the shardings matter. donate: indices of arguments whose memory the results may reuse.
     """
     function = on_devices(mesh, function, _partition(arguments), _partition(results))
     return Program(name, function, arguments, results, donate)
 
 
 def on_devices(mesh: Mesh, function: Callable, arguments: Any, results: Any) -> Callable:
-    """Return a function of whole arrays that runs `function` on each device's parts; on a mesh of one device it is
+    """Return a function of whole arrays that runs `function` on each device's parts. On a mesh of one device it is
     `function` itself.
 
-    arguments, results: pytrees with their structures, with a PartitionSpec in place of each array. Results that are not
-    sharded must be equal on all devices: nothing checks that.
+    arguments, results: pytrees of the function's arguments and results, with a PartitionSpec in place of each array.
+    Results that are not sharded must be equal on all devices, which is not checked.
     """
     if mesh.size == 1:
         return function

@@ -1,8 +1,8 @@
-"""Bundles: a folder of compiled programs with a manifest, made on one machine and read on others.
+"""Bundles: a folder of compiled programs with a manifest, written on one machine and read on others.
 
-The manifest says what the programs were compiled for (`facts`, `options`, `model`, `sources`), what they are called,
-and the SHA-256 of each file, after which the file is named. Loading a program unpickles and runs it. So the manifest is
-verified first, by a signature or by who can have written it, and then each file by its digest, before either is parsed.
+The manifest says what the programs were compiled for (`facts`, `options`, `model`, `sources`), and has their names and
+the SHA-256 of each file, which is also the file's name. Loading a program unpickles and runs it. So both are verified
+before they are parsed: the manifest by its signature, or by who can have written it, and each file by its digest.
 """
 
 from __future__ import annotations
@@ -25,44 +25,53 @@ from jaxengine.runner.executables.executable_files import NotTrusted, ShippedFil
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Suffixes of names of facts that need not be equal: a number may be larger here, a list may be longer.
+# Suffixes of the names of facts that need not be equal: a number may be larger here, a list may be longer.
 AT_LEAST, AMONG = " (or newer)", " (or more)"
-_MOST_BYTES = 64 << 20  # of a manifest
-_MOST_NAMED = 4  # differences in a message
-# Part -> kind of its values.
+_MAX_MANIFEST_BYTES = 64 << 20
+_MAX_DIFFERENCES = 4  # in a message
+# Types of the values of each dict in a manifest.
 _PARTS = {"facts": object, "options": object, "model": str, "sources": str, "programs": list, "numbers": int}
 
 
 class About(NamedTuple):
-    """Description of what programs are compiled for: versions, devices, options and model."""
+    """Description of what programs are compiled for.
 
-    facts: Mapping[str, Any]  # versions, devices and flags as JSON values by name, of jaxengine.runner.start.bundles
-    options: Mapping[str, Any]  # of the engine, as JSON values
-    model: Mapping[str, str]  # texts of the fields of its ModelConfig
+    Attributes:
+      facts: versions, devices and flags, JSON values by name (jaxengine.runner.start.bundles).
+      options: the engine's options, JSON values by name.
+      model: fields of the ModelConfig, as text.
+    """
+
+    facts: Mapping[str, Any]
+    options: Mapping[str, Any]
+    model: Mapping[str, str]
 
 
 class Bundle:
-    """Bundle that is read.
+    """A bundle that an engine reads its programs from.
 
     Attributes:
-      path: of the folder. cache_dir: the option compile_cache_dir, for all that is not in the bundle.
-      about: what its programs were compiled for; num_pages: KV pages of a replica; jaxengine: version that built it.
+      path: path of the folder.
+      cache_dir: the option compile_cache_dir, for everything that a bundle does not contain.
+      about: what its programs were compiled for.
+      num_pages: number of KV pages of a replica.
+      jaxengine: version that built it.
     """
 
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
         """Open a folder, and read and verify its manifest.
 
-        key_file: of the secret that it must be signed with; None trusts the folder by its owner (ShippedFiles). Raises
-        ConfigError for a folder that is not a bundle, is damaged, of another format, or not trusted.
+        key_file: file of the key that it must be signed with; None to trust the folder by its owner (ShippedFiles).
+        Raises ConfigError for a folder that is not a bundle, is damaged, has another format, or is not trusted.
         """
         self.path, self.cache_dir = path, cache_dir
         key = None if key_file is None else read_key("bundle_key_file", key_file)
         try:
             self._files = ShippedFiles(named_path("bundle", path), by_owner=key is None)
-            content = self._files.read(MANIFEST, _MOST_BYTES)
+            content = self._files.read(MANIFEST, _MAX_MANIFEST_BYTES)
         except NotTrusted as error:
             advice = "make it your own or root's, or sign it and give bundle_key_file"
-            raise ConfigError.because("bundle", f"the bundle {path!r} is not to be trusted: {error}", advice) from None
+            raise ConfigError.because("bundle", f"the bundle {path!r} cannot be trusted: {error}", advice) from None
         except OSError as error:
             problem = f"the bundle {path!r} cannot be read: {error.strerror or error}"
             raise ConfigError.because("bundle", problem, "name a folder that `jaxengine build` wrote") from None
@@ -76,7 +85,7 @@ class Bundle:
         """Raise ConfigError, which names the differences, if the programs were not built for `here`, the description of
         this engine.
 
-        Options are compared first; a difference is then an error of that option, not of `bundle`.
+        Options are compared first: if one differs, the error is about that option and not about `bundle`.
         """
         theirs, ours = self.about.options, here.options
         if only := sorted(theirs.keys() ^ ours.keys()):
@@ -90,21 +99,22 @@ class Bundle:
             names = [name for name in {**built, **own} if not _fits(name, built.get(name), own.get(name))]
             if names:
                 found = [f"{owner}{name}: {_difference(name, built, own)}" for name in names]
-                rest = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-                raise self.refused("; ".join(found[:_MOST_NAMED]) + rest)
+                rest = f", and {len(found) - _MAX_DIFFERENCES} more" if len(found) > _MAX_DIFFERENCES else ""
+                raise self.refused("; ".join(found[:_MAX_DIFFERENCES]) + rest)
 
     def check_sources(self, name: str, digest: str) -> None:
         """Raise ConfigError if the programs were traced from other sources than those with this digest.
 
-        name: of the model's class, or "programs" for programs without a model.
+        name: name of the model's class, or "programs" for programs without a model.
         """
         if (built := self._sources.get(name)) != digest:
-            problem = f"jaxengine's sources of {name} are not those of jaxengine {self.jaxengine} that built it"
+            problem = f"the sources of {name} are not those of jaxengine {self.jaxengine}, which built it"
             raise self.refused(f"it has no {name}" if built is None else problem)
 
     def program(self, name: str, key: str) -> bytes:
-        """Return a program's bytes, whose digest is verified. name: for messages. Raises ConfigError if it is missing
-        or damaged.
+        """Return a program's bytes, after verifying their digest. name: the program's name, for messages.
+
+        Raises ConfigError if it is missing or damaged.
         """
         if (entry := self._programs.get(key)) is None:
             raise self.refused(f"it has no program {name!r} of the shapes that this engine needs")
@@ -126,8 +136,9 @@ class Bundle:
         raise AssertionError("a bundle that is read has every program, or `program` raises")
 
     def number(self, name: str, key: str) -> int:
-        """Return a number that was computed when a program was compiled. name: for messages. Raises ConfigError if it
-        is missing.
+        """Return a number that was computed when a program was compiled. name: the number's name, for messages.
+
+        Raises ConfigError if it is missing.
         """
         if (found := self._numbers.get(key)) is None:
             raise self.refused(f"it lacks the number {name!r} of a program that this engine needs")
@@ -143,21 +154,21 @@ class Bundle:
         return ConfigError.because("bundle", f"the bundle {self.path!r} cannot be used: {why}", advice)
 
     def _verified(self, content: bytes, key: bytes | None) -> dict[str, Any]:
-        """Return the fields of a manifest, after its digest, signature, format and the types of its fields are
-        verified. Raises ConfigError if one of these is wrong.
+        """Return the fields of a manifest after verifying its digest, its signature, its format and their types.
 
-        content: of the file. key: of the signature; None to skip it.
+        content: content of the file. key: key of the signature; None to skip it. Raises ConfigError if anything is
+        wrong.
         """
         body, _, end = content.partition(b"\n")  # a line of JSON, and a line with its digest and signature
         try:
             seal = json.loads(end)
             digest, code = seal["sha256"], seal["hmac_sha256"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise self.refused(f"its {MANIFEST} is none, or damaged") from None
+            raise self.refused(f"its {MANIFEST} is not a bundle's, or is damaged") from None
         if digest != hashlib.sha256(body).hexdigest():
-            raise self.refused(f"its {MANIFEST} is damaged: sha256 is that of another content")
+            raise self.refused(f"its {MANIFEST} is damaged: its sha256 does not match")
         if key is not None and not (isinstance(code, str) and hmac.compare_digest(code.encode(), _code(key, body))):
-            raise self.refused(f"hmac_sha256 of its {MANIFEST} is not by the key in bundle_key_file")
+            raise self.refused(f"hmac_sha256 of its {MANIFEST} was not made with the key in bundle_key_file")
         try:
             found = json.loads(body)
             format = found["format"]
@@ -166,29 +177,29 @@ class Bundle:
         if format != FORMAT:
             raise self.refused(f"its format is {format!r}, and this jaxengine reads {FORMAT}")
         for part, kind in _PARTS.items():
-            own = found.get(part)
-            if not isinstance(own, dict) or not all(isinstance(each, kind) for each in own.values()):
-                raise self.refused(f"{part} of its {MANIFEST} are of another form")
+            values = found.get(part)
+            if not isinstance(values, dict) or not all(isinstance(each, kind) for each in values.values()):
+                raise self.refused(f"{part} of its {MANIFEST} is invalid")
         for name, wanted in (("num_pages", int), ("jaxengine", str)):
             if type(found.get(name)) is not wanted or found[name] in (0, ""):
-                raise self.refused(f"{name} of its {MANIFEST} is of another form")
+                raise self.refused(f"{name} of its {MANIFEST} is invalid")
         for entry in found["programs"].values():
             if list(map(type, entry)) != [str, str, int] or not _is_digest(entry[1]) or not 0 < entry[2] < 2**40:
-                raise self.refused(f"programs of its {MANIFEST} are of another form")
+                raise self.refused(f"programs of its {MANIFEST} is invalid")
         return found
 
 
 class NewBundle:
-    """Bundle that is being written. It has the methods of Bundle that ExecutableCache calls.
+    """A bundle that is being written. It has the methods of Bundle that ExecutableCache calls.
 
-    Programs are added as they are compiled; the manifest, which makes it a bundle, is written last.
+    Programs are added as they are compiled. The manifest is written last; without it the folder is not a bundle.
     """
 
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
-        """Create the folder. key_file: of the secret to sign with; None to leave the bundle unsigned.
+        """Create the folder, or delete the manifest and programs of an earlier bundle in it.
 
-        The manifest and programs of an earlier bundle in it are deleted. Raises ConfigError for a folder that cannot be
-        written, or has files and is not a bundle.
+        key_file: file of the key to sign with; None to leave the bundle unsigned. Raises ConfigError for a folder that
+        cannot be written, or has files and is not a bundle.
         """
         self.path, self.cache_dir = named_path("out", path), cache_dir
         self._key = None if key_file is None else read_key("bundle_key_file", key_file)
@@ -197,11 +208,11 @@ class NewBundle:
         self._numbers: dict[str, int] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            there = list(self.path.iterdir())
-            if there and not (self.path / MANIFEST).is_file():
+            files = list(self.path.iterdir())
+            if files and not (self.path / MANIFEST).is_file():
                 raise ConfigError("out", path, "a new folder, an empty one, or a bundle, which is replaced")
             (self.path / MANIFEST).unlink(missing_ok=True)  # a half-replaced bundle must not be used
-            for file in there:
+            for file in files:
                 if file.suffix == ".xla" and _is_digest(file.stem):
                     file.unlink()
         except OSError as error:
@@ -218,7 +229,7 @@ class NewBundle:
         return sum({digest: size for _, digest, size in self._programs.values()}.values())
 
     def check_sources(self, name: str, digest: str) -> None:
-        """Record the digest of the sources from which programs are traced. name: of the model's class. Never raises."""
+        """Record the digest of the sources from which programs are traced. name: name of the model's class."""
         self._sources[name] = digest
 
     def program(self, name: str, key: str) -> None:
@@ -229,9 +240,7 @@ class NewBundle:
         return self._programs[key][2] if key in self._programs else 0
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
-        """Write a program to a file named by its digest, and record it under `key`. name: for messages. Raises
-        OSError.
-        """
+        """Write a program to a file named by its digest, and record it under `key`. Raises OSError."""
         digest = hashlib.sha256(content).hexdigest()
         self._programs[key] = [name, digest, len(content)]
         with _replacing(self.path, f"{digest}.xla") as file:
@@ -246,7 +255,7 @@ class NewBundle:
         self._numbers[key] = number
 
     def finish(self, about: About, num_pages: int, jaxengine: str) -> None:
-        """Write the manifest. num_pages: KV pages of a replica. jaxengine: its version. Raises OSError."""
+        """Write the manifest. num_pages: number of KV pages of a replica. jaxengine: its version. Raises OSError."""
         parts = {"sources": self._sources, "programs": self._programs, "numbers": self._numbers}
         found = {"format": FORMAT, "jaxengine": jaxengine, "num_pages": num_pages, **about._asdict(), **parts}
         write_manifest(self.path, found, self._key)
@@ -280,14 +289,14 @@ def _replacing(folder: Path, name: str) -> Iterator[Any]:
 
 
 def _code(key: bytes, body: bytes) -> bytes:
-    """Return the signature of a manifest: the HMAC-SHA256 of "jaxengine bundle", a zero byte and its first line,
-    `body`, in hexadecimal.
+    """Return the signature of a manifest: the HMAC-SHA256, in hexadecimal, of "jaxengine bundle", a zero byte and
+    `body`, the manifest's first line.
     """
     return hmac.digest(key, b"jaxengine bundle\0" + body, "sha256").hex().encode()
 
 
 def _is_digest(text: str) -> bool:
-    """Whether a text is a SHA-256 in hexadecimal, and so safe as a file's name."""
+    """Whether a text is a SHA-256 in hexadecimal, and so safe as a file name."""
     return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)
 
 
@@ -297,9 +306,10 @@ def _same(built: Any, own: Any) -> bool:
 
 
 def _fits(name: str, built: Any, own: Any) -> bool:
-    """Whether programs that were built for a fact's value `built` run with the value `own`. By the suffix of the fact's
-    name, `own` may be a larger number (AT_LEAST) or a list that includes all of `built` (AMONG); else the values must
-    be equal.
+    """Whether programs that were built where a fact has the value `built` run where it has the value `own`.
+
+    Depending on the suffix of the fact's name, `own` may be a larger number (AT_LEAST) or a list with all elements of
+    `built` (AMONG); otherwise the values must be equal.
     """
     if name.endswith(AT_LEAST) and all(isinstance(each, int | float) for each in (built, own)):
         return built <= own < math.inf

@@ -1,11 +1,12 @@
-"""Cut of a program of many layers into a chain of smaller programs; equal ones are compiled, stored and loaded once.
+"""Split of a program of many layers into a chain of smaller programs. Equal ones are compiled, stored and loaded once.
 
-For CPUs: XLA:CPU keeps far more memory for each operation of a loaded program than its code takes. The forward pass of
-a model of thirty layers is the same layer over and over, in memory and in compilation time. So a function is traced as
-usual, its trace is cut between layers, and groups of layers that differ only in their arguments become calls of one
-program. A value lives until the last part that reads it, and parts may overwrite what the whole program may.
+This is for CPUs: XLA:CPU keeps far more memory for each operation of a loaded program than its code takes. The forward
+pass of a model of thirty layers contains the same layer thirty times, which costs memory and compilation time. So the
+function is traced as usual, its trace is split between layers, and groups of layers that differ only in their arguments
+become calls of one program. A value lives until the last part that reads it, and parts may overwrite the arguments that
+the whole program may overwrite.
 
-This module works on traces; all it assumes of them is the name that calls of layers have.
+This module works on traces. It only depends on the name that calls of layers have in them.
 """
 
 from __future__ import annotations
@@ -24,30 +25,37 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jaxengine.models.layers.decoder_step import LAYER
 
-# Fewer layers are compiled as one program, and so are steps of fewer tokens, in which calls would take noticeable time.
+# Models of fewer layers are compiled as one program. So are steps of fewer tokens, in which the calls would take a
+# noticeable share of the time.
 _LEAST_LAYERS = 6
 LEAST_TOKENS = 32
 _MAGIC = b"parts"
 
 
 class Call(NamedTuple):
-    """One part of a chain: a program applied to values, which are referred to by index."""
+    """One part of a chain: the call of a program on values, which are referred to by index.
 
-    program: int  # index of the program
-    inputs: tuple[int, ...]  # indices of its arguments
-    outputs: tuple[int, ...]  # indices of its results
-    last: tuple[int, ...]  # inputs that no later part reads
+    Attributes:
+      program: index of the program.
+      inputs, outputs: indices of the values that are its arguments and its results.
+      last: those inputs that no later part reads.
+    """
+
+    program: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    last: tuple[int, ...]
 
 
 class Chain(NamedTuple):
-    """Calls that compute a step. The first values, by index, are the leaves of the arguments.
+    """Calls that compute a step. The leaves of the arguments are its first values.
 
     Attributes:
       constants: indices of constant values, with the values.
       calls: in the order of execution.
       results: indices of the leaves of the result.
-      peak_bytes: the most bytes of live values at once, with temporaries, without arguments and without values that
-        take a donated argument's memory.
+      peak_bytes: largest number of bytes of live values and temporaries at any time, without arguments and without
+        values that take a donated argument's memory.
     """
 
     constants: tuple[tuple[int, np.ndarray], ...]
@@ -57,8 +65,8 @@ class Chain(NamedTuple):
 
 
 class Analysis(NamedTuple):
-    """Memory of a chain in bytes, in the fields of `jax.stages.Compiled.memory_analysis` that callers read. Everything
-    but arguments counts as temporary.
+    """Memory of a chain in bytes, with those fields of `jax.stages.Compiled.memory_analysis` that callers read. All
+    memory except that of arguments counts as temporary.
     """
 
     temp_size_in_bytes: int
@@ -68,12 +76,13 @@ class Analysis(NamedTuple):
 
 
 class InParts:
-    """Compiled chain, called like a `jax.stages.Compiled`."""
+    """Compiled chain. It is called like a `jax.stages.Compiled`."""
 
     def __init__(self, chain: Chain, programs: Sequence[jax.stages.Compiled], in_tree: Any, out_tree: Any, device: Any):
         """Store a chain with its compiled programs, and copy its constants to the device.
 
-        in_tree: tree structure of (arguments, {}); out_tree: of the result. device: which the programs run on.
+        in_tree, out_tree: tree structures of (arguments, {}) and of the result. device: the device on which the
+        programs run.
         """
         self.chain, self.programs = chain, tuple(programs)
         self._in_tree, self._out_tree = in_tree, out_tree
@@ -86,14 +95,14 @@ class InParts:
             raise TypeError(f"called with {tree}, compiled for {self._in_tree}")
         values = dict(enumerate(leaves)) | self._constants
         for call in self.chain.calls:
-            given = self.programs[call.program](*[values[place] for place in call.inputs])
+            results = self.programs[call.program](*[values[place] for place in call.inputs])
             for place in call.last:
                 del values[place]
-            values.update(zip(call.outputs, given, strict=True))
+            values.update(zip(call.outputs, results, strict=True))
         return jax.tree.unflatten(self._out_tree, [values[place] for place in self.chain.results])
 
     def memory_analysis(self) -> Analysis:
-        """Return an Analysis with the most bytes that values and temporaries take at once."""
+        """Return an Analysis with Chain.peak_bytes."""
         return Analysis(self.chain.peak_bytes)
 
 
@@ -105,8 +114,8 @@ class NotStorableError(Exception):
 
 
 def serialize(compiled: Executable) -> bytes:
-    """Return a program, or a chain of programs, as bytes for `load`. Raises NotStorableError if the platform cannot
-    serialise it, or the program calls Python.
+    """Return a program or a chain of programs as bytes for `load`. Raises NotStorableError if the platform cannot
+    serialise it, or if it calls Python.
     """
     if not isinstance(compiled, InParts):
         return _serialize_one(compiled)
@@ -119,8 +128,9 @@ def serialize(compiled: Executable) -> bytes:
 
 
 def serialized_bytes(compiled: Executable) -> tuple[int, int]:
-    """Return (bytes of all programs when serialised, estimate of those bytes if the chain were one program). For a
-    program that is not a chain both are equal. A program that cannot be serialised counts with its machine code, or 0.
+    """Return (bytes of all programs when serialised, estimate of these bytes if the chain were one program). They are
+    equal for a program that is not a chain. A program that cannot be serialised counts with the size of its machine
+    code, or 0 if that is unknown.
     """
     if not isinstance(compiled, InParts):
         return (size := _stored_size(compiled)), size
@@ -129,7 +139,7 @@ def serialized_bytes(compiled: Executable) -> tuple[int, int]:
 
 
 def _serialize_one(program: jax.stages.Compiled) -> bytes:
-    """Return one program as bytes. Raises NotStorableError if the platform cannot serialise it, or the program calls
+    """Return one program as bytes. Raises NotStorableError if the platform cannot serialise it, or if it calls
     Python.
     """
     try:
@@ -141,8 +151,8 @@ def _serialize_one(program: jax.stages.Compiled) -> bytes:
 
 
 def _stored_size(program: jax.stages.Compiled) -> int:
-    """Return the size of a program in bytes when serialised; if that fails, of its machine code; 0 if even that is
-    unknown.
+    """Return the size in bytes of a serialised program. If it cannot be serialised, return the size of its machine
+    code, or 0 if that is unknown.
     """
     try:
         return len(_serialize_one(program))
@@ -153,10 +163,10 @@ def _stored_size(program: jax.stages.Compiled) -> int:
 
 
 def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Executable:
-    """Load a program or chain that `serialize` wrote; this runs code from the payload.
+    """Load a program or chain that `serialize` has written. This runs code from the payload.
 
-    in_tree, out_tree: tree structures of (arguments, {}) and of the result. devices: which it runs on. Raises any
-    exception of jax for a payload that it cannot load.
+    in_tree, out_tree: tree structures of (arguments, {}) and of the result. devices: the devices on which it runs. If
+    jax cannot load the payload, any exception may be raised.
     """
     if not payload.startswith(_MAGIC):
         return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
@@ -187,8 +197,8 @@ def compile_parts(
     compile_lowered: Callable[[Any], Any],
     device: Any,
 ) -> InParts | None:
-    """Compile a traced program as a chain of parts; return None, with nothing compiled, if it has few layers or few
-    tokens.
+    """Compile a traced program as a chain of parts. If it has few layers or few tokens, return None without compiling
+    anything.
 
     Args:
       traced: `jax.stages.Traced` for `arguments`, which are shapes.
@@ -209,10 +219,11 @@ def compile_parts(
 
 
 def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
-    """Cut a trace into lists of operations: those before the layers, then each group of layers, then those after them.
+    """Split a trace into lists of operations: those before the layers, those of each group of layers, and those after
+    the layers. Return None for fewer than _LEAST_LAYERS layers or LEAST_TOKENS tokens.
 
-    Returns None with fewer than _LEAST_LAYERS layers or LEAST_TOKENS tokens. All groups but the last have one size,
-    chosen to minimise the number of compiled layers plus the number of calls.
+    All groups except the last have the same size, for which the number of compiled layers plus the number of calls is
+    smallest.
     """
     eqns = jaxpr.eqns
     layers = [place for place, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
@@ -221,7 +232,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     kinds = [id(eqns[place].params["jaxpr"]) for place in layers]
 
     def cost(size: int) -> int:
-        """Return the number of layers compiled plus the number of calls, for groups of `size` layers."""
+        """Return the number of compiled layers plus the number of calls for groups of `size` layers."""
         groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
         return sum(map(len, set(groups))) + len(groups)
 
@@ -258,13 +269,13 @@ class _Plan:
         self.lowered: list[Any] = []
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
-        """Add part number `index` as a call; its program is lowered unless an equal one was lowered before. Parts must
-        be added in order; the last one also sets the chain's results.
+        """Add part number `index` as a call, and lower its program unless an equal one has been lowered. Parts must be
+        added in order. The last one also sets the chain's results.
 
         parts: all parts, as `_cut` returns them.
         """
         eqns, outer = parts[index], index in (0, len(parts) - 1)
-        # Layers also differ in literals, which their program therefore takes as arguments.
+        # Layers may also differ in literals, so their program takes these as arguments.
         eqns = (
             list(eqns) if outer else [eqn.replace(invars=list(map(self._without_literal, eqn.invars))) for eqn in eqns]
         )
@@ -298,9 +309,9 @@ class _Plan:
             self._results = [copies[i] if i in copies else self._places[var] for i, var in enumerate(outvars)]
 
     def _copied(self) -> dict[int, Var]:
-        """Return {result number: variable} of the results that the last part must copy: constants, arguments that are
-        not donated, and values that are returned twice. A caller may donate a result, so it must not share memory with
-        another value.
+        """Return {result number: variable} for the results that the last part must copy: constants, arguments that are
+        not donated, and values that are returned twice. They are copied because a caller may donate a result, which
+        must not share memory with another value.
         """
         found: dict[int, Var] = {}
         seen: set[Var] = set()
@@ -313,7 +324,7 @@ class _Plan:
         return found
 
     def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
-        """Return the positions among a part's inputs that are donated, so that outputs of the same signature may take
+        """Return the numbers of a part's inputs that are donated, so that outputs with the same signature can take
         their memory.
 
         places: value indices of all inputs. last: those that no later part reads. outputs: the part's output variables.
@@ -330,7 +341,7 @@ class _Plan:
     def chain(self, programs: Sequence[Any]) -> Chain:
         """Return the finished Chain, after all parts have been added.
 
-        programs: `lowered`, compiled, in that order; their temporary memory counts in the chain's peak.
+        programs: the compiled programs, in the order of `lowered`. Their temporary memory counts in the chain's peak.
         """
         alive: dict[int, int] = {}
         peak = 0
@@ -342,16 +353,14 @@ class _Plan:
         return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)
 
     def _bytes_of(self, place: int) -> int:
-        """Return the bytes that a new value adds to those in use: 0 if it has the signature of a donated argument,
-        whose memory it takes.
+        """Return the bytes that a new value adds to those in use. They are 0 if it has the signature of a donated
+        argument, whose memory it takes.
         """
         shape, dtype, _ = signature = _signature(self._shapes[place])
         return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
 
     def _without_literal(self, atom: Any) -> Any:
-        """Return a variable unchanged. For a literal, add its value as a constant, and return a new variable with that
-        constant's index.
-        """
+        """Return a variable unchanged. For a literal, add its value as a constant and return a new variable for it."""
         if not isinstance(atom, Literal):
             return atom
         var = Var(atom.aval)
@@ -359,7 +368,7 @@ class _Plan:
         return var
 
     def _constant(self, value: np.ndarray) -> int:
-        """Return the index of a constant among the values; it is added unless an equal one exists."""
+        """Return the index of a constant among the values. It is added unless an equal one exists."""
         for place, known in self._constants.items():
             if known.dtype == value.dtype and known.shape == value.shape and known.tobytes() == value.tobytes():
                 return place
@@ -368,7 +377,7 @@ class _Plan:
         return place
 
     def _new(self, shape: Any) -> int:
-        """Append a value of this shape to the values; return its index."""
+        """Append a value of this shape to the values and return its index."""
         self._shapes.append(shape)
         return len(self._shapes) - 1
 
@@ -384,8 +393,8 @@ def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
-    """Return (shape, dtype, layout) of a value; the layout is None for the default order. Values of equal signature can
-    be arguments of one program.
+    """Return (shape, dtype, layout) of a value, where the layout is None for the default order. Values with equal
+    signatures can be the same argument of one program.
     """
     order = None if leaf.sharding is None else getattr(leaf.format.layout, "major_to_minor", None)
     if order == tuple(range(len(leaf.shape))):
@@ -407,7 +416,7 @@ def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]
         # Equal layers share one trace object.
         return id(value) if isinstance(value, Jaxpr | ClosedJaxpr) else repr(value)
 
-    done = [
+    operations = [
         (
             eqn.primitive,
             tuple((name, static(value)) for name, value in sorted(eqn.params.items())),
@@ -416,4 +425,4 @@ def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]
         )
         for eqn in eqns
     ]
-    return tuple(done), tuple(map(number_of, outputs))
+    return tuple(operations), tuple(map(number_of, outputs))

@@ -1,12 +1,12 @@
-"""Sources that decide what compiled programs do, and a digest of them.
+"""A digest of the source files that compiled programs depend on.
 
-The walk follows imports from the step programs, the model's family and the kernels of the platform to every file that
-they can have been traced from. A file that no import leads to (a loader, another family, the server) is left out, and
-docstrings, comments and line numbers do not count. A family may be a user's own file outside of jaxengine: then files
-beside it count as well. Sources are read, never run; jax is not imported.
+These are all files that can be reached by imports from the step programs, the model's family and the platform's
+kernels. Other files (loaders, other families, the server) do not count, nor do docstrings, comments and line numbers. A
+family may be a user's own file outside of jaxengine: then the files beside it that it imports count as well. Sources
+are read, never run; jax is not imported.
 
-Parsing some two hundred files takes more than a second, reading them a hundredth of that: a parsed source is remembered
-by a digest of its bytes, in this process and, with `known_sources` and `learn_sources`, in later ones.
+Parsing some two hundred files takes more than a second, and reading them a hundredth of that. So a parsed source is
+cached under a digest of its bytes: in this process and, by `known_sources` and `learn_sources`, in later ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGE = "jaxengine"
-# What builds the programs, and what says how they are compiled.
+# The modules that build the programs, and those that determine how they are compiled.
 _PROGRAMS = (
     "jaxengine.runner.programs.step_programs",
     "jaxengine.runner.extensions.build",
@@ -37,7 +37,7 @@ class _Source(NamedTuple):
     """The content of a source file that programs depend on.
 
     Attributes:
-      digest: of its syntax tree without docstrings.
+      digest: digest of its syntax tree without docstrings.
       imports: (module, name imported from it, or "") for each import.
     """
 
@@ -49,8 +49,8 @@ _known: dict[str, _Source] = {}  # by the SHA-256 of a file's bytes
 
 
 def source_digest(root: Path, modules: Iterable[str], family: Path | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of the names and syntax trees of the files of `program_sources`; docstrings,
-    comments and layout do not count. It has the arguments and errors of `program_sources`.
+    """Return the SHA-256, in hexadecimal, of the names and syntax trees of the files of `program_sources`, which has
+    the same arguments and errors. Docstrings, comments and layout do not count.
     """
     digest = hashlib.sha256()
     for path, source in sorted(_sources(root, modules, family).items()):
@@ -60,15 +60,16 @@ def source_digest(root: Path, modules: Iterable[str], family: Path | None = None
 
 
 def known_sources() -> bytes:
-    """Return the sources that this process has parsed or learnt, as bytes for `learn_sources` in a process of the same
-    Python.
+    """Return the sources that this process has parsed or learnt, as bytes for `learn_sources` in another process with
+    the same version of Python.
     """
     return json.dumps(_known).encode()
 
 
 def learn_sources(known: bytes) -> None:
-    """Add the parsed sources that `known_sources` returned in another process to this process's; known ones are kept,
-    and reading stops without an error at a damaged entry.
+    """Add the sources that `known_sources` returned in another process to those of this process, which are kept.
+
+    Stops without an error at a damaged entry.
     """
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         for content, (digest, imports) in json.loads(known).items():
@@ -81,31 +82,33 @@ def num_known_sources() -> int:
 
 
 def file_digest(root: Path, file: Path) -> str:
-    """Return the SHA-256, in hexadecimal, of a user's own file, of all that it imports from jaxengine or beside it, and
-    of the step programs, in the form of `source_digest`. root: the folder that holds `jaxengine`. Raises SyntaxError or
-    OSError.
+    """Return the `source_digest` of a user's own file, of all that it imports from jaxengine and from beside it, and of
+    the step programs.
+
+    root: the folder that holds `jaxengine`. Raises SyntaxError or OSError.
     """
     return source_digest(root, (), file)
 
 
 def program_sources(root: Path, modules: Iterable[str], family: Path | None = None) -> list[Path]:
-    """Return the paths of the files from which the step programs can have been traced, sorted.
+    """Return the paths, sorted, of the files from which the step programs can have been traced.
+
+    Imports count wherever they occur, also in functions and under TYPE_CHECKING: an argument's type is often imported
+    only there, and its methods are part of the program. Raises SyntaxError or OSError for a file that cannot be read.
 
     Args:
       root: the folder that holds `jaxengine`.
       modules: dotted names of modules that the step programs look up rather than import: the kernels.
       family: the file of the model's class; None for programs without a model.
-
-    Imports count wherever they occur, also in functions and under TYPE_CHECKING: an annotation names the type of an
-    argument, whose code is then part of the program. Raises SyntaxError or OSError for a file that cannot be read.
     """
     return sorted(_sources(root, modules, family))
 
 
 def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, _Source]:
     """Return the content of each file of `program_sources`, by path: the modules that build programs, `modules`,
-    `family`, everything that these import, and the `__init__` files of all their packages. It has the arguments and
-    errors of `program_sources`.
+    `family`, everything that these import, and the `__init__` files of all their packages.
+
+    It has the arguments and errors of `program_sources`.
     """
     found: dict[Path, _Source] = {}
     own_file = functools.cache(functools.partial(_own_file, root))
@@ -117,7 +120,7 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
             found[path] = _source(path)
             waiting += _imported(root, path, found[path], own_file)
     for path in [*found]:
-        # Importing a module runs its packages' own files. Imports inside their functions do not count for it.
+        # Importing a module runs the `__init__` files of its packages. What these import is not followed.
         folder = path.parent
         while (package := folder / "__init__.py").is_file():
             if package not in found:
@@ -127,8 +130,9 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
 
 
 def _source(path: Path) -> _Source:
-    """Return the content of a file; parse it unless a file with the same bytes was parsed, and store the result in
-    `_known`. Raises SyntaxError or OSError.
+    """Return the content of a file, from `_known` if a file with the same bytes was parsed before.
+
+    Raises SyntaxError or OSError.
     """
     content = path.read_bytes()
     key = hashlib.sha256(content).hexdigest()
@@ -141,15 +145,15 @@ def _source(path: Path) -> _Source:
 
 
 def _imported(root: Path, path: Path, source: _Source, own_file: Callable[[str], Path | None]) -> Iterator[Path]:
-    """Yield the files that the source at `path` imports: jaxengine's own, and for a user's own source those beside it.
+    """Yield the files that the source at `path` imports: those of jaxengine, and for a user's source also the user's.
 
-    root: the folder that holds `jaxengine`. own_file: module name -> its file in jaxengine, None if it has none.
+    root: the folder that holds `jaxengine`. own_file: returns the file of a module of jaxengine, None for others.
     """
-    own = path.is_relative_to(root) and path.relative_to(root).parts[0] == _PACKAGE
+    is_own = path.is_relative_to(root) and path.relative_to(root).parts[0] == _PACKAGE
     for name, attribute in source.imports:
         found = None
         for wanted in (f"{name}.{attribute}", name) if attribute else (name,):
-            found = found or own_file(wanted) or (None if own else _file_beside(path, wanted))
+            found = found or own_file(wanted) or (None if is_own else _file_beside(path, wanted))
         if found is not None:
             yield found
 
@@ -164,18 +168,16 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _own_file(root: Path, module: str) -> Path | None:
-    """Return the file of a module of jaxengine, by its dotted name; None for other names, and for a module that does
-    not exist.
-    """
-    # In site-packages, other packages are next to jaxengine.
+    """Return the file of a module of jaxengine, by its dotted name; None for other modules and for missing ones."""
+    # In site-packages, `root` also holds other packages.
     return _file_of(root, module) if module.partition(".")[0] == _PACKAGE else None
 
 
 def _file_beside(path: Path, module: str) -> Path | None:
-    """Return the file of a module that a user's source imports if that file is the user's own; else None.
+    """Return the file of a module that a user's source imports, if the file is the user's own; else None.
 
-    path: of the source. module: dotted name, with leading dots for a relative import. Modules are searched for in the
-    folder of the source's outermost package; in site-packages only that package counts as the user's own.
+    Modules are looked up in the folder of the source's outermost package; in site-packages only that package counts as
+    the user's own. path: that of the source. module: dotted name, with leading dots for a relative import.
     """
     folder = path.parent
     if module.startswith("."):
@@ -196,9 +198,7 @@ def _file_of(root: Path, module: str) -> Path | None:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every statement inside of `node`, at any depth, `node` excluded. Expressions, which contain no statement,
-    are skipped, to save time.
-    """
+    """Yield every statement inside `node`, at any depth. Expressions are not searched: they contain no statements."""
     for block in _BLOCKS:
         for child in getattr(node, block, ()):
             yield child
@@ -206,7 +206,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _drop_docstrings(tree: ast.Module) -> None:
-    """Delete every statement that is only a string from a syntax tree, in place."""
+    """Delete all statements that are only a string, such as docstrings, from a syntax tree, in place."""
     for node in (tree, *_statements(tree)):
         for block in _BLOCKS:
             if statements := getattr(node, block, None):
@@ -214,7 +214,7 @@ def _drop_docstrings(tree: ast.Module) -> None:
 
 
 def _is_text(statement: ast.AST) -> bool:
-    """Whether a statement is only a string, as a docstring is."""
+    """Whether a statement is only a string."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)

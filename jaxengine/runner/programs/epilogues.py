@@ -1,10 +1,11 @@
-"""Epilogues: programs that run after a forward pass, on what it leaves. Each is compiled for few sizes.
+"""Epilogues: programs that run after a forward pass, on its results. Each is compiled for a few sizes.
 
-So a forward pass can run before it is known what its rows may sample, a sampler is not compiled once for every number
-of tokens, and an epilogue that no request needs does not run. This module has the sampler, and what it shares with
-other epilogues that sample; those of optional capabilities are in their files (jaxengine.runner.extensions).
+Because they are separate programs, a forward pass can run before it is known which tokens its rows may sample, the
+sampler need not be compiled for every number of tokens, and an epilogue that no request needs does not run. This module
+has the sampler, and what it shares with other epilogues that sample. Epilogues of optional capabilities are in the
+capabilities' own files (jaxengine.runner.extensions).
 
-On a mesh every device runs an epilogue on its own parts (jaxengine.sharding.collectives). This module has no requests.
+On a mesh every device runs an epilogue on its own parts (jaxengine.sharding.collectives).
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ SAMPLE = "sample"
 def make_sample(spec: EpilogueSpec) -> Callable:
     """Return the epilogue function that samples a token for every row and stores it.
 
-    It is (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) -> (TokenState, SampleOutput), the latter of
-    all replicas, [replicas, S, ...]. Rows that do not sample get a token, too, which is not stored.
+    It maps (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) to (TokenState, SampleOutput), whose arrays
+    are those of all replicas, [replicas, S, ...]. Rows that do not sample get a token as well, which is not stored.
     """
 
     def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
         flags = flags_of(rows.features[0])
-        own = choose(spec, logits, sampling, tokens, rows.slot, rows.position, flags)
+        chosen = choose(spec, logits, sampling, tokens, rows.slot, rows.position, flags)
         target = jnp.where(rows.is_sampled, rows.slot, tokens.last_token.shape[0])
-        kept = own.token_ids, rows.is_sampled, flags
-        tokens = remember(spec, tokens, target, own.token_ids, rows.slot, rows.position, *kept)
+        kept = chosen.token_ids, rows.is_sampled, flags
+        tokens = remember(spec, tokens, target, chosen.token_ids, rows.slot, rows.position, *kept)
         with jax.named_scope("results"):
-            token_ids, scores = stack_results(own.token_ids, own, flags)
+            token_ids, scores = stack_results(chosen.token_ids, chosen, flags)
             return tokens, SampleOutput(token_ids, *scores)
 
     return sample_rows
@@ -58,9 +59,9 @@ def choose(
     **more: Any,
 ) -> SampleOutput:
     """Sample a token for each row of logits f32[S, V / n], with jaxengine.sampling.sampler.sample and the functions of
-    the stage's extensions; return its SampleOutput. slot, position: i32[S], of the rows.
+    the stage's extensions, and return its SampleOutput.
 
-    more: further arguments of `sample`, such as `assumed`.
+    slot, position: i32[S], those of the rows. more: further arguments of `sample`, such as `assumed`.
     """
     with jax.named_scope("sample"):
         return sample(
@@ -90,16 +91,17 @@ def remember(
     is_kept: jax.Array,
     flags: SamplerFlags,
 ) -> TokenState:
-    """Return the token state after sampling: `last` i32[S] stored as last tokens of the slots `target` i32[S], and all
-    kept tokens stored in extensions' sections and counted for penalties.
+    """Return the token state after sampling. `last` i32[S] are the last tokens of the slots `target` i32[S]. All kept
+    tokens are stored in extensions' sections and counted for penalties.
 
-    slot, position, token_ids: i32[N], of all tokens sampled; is_kept: bool[N], whether a token counts. flags: features
-    of the step; without penalties nothing is counted. A target >= R changes nothing; a negative last token is stored as
-    0.
+    slot, position, token_ids: i32[N], of all sampled tokens. is_kept: bool[N], whether the token is kept. flags:
+    features of the step; without penalties nothing is counted. A target >= R is ignored; a negative last token is
+    stored as 0.
     """
-    # The -1 of a row that is not finite would index the embedding; its request ends anyway.
+    # -1, for a row with logits that are not finite, would be an invalid index of the embedding. Its request ends
+    # anyway.
     last_token = write_slots(tokens.last_token, target, jnp.maximum(last, 0))
-    # Without a conditional, whose result would be a copy of the counts.
+    # No conditional here, since its result would be a copy of the counts.
     counted = count_tokens(tokens.token_counts, slot, token_ids, is_kept & flags.any_penalties)
     tokens = TokenState(last_token, counted, tokens.sections)
     for extension in spec.extensions:
@@ -108,11 +110,11 @@ def remember(
 
 
 def stack_results(results: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple[Any, TokenLogprobs]:
-    """Gather `results`, a pytree of arrays, and the logprobs of sampled tokens over all replicas; return both, with
+    """Gather `results`, a pytree of arrays, and the logprobs of sampled tokens from all replicas; return both, with
     arrays [replicas, ...].
 
-    Logprobs are exchanged only if a row needs them; otherwise, with several replicas, they are zeros. Everything is in
-    one conditional: XLA:CPU would begin exchanges outside of it in any order, each device in its own
+    Logprobs are exchanged only if a row needs them; otherwise they are zeros if there are several replicas. All
+    exchanges are within one conditional. Outside of it, XLA:CPU could start them in a different order on each device
     (tests/sharding/exchange_order.py).
     """
     scores, ranks = TokenLogprobs(*chosen[1:]), num_shards("batch")

@@ -1,4 +1,4 @@
-"""Dispatched step: what its forward pass left, and later the outputs of its epilogues."""
+"""PendingStep: a dispatched step, with the results of its forward pass and the outputs of its epilogues."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxengine.scheduler.batches.buckets import Bucket
 
 
 class PendingStep:
-    """Step whose forward pass has been dispatched; its results may not be computed yet.
+    """Step whose forward pass has been dispatched. The devices may still be computing its results.
 
     It has tokens once the epilogue that ends it has been dispatched. All results have a leading axis of replicas.
 
     Attributes:
       forwarded: results of the forward pass; None once the last epilogue has taken them.
-      sampled: output of that epilogue; None before it is dispatched.
+      sampled: output of the last epilogue; None before it is dispatched.
       outputs: outputs of other epilogues, by name.
       given: arrays that extensions provided for the forward pass, by name.
     """
@@ -33,8 +33,8 @@ class PendingStep:
     ):
         """Store the results of a forward pass.
 
-        bucket: of the step. forwarded: results of its forward pass. fetch: waits for a result and returns it as a numpy
-        array. given: arrays that extensions provided for the forward pass; None for none.
+        bucket: the step's bucket. forwarded: results of its forward pass. fetch: waits for a result and returns it as a
+        numpy array. given: arrays that extensions provided for the forward pass; None for none.
         """
         self.bucket = bucket
         self.forwarded: Forwarded | None = forwarded
@@ -49,39 +49,39 @@ class PendingStep:
         return self.sampled is not None
 
     def is_ready(self) -> bool:
-        """Whether the step is computed, so that `token_ids` would not wait; False before its last epilogue is
+        """Whether the step has been computed, so that `token_ids` would not wait; False before its last epilogue is
         dispatched.
         """
         return self.sampled is not None and self.sampled.token_ids.is_ready()
 
     def token_ids(self) -> np.ndarray:
-        """Return the sampled tokens, i32[replicas, rows of logits], or with W > 1 tokens a row i32[replicas, rows, W];
-        waits for the step, whose last epilogue must have been dispatched.
+        """Wait for the step, whose last epilogue must have been dispatched, and return the sampled tokens,
+        i32[replicas, rows of logits], or i32[replicas, rows, W] if rows have W > 1 tokens.
         """
         token_ids, width = self._fetch(self.sampled.token_ids), self.bucket.width
         return token_ids if width == 1 else token_ids.reshape(len(token_ids), -1, width)
 
     def result(self, name: str) -> np.ndarray | None:
-        """Return the field `name` of the output of the epilogue that ended the step as a numpy array; waits for it.
-        None if the output has no such field, or the epilogue was not dispatched.
+        """Wait for the field `name` of the last epilogue's output and return it as a numpy array. None if the output
+        has no such field, or the epilogue was not dispatched.
         """
-        own = getattr(self.sampled, name, None)
-        return None if own is None else self._fetch(own)
+        field = getattr(self.sampled, name, None)
+        return None if field is None else self._fetch(field)
 
     def logprobs(self, given: bool) -> Any:
-        """Return the output of the epilogue that ended the step (of type Epilogue.output), logprobs included, as numpy
-        arrays [replicas, ...]; rows with several positions have all of them, row after row. Waits for the step.
+        """Wait for the last epilogue's output (of type Epilogue.output), which includes logprobs, and return it as
+        numpy arrays [replicas, ...]. If rows have several positions, these follow each other.
 
-        given: whether to fetch logprobs of the token ids that requests name, too; otherwise `given_logprobs` has no
+        given: whether to fetch also the logprobs of the token ids that requests name; if not, `given_logprobs` has no
         columns.
         """
-        own = self.sampled
+        output = self.sampled
         if not given:
-            own = own._replace(given_logprobs=np.empty((*own.rank.shape, 0), np.float32))
-        return jax.tree.map(self._fetch, own)
+            output = output._replace(given_logprobs=np.empty((*output.rank.shape, 0), np.float32))
+        return jax.tree.map(self._fetch, output)
 
     def output(self, name: str) -> Any:
-        """Return the output of the epilogue `name`, which ran before the last one, as numpy arrays; waits for it.
-        Raises KeyError if it was not dispatched.
+        """Wait for the output of the epilogue `name`, which is not the last one, and return it as numpy arrays. Raises
+        KeyError if it was not dispatched.
         """
         return jax.tree.map(self._fetch, self.outputs[name])

@@ -1,4 +1,7 @@
-"""Device memory of programs: workspace while they run, and what they hold while loaded. Stored with their files."""
+"""Device memory that programs need: workspace while they run, and what they hold as long as they are loaded.
+
+The numbers are stored in the cache of executables, with the programs' files.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +14,50 @@ from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import Executable, serialized_bytes
 
 
-class MemoryEstimate(NamedTuple):
-    """Memory estimate of a program, in bytes of one device."""
+class ProgramNeeds(NamedTuple):
+    """Estimate of the memory that a program needs, in bytes on one device.
 
-    held: int  # bytes that it will hold as long as it is loaded
-    held_as_whole: int  # the same if it were not cut into parts (jaxengine.runner.executables.layer_chain)
-    workspace: int  # bytes that it needs besides its arguments while it runs
+    Attributes:
+      held: bytes that it will hold as long as it is loaded.
+      held_as_whole: the same if it is not split into parts (jaxengine.runner.executables.layer_chain).
+      workspace: bytes that it needs while it runs, without its arguments.
+    """
+
+    held: int
+    held_as_whole: int
+    workspace: int
 
 
-def estimate_memory(program: Program, executables: ExecutableCache, description: str, backend: str) -> MemoryEstimate:
-    """Estimate the bytes on one device that a program will take. It is compiled for this, and discarded, unless the
-    numbers are stored; new numbers are stored.
+def estimate_needs(program: Program, executables: ExecutableCache, description: str, backend: str) -> ProgramNeeds:
+    """Return the estimated memory needs of a program. Unless the numbers are stored in the cache, the program is
+    compiled and discarded, and they are stored.
 
-    executables: the cache that stores them. description: as in ExecutableCache.get; backend: as `jax.default_backend`
-    names it. Raises the errors of `compile_program`; AssertionError if the platform reports no sizes.
+    executables: the cache. description: as in ExecutableCache.get. backend: as `jax.default_backend` names it. Raises
+    the errors of `compile_program`, and AssertionError if the platform reports no sizes.
     """
 
     @functools.cache
-    def stand_in() -> Executable:
+    def compiled() -> Executable:
         return executables.compile(program.function, program.arguments, donate=program.donate)
 
     def workspace() -> int:
-        analysis = stand_in().memory_analysis()
+        analysis = compiled().memory_analysis()
         assert analysis is not None, "this platform reports no memory of programs"
         return workspace_bytes(analysis)
 
     key = program.arguments, description
-    held = executables.get_number("held", *key, lambda: _held_bytes(stand_in(), backend)[0])
-    whole = executables.get_number("held as a whole", *key, lambda: _held_bytes(stand_in(), backend)[1])
-    return MemoryEstimate(held, whole, executables.get_number("workspace", *key, workspace))
+    held = executables.get_number("held", *key, lambda: _held_bytes(compiled(), backend)[0])
+    whole = executables.get_number("held as a whole", *key, lambda: _held_bytes(compiled(), backend)[1])
+    return ProgramNeeds(held, whole, executables.get_number("workspace", *key, workspace))
 
 
 def held_by(
     program: Program, compiled: Executable, executables: ExecutableCache, description: str, backend: str
 ) -> int:
-    """Return the bytes on one device that a compiled program holds as long as it is loaded; measured once, and stored
-    in the cache.
+    """Return the bytes on one device that a compiled program holds as long as it is loaded. The number is measured
+    once and stored in the cache.
 
-    compiled: the executable of `program`. The other arguments are those of `estimate_memory`.
+    compiled: the executable of `program`. The other arguments are those of `estimate_needs`.
     """
 
     def measure() -> int:
@@ -62,10 +71,10 @@ def held_by(
 
 
 def _held_bytes(compiled: Executable, backend: str, stored: int = 0) -> tuple[int, int]:
-    """Return (bytes that an executable holds, bytes that it would hold without being cut into parts). stored: size of
-    its file, 0 if it has none.
+    """Return (bytes that an executable holds, bytes that it would hold if it were not split into parts). stored: size
+    of its file, 0 if it has none.
     """
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
-    own, whole = (stored, stored) if stored or code else serialized_bytes(compiled)
-    return held_bytes(code, own, backend), held_bytes(code, whole, backend)
+    split, whole = (stored, stored) if stored or code else serialized_bytes(compiled)
+    return held_bytes(code, split, backend), held_bytes(code, whole, backend)

@@ -1,7 +1,7 @@
-"""Changes that the host makes to device state between steps: a program for each kind.
+"""State changes: programs with which the host changes device state between steps, one for each kind of change.
 
-All slots are numbered over all replicas (replica * max_num_seqs + the replica's own number), and rows of tables
-likewise; entries for slots that no replica has change nothing. Changes of optional capabilities are in their files
+Slots are numbered over all replicas (replica * max_num_seqs + the replica's own number), and so are rows of tables.
+Entries for slots that no replica has are ignored. Changes of optional capabilities are in their own files
 (jaxengine.runner.extensions).
 """
 
@@ -20,12 +20,12 @@ from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS
 from jaxengine.sharding.rules import logical_to_spec
 
-# What one launch of a change writes:
+# How many entries one launch of a change writes:
 NUM_DELTAS = 1024  # page-table entries
-NUM_PARAM_ROWS = 64  # slots' sampling parameters
-NUM_COLUMN_ROWS = 64  # slots' numbers
-NUM_LOGPROB_ID_ROWS = 16  # slots' logprob_token_ids
-NUM_LONG_ROWS = 8  # long rows of slots, such as those over the vocabulary; or one
+NUM_PARAM_ROWS = 64  # slots, their sampling parameters
+NUM_COLUMN_ROWS = 64  # slots, one number each
+NUM_LOGPROB_ID_ROWS = 16  # slots, their logprob_token_ids
+NUM_LONG_ROWS = 8  # slots, a long row each, such as one over the vocabulary; a second program writes one slot
 
 PAGE_DELTAS, PARAMETERS, BIAS_ROWS, COUNTS_ROWS = "page deltas", "parameters", "bias rows", "counts rows"
 LOGPROB_ID_ROWS = "logprob id rows"
@@ -34,22 +34,23 @@ _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 def column_shapes() -> list[Shape]:
-    """Return the argument shapes of a change that sets one int32 for each of several slots: slots and values,
-    i32[NUM_COLUMN_ROWS] each.
+    """Return the argument shapes of a change that sets one int32 in each of several slots: slots and values, each
+    i32[NUM_COLUMN_ROWS].
     """
     return [((NUM_COLUMN_ROWS,), np.int32, EVERYWHERE)] * 2
 
 
 def long_rows(name: str, function: Callable, length: int, dtype: Any, spec: Any) -> dict[str, StateChange]:
-    """Return two StateChanges, by name, that replace rows of slots: one of a single slot, one of NUM_LONG_ROWS slots at
-    once. `ModelRunner.change_rows` runs them.
+    """Return two StateChanges, by name, that replace rows of slots: one for a single slot, one for NUM_LONG_ROWS slots.
+    `ModelRunner.change_rows` runs them.
 
-    function: (DeviceState, slots i32[n], rows [n, length]) -> DeviceState. dtype, spec: of the rows; spec is the
-    PartitionSpec of both axes.
+    function: (DeviceState, slots i32[n], rows [n, length]) -> DeviceState. dtype, spec: dtype of the rows and
+    PartitionSpec of their two axes.
     """
-    sizes = 1, NUM_LONG_ROWS
-    shapes = ([((size,), np.int32, EVERYWHERE), ((size, length), dtype, spec)] for size in sizes)
-    return {rows_name(name, size): StateChange(function, own) for size, own in zip(sizes, shapes, strict=True)}
+    return {
+        rows_name(name, size): StateChange(function, [((size,), np.int32, EVERYWHERE), ((size, length), dtype, spec)])
+        for size in (1, NUM_LONG_ROWS)
+    }
 
 
 def rows_name(name: str, size: int) -> str:
@@ -58,8 +59,8 @@ def rows_name(name: str, size: int) -> str:
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """Convert slots i32[n] numbered over all replicas to this replica's own numbers. Slots of other replicas become the
-    number of slots of a replica.
+    """Convert slots i32[n], numbered over all replicas, to this replica's own numbers. Slots of other replicas become
+    max_num_seqs, which no slot has.
     """
     return own_slots(slots, state.slots.num_computed.shape[0])
 
@@ -78,10 +79,10 @@ def _set_counts(state: DeviceState, slots: jax.Array, rows: jax.Array) -> Device
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
-    """Return a function that changes DeviceState, from one that changes SamplingState.
+    """Return a function that changes DeviceState by applying `function` to its SamplingState.
 
-    function: (SamplingState, slots i32[n] by the replica's own numbers, ...) -> SamplingState. The result takes slots
-    numbered over all replicas.
+    function: (SamplingState, slots i32[n] with the replica's own numbers, ...) -> SamplingState. The returned function
+    takes slots that are numbered over all replicas.
     """
 
     def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:
@@ -91,9 +92,10 @@ def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
 
 
 def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
-    """Return the state changes of every stage, by name; with a vocabulary, also those of a stage that samples.
+    """Return the state changes of a stage, by name.
 
-    vocab_size: of all devices, padding included; None in a stage that does not sample.
+    vocab_size: size of the vocabulary over all devices, including padding; None in a stage that does not sample, which
+    only has PAGE_DELTAS.
     """
     changes = {PAGE_DELTAS: StateChange(_write_deltas, [((3, NUM_DELTAS), np.int32, EVERYWHERE)])}
     if vocab_size is None:

@@ -1,8 +1,9 @@
-"""Forward pass of one step as a pure function: unpack the message, run the model, leave what epilogues need.
+"""Forward pass of one step as a pure function: unpack the message, run the model, and return what epilogues need.
 
-The device keeps a row of state for every slot, so the host sends only what changed. jaxengine.runner.programs.epilogues
-use the logits and hidden states. On a mesh every device runs this on its own parts (jaxengine.sharding.collectives): a
-replica's rows, slots and pages are its own, and its devices all unpack the same message.
+The device keeps a row of state for every slot, so the host sends only what has changed. The epilogues
+(jaxengine.runner.programs.epilogues) use the logits and hidden states. On a mesh every device runs this function on its
+own parts (jaxengine.sharding.collectives). Each replica has its own rows, slots and pages, and all devices of a replica
+unpack the same message.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from jaxengine.runner.base.forward_pass import ForwardPass, Rows, SampledRows, S
 from jaxengine.sampling.state import write_slots
 
 
-class HandedOn(NamedTuple):
+class StageOutput(NamedTuple):
     """Result of a forward pass through a stage that is not the last.
 
     Attributes:
       hidden: [T, D], input of the next stage.
-      sections: arrays that extensions leave, by name.
+      sections: arrays of extensions, by name.
     """
 
     hidden: jax.Array
@@ -35,14 +36,14 @@ class HandedOn(NamedTuple):
 
 
 class Forwarded(NamedTuple):
-    """Arrays that a forward pass through the last stage leaves to epilogues.
+    """Result of a forward pass through the last stage, which epilogues use.
 
     Attributes:
       rows: description of the rows of logits.
-      logits: f32[S, V / n] of the rows that may sample, f32[S * W, V / n] in steps whose rows have W tokens; None if
-        tokens are not sampled.
-      sections: arrays that extensions leave, by name.
-      earlier: sections of the stages before, in order.
+      logits: f32[S, V / n], one row for each row of the step, or f32[S * W, V / n] in steps whose rows have W tokens;
+        None if tokens are not sampled.
+      sections: arrays of extensions, by name.
+      earlier: sections of the earlier stages, in order.
     """
 
     rows: SampledRows
@@ -58,12 +59,12 @@ class Forwarded(NamedTuple):
 def unpack(
     spec: StepSpec, slots: SlotState, last_token: jax.Array | None, buffer: jax.Array, given: dict[str, Any]
 ) -> ForwardPass:
-    """Expand a replica's message, buffer i32[size], into a ForwardPass. Its slots are `slots` with the message's
-    page-table entries, and with the numbers of tokens that are computed once the step has run. Tokens that only the
-    device has are still -1.
+    """Expand a replica's message, buffer i32[size], into a ForwardPass. In its slot state the message's page-table
+    entries are written, and the step's tokens already count as computed. Token ids that only the device has are still
+    -1.
 
-    last_token: i32[R], of TokenState; None if the message has every token. given: arrays that extensions provide. Both
-    are stored in the result unchanged.
+    last_token: TokenState.last_token, i32[R]; None if the message has every token. given: arrays that extensions
+    provide. Both are stored in the result unchanged.
     """
     layout = spec.layout
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
@@ -74,7 +75,7 @@ def unpack(
     cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows.num_scheduled, dtype=jnp.int32)])
     token = jnp.arange(layout.num_tokens, dtype=jnp.int32)
     if layout.num_tokens == layout.num_seqs:
-        row = token  # decode-only: one token a row
+        row = token  # decode-only: one token per row
     else:
         row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
         row = jnp.minimum(row, layout.num_seqs - 1)
@@ -106,8 +107,8 @@ def unpack(
 
 
 def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tuple[SlotState, Rows]:
-    """Return (`slots` with the page-table entries of a replica's message, buffer i32[size]; the message's rows). The
-    rows' numbers of computed tokens are not written into `slots`.
+    """Return (slot state, rows) of a replica's message, buffer i32[size]. The slot state is `slots` with the message's
+    page-table entries written; the rows' numbers of computed tokens are not written.
     """
     slots = write_page_deltas(slots, layout.view(buffer, "deltas"))
     slot, count, start, sample, next_token = layout.view(buffer, "rows")
@@ -118,19 +119,20 @@ def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tupl
 
 
 def with_last_tokens(step: ForwardPass) -> ForwardPass:
-    """Return the pass with each slot's last token in place of -1; unchanged if it has no last tokens."""
+    """Return the pass with token ids of -1 replaced by their slots' last tokens; unchanged if it has no last tokens."""
     if step.last_token is None:
         return step
-    known, own = step.last_token[step.rows.index][step.token_row], step.batch.token_ids
-    return step._replace(batch=step.batch._replace(token_ids=jnp.where(own >= 0, own, known)))
+    last, sent = step.last_token[step.rows.index][step.token_row], step.batch.token_ids
+    return step._replace(batch=step.batch._replace(token_ids=jnp.where(sent >= 0, sent, last)))
 
 
 def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Callable:
     """Return the forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message, given) -> (kv,
     SlotState, Forwarded).
 
-    A stage that is not the first takes hidden states as a further argument; one that is not the last returns HandedOn
-    instead of Forwarded. last_token: of TokenState, None in a stage without one. given: arrays that extensions provide.
+    A stage that is not the first takes hidden states as a further argument. A stage that is not the last returns
+    StageOutput instead of Forwarded. last_token: TokenState.last_token, None in a stage without TokenState. given:
+    arrays that extensions provide.
     """
 
     def forward(
@@ -161,7 +163,7 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         for each in spec.extensions:
             step = each.after_model(step)
         if not model.stage.is_last:
-            return step.cache, step.slots, HandedOn(out, step.left)
+            return step.cache, step.slots, StageOutput(out, step.left)
         assert step.sampled is not None
         logits = None
         if spec.samples:
@@ -173,8 +175,8 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
 
 
 def _last_of_rows(step: ForwardPass) -> jax.Array:
-    """Return i32[S * W]: indices of the first W tokens of each row of a wide step, after which tokens are sampled; a
-    row with fewer tokens repeats its last.
+    """Return i32[S * W]: the indices of the W tokens of each row of a wide step, after each of which a token is
+    sampled. A row with fewer tokens repeats its last one.
     """
     rows, width = step.rows, step.spec.bucket.width
     column = jnp.minimum(jnp.arange(width, dtype=jnp.int32), jnp.maximum(rows.num_scheduled - 1, 0)[:, None])
@@ -183,8 +185,8 @@ def _last_of_rows(step: ForwardPass) -> jax.Array:
 
 
 def _sampled(step: ForwardPass) -> SampledRows:
-    """Return the rows of the pass for the sampler, padded to the number of rows of logits. In a wide step there are S
-    rows, and `position` is the one after the row's first token.
+    """Return the SampledRows of the pass, padded to the number of rows of logits. A wide step has S rows, whose
+    `position` is that after the row's first token.
     """
     rows, kv_lens, features = step.rows, step.batch.ragged[0].kv_lens, step.features[None]
     if step.spec.bucket.width > 1:
@@ -198,8 +200,8 @@ def _sampled(step: ForwardPass) -> SampledRows:
 
 
 def pad_rows(step: ForwardPass, x: jax.Array, fill: Any = 0) -> jax.Array:
-    """Return a step's rows x [S, ...] padded with `fill` to the number of rows of logits; unchanged in wide steps,
-    whose x has all positions.
+    """Return a step's rows x [S, ...], padded with `fill` to the number of rows of logits. In wide steps, where x
+    already has all positions, it is returned unchanged.
     """
     more = 0 if step.spec.bucket.width > 1 else step.spec.num_logits - step.spec.layout.num_seqs
     return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)), constant_values=fill) if more else x

@@ -1,11 +1,12 @@
-"""Programs compiled for a model and a config: a closed set, their arguments as shapes; nothing is allocated.
+"""StepPrograms: the fixed set of programs of a model and a config, with their arguments as shapes.
 
-A step is a forward pass, one for each bucket, and then its epilogues (jaxengine.runner.programs.epilogues), each for
-few sizes. Optional capabilities add to them by their extensions (jaxengine.runner.base.extension).
+A step consists of a forward pass, which has a program for each bucket, and of epilogues, which have programs for a few
+sizes (jaxengine.runner.programs.epilogues). Optional capabilities add to them by extensions
+(jaxengine.runner.base.extension). Nothing is compiled or allocated here: the runner compiles the programs for the
+devices that it has, `jaxengine check` for devices that are not present.
 
-The runner compiles these for the devices that it has, `jaxengine check` for devices that are absent. On a mesh a
-program is one `jax.shard_map`: each device runs it on its own parts, and the layers contain the exchanges between
-devices.
+On a mesh a program is one `jax.shard_map`: each device runs it on its own parts, and the layers contain the
+communication between devices.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from jaxengine.runner.base.forward_pass import SampledRows, StepSpec
 from jaxengine.runner.base.program import Program, abstract_params, on_devices, program_on
 from jaxengine.runner.programs.epilogues import SAMPLE, SAMPLER
 from jaxengine.runner.programs.state_changes import state_changes
-from jaxengine.runner.programs.step import Forwarded, HandedOn, make_forward
+from jaxengine.runner.programs.step import Forwarded, StageOutput, make_forward
 from jaxengine.sampling import state as sampling_state
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.batches.packing import Packer
@@ -63,20 +64,22 @@ class StepPrograms:
     Attributes:
       shape: model, config and mesh that they are built for; model, mesh, groups: fields of it.
       extensions: the optional capabilities of the stage.
-      platform: name of the platform whose kernels run, and read the KV pool.
+      platform: name of the platform whose kernels run and whose layout the KV pool has.
       num_columns: columns of a page table.
-      epilogues: those of this stage, by name.
-      state_shapes: the state kept between steps, abstract.
-      vocab_size: size of the sampler's vocabulary, padding of the last device's part included.
-      own_vocab_size: part of it that one device has.
+      packer: packs the messages of steps.
+      epilogues: the stage's epilogues, by name.
+      state_shapes: the state that is kept between steps, abstract.
+      vocab_size: size of the sampler's vocabulary, including the padding of the last device's part.
+      own_vocab_size: size of the part of it that one device has.
       description: static facts that the shapes do not show; part of the key of a stored executable.
-      shared_description: the same for programs that do not depend on the model; engines of many models share those.
+      shared_description: the same for programs that do not depend on the model, which engines of many models share.
     """
 
     def __init__(self, shape: StageShape, extensions: Sequence[DeviceExtension]):
-        """Compute the shapes; nothing is compiled. shape: the stage's model, config, platform and mesh.
+        """Compute the shapes.
 
-        extensions: in the order in which they take part in traced programs.
+        shape: the stage's model, config, platform and mesh. extensions: in the order in which they take part in traced
+        programs.
         """
         config, model = shape.config, shape.model
         self.shape, self.extensions = shape, tuple(extensions)
@@ -85,28 +88,27 @@ class StepPrograms:
         num_tables = len(paged_groups(self.groups)) + sum(each.num_tables for each in extensions)
         fields = {each.name: each.message for each in extensions}
         self.packer = Packer(shape.buckets, config.block_size, shape.num_ranks, num_tables, fields)
-        # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
+        # A multiple of a kernel's block of 128 tokens, so that no implementation has to clip the last block.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
         pages = max([pages, *(each.least_columns for each in extensions)])
         self.num_columns = math.ceil(pages / block_pages) * block_pages
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
         self.own_vocab_size = self.vocab_size // model.mesh.num_shards("sampled_vocab")
         self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
-        own = {SAMPLE: SAMPLER} if shape.samples else {}
-        self.epilogues: dict[str, Epilogue] = own | {
-            name: epilogue for each in extensions for name, epilogue in each.epilogues.items()
-        }
+        self.epilogues: dict[str, Epilogue] = {SAMPLE: SAMPLER} if shape.samples else {}
+        for each in extensions:
+            self.epilogues |= each.epilogues
         self.state_shapes: DeviceState = self._state_shapes()
         self._graph, params = nnx.split(model)
         self._params_tree = jax.tree.structure(params)
         settings = config.max_logprobs, config.logprobs_mode
         self._epilogue_spec = EpilogueSpec(self._graph, self._params_tree, *settings, self.extensions)
-        own = tuple(each.description for each in extensions if each.description)
-        self.description = repr((model.config, model.build, self.groups, self.platform, *settings, *own))
+        added = tuple(each.description for each in extensions if each.description)
+        self.description = repr((model.config, model.build, self.groups, self.platform, *settings, *added))
         in_samplers = tuple(each.name for each in extensions if is_in_samplers(each))
-        # With a stage's first layer, as keys of a bundle do not have the stages' devices.
+        # The first layer tells stages apart in a bundle, whose keys do not include the stages' devices.
         first = model.stage.layers[0]
-        self.shared_description = repr((model.config.vocab_size, first, model.mesh, *settings, in_samplers, *own))
+        self.shared_description = repr((model.config.vocab_size, first, model.mesh, *settings, in_samplers, *added))
 
     def extension(self, name: str) -> Any:
         """Return the DeviceExtension of this name. Raises KeyError if there is none."""
@@ -114,10 +116,10 @@ class StepPrograms:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each cache group with pages, the number of keys that must stay for a token; None for all.
+        """For each cache group with pages, the number of keys that must be kept for a token; None for all.
 
-        These are the keys that the token attends to, and those that a replacement attends to if tokens before it are
-        not accepted.
+        These are the keys that the token attends to and, because tokens before it may be rejected, the keys that the
+        token in its place may then attend to.
         """
         windows = (group.window for group in paged_groups(self.groups))
         return tuple(None if window is None else window + self._slack for window in windows)
@@ -129,16 +131,16 @@ class StepPrograms:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes on one device, by purpose, that extensions hold besides weights and workspace; none of 0 bytes."""
+        """Bytes on one device that extensions hold in addition to weights and workspace, by purpose, without zeros."""
         return {purpose: size for each in self.extensions for purpose, size in each.memory().items() if size}
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes on one device of all slot state, without sections that `memory` includes."""
+        """Bytes on one device of all slot state, without the sections that `memory` includes."""
         leaves = jax.tree.leaves(self.state_shapes)
-        slots = self.state_shapes.slots.sections
-        own = [slots.get(each.name) for each in self.extensions if each.counts_slots]
-        return sum(map(part_bytes, leaves)) - sum(map(part_bytes, jax.tree.leaves(own)))
+        sections = self.state_shapes.slots.sections
+        counted = [sections.get(each.name) for each in self.extensions if each.counts_slots]
+        return sum(map(part_bytes, leaves)) - sum(map(part_bytes, jax.tree.leaves(counted)))
 
     def kv_shapes(self, num_pages: int) -> KVPages:
         """Return the abstract KV pool with `num_pages` pages per replica."""
@@ -148,8 +150,8 @@ class StepPrograms:
         """Return a bucket's forward pass: (params, kv, slots, last_token, message, given[, hidden]) -> (kv, slots,
         Forwarded). kv and slots are donated.
 
-        params: the model's leaves, arrays or shapes; kv: from `kv_shapes`. In a stage that is not the last, the third
-        result is HandedOn; a stage that is not the first takes hidden states.
+        params: the model's leaves, arrays or shapes. kv: result of `kv_shapes`. A stage that is not the first takes
+        hidden states; the third result of a stage that is not the last is StageOutput.
         """
         stage, state = self.model.stage, self.state_shapes
         groups = range(len(paged_groups(self.groups)))
@@ -158,11 +160,11 @@ class StepPrograms:
         function = make_forward(self._graph, self._params_tree, spec)
         last_token = None if state.tokens is None else state.tokens.last_token
         given = {each.name: shapes for each in self.extensions if (shapes := each.given(bucket)) is not None}
-        hidden = self.shape.handed_over(bucket.num_tokens)
+        hidden = self.shape.stage_output(bucket.num_tokens)
         arguments = (abstract_params(params), kv, state.slots, last_token, self.message_shape(bucket), given)
         arguments = (*arguments, *([] if stage.is_first else [hidden]))
         output: Any = self.forwarded(bucket)
-        output = output if stage.is_last else HandedOn(hidden, output.sections)
+        output = output if stage.is_last else StageOutput(hidden, output.sections)
         name = "".join([str(bucket), *(each.label(bucket) for each in self.extensions)])
         return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
 
@@ -171,7 +173,7 @@ class StepPrograms:
         return self.shape.rows(1, np.int32, self.packer.layouts[bucket].size)
 
     def forwarded(self, bucket: Bucket) -> Forwarded:
-        """Return the abstract Forwarded that a bucket's forward pass leaves."""
+        """Return the abstract Forwarded of a bucket's forward pass."""
         size = self.num_logits(bucket) if bucket.width == 1 else bucket.num_seqs
         left = [each for each in self.extensions if each.leaves(bucket)]
         return self._forwarded(bucket.num_tokens, size, bucket.width, left)
@@ -186,33 +188,31 @@ class StepPrograms:
         return next(name for name, each in ends if each.size_of(self.packer.buckets, bucket) is not None)
 
     def epilogue(self, name: str, size: int, params: Sequence[Any]) -> Program:
-        """Return an epilogue in one of `epilogue_sizes`: (the arguments that it names) -> (the state that it changes,
-        which is donated, then its output).
+        """Return the program of an epilogue in one of `epilogue_sizes`. It takes Epilogue.arguments and returns the
+        state that it changes, which is donated, followed by its output.
 
         params: the model's leaves, arrays or shapes.
         """
-        own = self.epilogues[name]
+        epilogue = self.epilogues[name]
         shapes = {"params": abstract_params(params), **self.state_shapes._asdict()}
-        shapes |= self._forwarded(size, size, own.width, self.extensions).fields()
+        shapes |= self._forwarded(size, size, epilogue.width, self.extensions).fields()
         everywhere = self.shape.shape((), np.int32)  # only its sharding matters
-        output = own.output(*[everywhere] * len(own.output._fields))
-        results = (*(shapes[change] for change in own.changes), output)
-        donate = tuple(own.arguments.index(change) for change in own.changes)
-        arguments = tuple(shapes[argument] for argument in own.arguments)
-        program = self._program(f"{name} {size}", own.make(self._epilogue_spec), arguments, results, donate)
-        return program._replace(of_model=own.of_model)
+        output = epilogue.output(*[everywhere] * len(epilogue.output._fields))
+        results = (*(shapes[change] for change in epilogue.changes), output)
+        donate = tuple(epilogue.arguments.index(change) for change in epilogue.changes)
+        arguments = tuple(shapes[argument] for argument in epilogue.arguments)
+        program = self._program(f"{name} {size}", epilogue.make(self._epilogue_spec), arguments, results, donate)
+        return program._replace(of_model=epilogue.of_model)
 
     def forwarded_bytes(self, name: str, size: int) -> int:
-        """Return the bytes on one device of the arrays that a forward pass leaves to an epilogue of this size."""
-        own = self.epilogues[name]
-        fields = self._forwarded(size, size, own.width, self.extensions).fields()
-        taken = [fields[argument] for argument in own.arguments if argument in fields]
+        """Return the bytes on one device of the results of a forward pass that an epilogue of this size takes."""
+        epilogue = self.epilogues[name]
+        fields = self._forwarded(size, size, epilogue.width, self.extensions).fields()
+        taken = [fields[argument] for argument in epilogue.arguments if argument in fields]
         return sum(map(part_bytes, jax.tree.leaves(taken)))
 
     def state_changes(self) -> dict[str, Program]:
-        """Return the programs that change the state between steps, by name: (state, the change's arguments) ->
-        state.
-        """
+        """Return the programs that change the state between steps, by name: (state, *arguments) -> state."""
         changes = state_changes(self.vocab_size if self.shape.samples else None)
         for each in self.extensions:
             changes |= each.changes
@@ -238,22 +238,22 @@ class StepPrograms:
     def _forwarded(
         self, num_tokens: int, num_rows: int, width: int, extensions: Sequence[DeviceExtension]
     ) -> Forwarded:
-        """Return the abstract arrays that a forward pass leaves: rows, logits f32[replicas * num_rows * width, V] (None
-        in a stage that does not sample), and the sections of these extensions.
+        """Return an abstract Forwarded: rows, logits f32[replicas * num_rows * width, V] (None in a stage that does not
+        sample), and the sections of these extensions.
 
-        num_tokens, num_rows: of one replica. width: positions of a row that have logits.
+        num_tokens, num_rows: those of one replica. width: number of positions of a row that have logits.
         """
         shape = self.shape
-        added = {each.name: own for each in self.extensions if (own := each.row_section(num_rows, width)) is not None}
+        added = {each.name: new for each in self.extensions if (new := each.row_section(num_rows, width)) is not None}
         row = shape.rows(num_rows, np.int32)
         rows = SampledRows(row, row, shape.rows(num_rows, np.bool_), shape.rows(1, np.int32), added)
-        left = {each.name: own for each in extensions if (own := each.left(num_tokens, num_rows)) is not None}
+        left = {each.name: new for each in extensions if (new := each.left(num_tokens, num_rows)) is not None}
         size = shape.num_ranks * num_rows * width, self.vocab_size
         return Forwarded(rows, shape.shape(size, np.float32, _RANKS_VOCAB) if shape.samples else None, left)
 
     def _sections(self, of: Callable[[DeviceExtension], Any]) -> dict[str, Any]:
-        """Return the pytrees of Kept that `of` returns for each extension, by its name, without those for which it
-        returns None.
+        """Return the pytrees of Kept that `of` returns for extensions, by the extension's name; those for which it
+        returns None are left out.
         """
         return {each.name: kept for each in self.extensions if (kept := of(each)) is not None}
 
@@ -297,20 +297,18 @@ class StepPrograms:
         return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
 
     def pool(self, kv: KVPages) -> Program:
-        """Return the program () -> the initial KV pool of these shapes; each device creates its own part."""
+        """Return the program () -> initial KV pool of these shapes. Each device creates its own part."""
         return self._program("pool", partial(device_kv, kv), (), kv, donate=())
 
     @property
     def paged_layers(self) -> list[int]:
-        """Layers of this stage that have pages, by their numbers in the whole model, ascending."""
+        """Numbers in the whole model of this stage's layers that have pages, ascending."""
         return sorted(layer for group in paged_groups(self.groups) for layer in group.layers)
 
     def largest(self, kv: KVPages) -> Program:
-        """Return the program (pool) -> the largest magnitudes of keys and of values, f32[replicas, layers with pages,
-        heads] each.
-
-        The latter is None if values are stored within keys. heads: those of the pool, which may store a KV head several
-        times. kv: from `kv_shapes`.
+        """Return the program (pool) -> largest magnitudes of keys and of values, each f32[replicas, layers with pages,
+        heads]. The latter is None if values are stored within keys. The heads are those of the pool, in which a KV head
+        may be stored several times. kv: result of `kv_shapes`.
         """
         places = layer_places(self.groups)
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
@@ -325,7 +323,7 @@ class StepPrograms:
         return self._program("largest in the pool", function, (kv,), results, donate=())
 
     def state(self) -> Program:
-        """Return the program () -> the initial state kept between steps."""
+        """Return the program () -> initial DeviceState."""
         program = self._program("state", self._own_state, (), self.state_shapes, donate=())
         return program._replace(of_model=False)
 

@@ -32,7 +32,7 @@ from jaxengine.runner.executables.cache import Place
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.model_runner import Progress
 from jaxengine.runner.programs.step_programs import StepPrograms
-from jaxengine.runner.stage_runner import StageRunner, estimated_needs
+from jaxengine.runner.stage_runner import StageRunner, memory_needs
 from jaxengine.runner.start.bundles import executables_of
 from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
@@ -187,7 +187,7 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
         if draft.source.path != source.path:  # else its weights are in the model's own files, which stay open
             draft.source.close()
     runners = [shape_runner(stage, config.compile_cache_dir) for stage in stages]
-    needs = estimated_needs(runners, config)
+    needs = memory_needs(runners, config)
     shared = jax.local_device_count() if devices[0].platform == "cpu" else 0
     windows = runners[0].programs.windows
     return plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)

@@ -1,10 +1,9 @@
-"""Proof of an engine's kernels before it compiles its steps, on a device and with versions for which that has not been
-done.
+"""Tests of the kernels that an engine is about to use, before it compiles its steps.
 
-The calls of kernels are those in the engine's own programs, found by tracing. Each is run on random inputs of its
-shapes and compared with plain XLA. A kernel that does not compile, fails, is wrong or is slower is not used by this
-engine: its operation runs as the next kind of its platform. Verdicts are stored with the executables, so that the next
-start runs nothing.
+Each call of a kernel in the engine's programs, found by tracing them, is run on random inputs of its shapes and
+compared with plain XLA. If a kernel does not compile, fails, is wrong or is slower, this engine does not use it: the
+operation runs as the next kind of its platform. Verdicts are stored with the executables, by device and versions, so
+that the next start runs nothing.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ Rows = frozenset[tuple[str, str]]
 Progress = Callable[[int, int, str], None]
 
 FULL = "full"
-# Seconds after which a proof counts as one that may hang. A compiler may take a minute.
+# Seconds after which a proof may be hanging. A compiler may take a minute.
 _LONG = 120.0
-# A process that ends in the middle of a proof may have been ended for another reason; hardly twice.
-_MOST_UNFINISHED = 2
-# Note that is stored, like that of a call, while all calls are compiled: a start that finds it compiles one by one.
+# Number of unfinished proofs of a call after which it counts as failed. One may have another reason, two hardly.
+_MAX_UNFINISHED = 2
+# A note that is stored while all calls are compiled at once: a start that finds it compiles them one by one.
 _TOGETHER = "compiled together"
-_MOST_THREADS = 8
-_UNFINISHED = "ended the process, or did not end: it was not finished when the process was"
+_MAX_THREADS = 8
+_UNFINISHED = "ended the process, or hung: it was not finished when the process ended"
 
 
 class _Proof(NamedTuple):
@@ -63,8 +62,8 @@ class _Proof(NamedTuple):
     Attributes:
       verdicts: stored verdicts, to which new ones are added.
       thorough: whether all mixes of lengths are run, instead of one.
-      timed: whether kernels are timed. They are not on a CPU, whose other load would decide, and not with several
-        processes, which must come to the same verdicts.
+      timed: whether kernels are timed. They are not on a CPU, where times depend on other load, and not with several
+        processes, whose verdicts must be the same.
       device: the device that runs the kernels.
       progress: called with (done, total, what).
     """
@@ -81,10 +80,17 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
     stages' caches, so that programs are compiled without them.
 
     Runs every call of a kernel that has no stored verdict on a device of this process, stores the verdicts, and logs
-    each row that failed. The replacement of a failed kernel is proven in the same way. mode: "quick" proves the calls
-    of the largest and the smallest steps with one mix of lengths, "full" those of all steps with all mixes. directory:
-    folder of executables, where verdicts are stored too; None for the user's cache folder. progress: called with (done,
-    total, what). Raises ConfigError for a directory that others may write to, or that is a URL.
+    each row that failed. The replacement of a failed kernel is proven in the same way.
+
+    Args:
+      stages: the engine's stages.
+      mode: "quick" to prove the calls of the largest and the smallest steps with one mix of lengths, "full" for those
+        of all steps with all mixes.
+      directory: folder of executables, where verdicts are stored too; None for the user's cache folder.
+      progress: called with (done, total, what).
+
+    Raises:
+      ConfigError: a directory that others may write to, or that is a URL.
     """
     device = stages[0].programs.mesh.local_devices[0]
     verdicts = Verdicts(directory, stages[0].executables.environment)
@@ -97,7 +103,7 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
         unused = frozenset(_failed(known, verdicts))
     else:
         known = []
-        # The replacement of a kernel may be another kernel, which then is proven too.
+        # The replacement of a failed kernel may be another kernel, which is then proven, too.
         while True:
             with without_rows(unused):
                 calls = judged_calls(_calls(stages, proof))
@@ -120,9 +126,10 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
 
 
 def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
-    """Return the distinct calls of kernels in the forward passes of each stage (of all buckets if the proof is
-    thorough, else of the largest bucket, the largest decode and the smallest bucket) and in extensions' programs.
-    Traces these programs.
+    """Trace the forward passes of each stage and the extensions' programs; return their distinct calls of kernels.
+
+    If the proof is thorough, the forward passes are those of all buckets; otherwise those of the largest bucket, the
+    largest bucket of decodes and the smallest bucket.
     """
     platforms = {platform_of(proof.device), product_platform_of(proof.device)}
     found: dict[str, Call] = {}
@@ -134,7 +141,7 @@ def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
             buckets = list(dict.fromkeys([max(buckets), max(decodes or buckets), min(buckets)]))
         kv = programs.kv_shapes(programs.num_columns)
         traced = [programs.forward(bucket, stage.params, kv) for bucket in buckets]
-        traced += [own for each in programs.extensions for own in each.programs(stage.params)]
+        traced += [program for extension in programs.extensions for program in extension.programs(stage.params)]
         for program in traced:
             calls = recorded_calls(program.function, program.arguments, platforms)
             found |= {call.text: call for call in calls}
@@ -144,12 +151,12 @@ def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
 def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
     """Judge the calls that have no verdict, and store the verdicts.
 
-    A call whose proof was twice begun and not finished fails. After a kernel has failed, its further calls are skipped.
-    Reports progress, and logs a warning for each verdict with a note and the number of calls that were proven.
+    A call whose proof was begun twice and never finished counts as failed. Once a kernel has failed, its other calls
+    are skipped. Reports progress, and logs the number of proven calls and a warning for each verdict with a note.
     """
     verdicts, unfinished = proof.verdicts, Counter(proof.verdicts.unfinished())
     for call in calls:
-        if unfinished[text := _text(call, proof)] >= _MOST_UNFINISHED:
+        if unfinished[text := _text(call, proof)] >= _MAX_UNFINISHED:
             verdicts.end(text, Verdict(error=_UNFINISHED)._asdict())
     known = verdicts.known()
     failed = {call[:3] for call in calls if known.get(_text(call, proof), {}).get("error")}
@@ -178,13 +185,13 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
 
 
 def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Trial]:
-    """Compile the trial programs of several calls on several threads, as compiling is most of a proof's time. Return
-    the compiled trials by the call's text; {} for fewer than two calls or on one core.
+    """Compile the trial programs of several calls on several threads, because compiling is most of a proof's time.
+    Return the compiled trials by the call's text; {} for fewer than two calls or on one core.
 
-    No kernel runs meanwhile, so that each is timed alone. A note is stored while this lasts, so that the next start
-    compiles one by one if the process does not survive it.
+    Kernels run only afterwards, so that each is timed alone. A note is stored meanwhile: if the process does not
+    survive, the next start compiles them one by one.
     """
-    num_threads = min(_MOST_THREADS, os.cpu_count() or 1, len(calls))
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(calls))
     if num_threads < 2:
         return {}
     compiling: dict[str, Future[Trial]] = {}
@@ -209,11 +216,11 @@ def _compiled(trial: Trial, proof: _Proof) -> Trial:
 
 @contextlib.contextmanager
 def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None]:
-    """Context of work that a hanging kernel may never let end. It stores a note of `text` first, which the caller
-    replaces by a verdict or deletes.
+    """Context of work that may hang in a kernel. Stores a note under `text` first, which the caller replaces by a
+    verdict or deletes.
 
-    After _LONG seconds it logs a warning and stores that the work takes long. If the process is told to end before
-    that, by a signal or an exception, the note is deleted, as the kernel is not to blame. what: the work, in words for
+    After _LONG seconds, logs a warning and stores that the work takes long. If the process is told to end before that,
+    by a signal or an exception, the note is deleted, because the kernel is not the reason. what: the work, in words for
     the warning. then: in words, what the next start does if this process is ended.
     """
 
@@ -239,10 +246,10 @@ def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None
 
 
 def _forget_if_brief(text: str, verdicts: Verdicts, begin: float) -> None:
-    """Delete the note that a proof has begun, unless it began _LONG seconds ago or more, in which case the kernel may
-    be the reason for the process's end.
+    """Delete the note that a proof has begun, unless it began at least _LONG seconds ago: then the kernel may be the
+    reason why the process ends.
 
-    text: of the call. begin: time.monotonic() at the beginning of its proof, in seconds.
+    text: text of the call. begin: time.monotonic() at the beginning of its proof, in seconds.
     """
     if time.monotonic() - begin < _LONG:
         verdicts.forget(text)
@@ -252,7 +259,7 @@ def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], t
     """Return the failed rows (operation, kind), each with the text and the error of one call. A row has failed if any
     of its calls has an error, or if all its calls together take longer than plain XLA.
 
-    texts: the engine's calls. Calls without a verdict count as neither.
+    texts: texts of the engine's calls; those without a verdict are ignored.
     """
     known = verdicts.known()
     of_row: dict[tuple[str, str], list[tuple[str, Verdict]]] = {}
@@ -260,17 +267,17 @@ def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], t
         op, _, rest = text.partition(" (")
         of_row.setdefault((op, rest.partition(")")[0]), []).append((text, Verdict(**known.get(text, {}))))
     failed = {}
-    for row, own in of_row.items():
-        wrong = [(text, verdict.error) for text, verdict in own if verdict.error]
-        if not wrong and (slow := too_slow(verdict for _, verdict in own)):
-            wrong = [(text, f"{slow}, over all shapes") for text, _ in own]
+    for row, calls in of_row.items():
+        wrong = [(text, verdict.error) for text, verdict in calls if verdict.error]
+        if not wrong and (slow := too_slow(verdict for _, verdict in calls)):
+            wrong = [(text, f"{slow}, over all shapes") for text, _ in calls]
         if wrong:
             failed[row] = wrong[0]
     return failed
 
 
 def _report(row: tuple[str, str], text: str, error: str) -> None:
-    """Log an error: that a row (operation, kind) is not used. text: a call that failed. error: why."""
+    """Log as an error that a row (operation, kind) is not used. text: text of a call that failed. error: its error."""
     logger.error(
         "the %s kernel of %s is replaced: it %s. Shapes: %s. Please report this with the file that "
         "`jaxengine report` writes",

@@ -1,7 +1,7 @@
-"""Weight updates of a running engine: new weights are read, checked and placed in addition to the old ones, then
-replace them.
+"""Weight updates of a running engine: new weights are read, checked and put on the devices next to the old ones, and
+then replace them.
 
-Nothing in the engine changes before `NewWeights.put`, so faulty new weights leave the old ones in use.
+Nothing in the engine changes before `NewWeights.put`: if the new weights are faulty, the old ones stay in use.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _Read = TypeVar("_Read")
 
 
 class _Stage(NamedTuple):
-    """Model, or pipeline stage of one, that receives new weights."""
+    """A model, or a pipeline stage of one, that receives new weights."""
 
     model: Any  # abstract
     mesh: Any  # of its devices
@@ -68,7 +68,7 @@ class NewWeights:
     """New arrays on the devices, ready to replace an engine's weights.
 
     Attributes:
-      seconds: time in seconds to read and place them.
+      seconds: time that it took to read them and to put them on the devices.
       are_of_draft: whether they are a draft model's.
     """
 
@@ -81,9 +81,9 @@ class NewWeights:
         are_of_draft: bool = False,
         spread: Spread | None = None,
     ):
-        """Store the new arrays; changes no stage. stages: those that receive the arrays. found: for each stage, the new
-        arrays by index among its leaves, with the leaf's sharding and layout. spread: orders for the other processes;
-        None for one.
+        """Store the new arrays; the stages are not changed yet. stages: those that receive the arrays. found: for each
+        stage, the new arrays by index among its leaves, with the leaf's sharding and layout. spread: sends orders to
+        the other processes; None for a single process.
         """
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
         self._spread = spread
@@ -134,23 +134,23 @@ def read_weights(
     chunk_bytes: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> NewWeights:
-    """Read new weights for all stages and place them on their devices, in addition to the old ones. The engine uses its
-    old weights until the result's `put` is called.
+    """Read new weights for all stages and put them on their devices, next to the old ones. The engine uses its old
+    weights until the result's `put` is called.
 
     Args:
       params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a mapping
         or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
-      mapping: from the names of `params` to Hugging Face names, for tensors by name. A name that it lacks stays.
+      mapping: maps names of tensors in `params` to Hugging Face names. Names that are not in it are used unchanged.
       strict: whether every weight must be given. Otherwise a weight of which no tensor is given stays as it is.
       donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
       target: "model", or "draft" for the weights of a draft model, an MTP layer or an EAGLE-3 head.
-      chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
-      stop: called before each tensor of a folder with safetensors or GGUF file; True ends it with WeightUpdateError.
+      chunk_bytes: bytes of a tensor that are copied to host memory at a time; see `LLM.update_weights`.
+      stop: called before each tensor of a folder or GGUF file; True ends the update with WeightUpdateError.
 
     In an engine of several processes each reads its parts, from the folder of this path on its own machine, or from the
     tensors that this process sends. Either all processes have new weights or none has. Matrices quantised at loading
     are quantised again. Raises WeightUpdateError for weights that do not fit, in any process; RequestError for "draft"
-    without draft weights, invalid chunk_bytes or mapping; ClusterError. Errors of functions in `mapping` are raised.
+    without draft weights, invalid chunk_bytes or mapping; ClusterError; and errors of functions in `mapping`.
     """
     check_chunk_bytes(chunk_bytes)
     check_mapping(mapping)
@@ -185,15 +185,15 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights, and place them on its devices. Nothing of the engine changes. params,
+    """Read this process's parts of new weights, and put them on its devices. Nothing in the engine changes. params,
     options, stop: the arguments of `read_weights`. spread: sends tensors by name to the other processes as they are
-    read; None for a single process. Raises WeightUpdateError, also if the engine sleeps and not all weights are given,
-    and RequestError.
+    read; None for a single process. Raises RequestError; and WeightUpdateError, also if the engine sleeps and not all
+    weights are given.
     """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options
     if donate and isinstance(params, str | os.PathLike):
-        raise WeightUpdateError("donate gives up arrays; a folder has none")
+        raise WeightUpdateError("donate deletes jax arrays, and a folder has none")
     stages = _stages(runner, target)
     head = None if target == "model" else _head(runner, stages[0], strict)
     try:
@@ -222,7 +222,9 @@ def read_here(
         if any(
             isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
         ):
-            raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
+            raise WeightUpdateError(
+                "the engine sleeps without a copy of its weights: give all of them, with strict=True"
+            )
     if not new.num_leaves:
         raise WeightUpdateError("params has no tensor of this model")
     return new
@@ -230,8 +232,8 @@ def read_here(
 
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     """Call `read` with a source of an adapter's tensors under PEFT's names, and return its result. params: a mapping or
-    pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a ModelFileError of `read`,
-    and `read`'s other errors.
+    pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a ModelFileError that `read`
+    raises, and other errors of `read`.
     """
     tensors, faults = _collected(renamed(_pairs(params), {}))
     try:
@@ -252,9 +254,9 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
     return {
-        name: own
+        name: checksum
         for number, stage in enumerate(runner.stages)
-        for name, own in stage_checksums(stage, partial(whole, runner, number)).items()
+        for name, checksum in stage_checksums(stage, partial(whole, runner, number)).items()
     }
 
 
@@ -269,13 +271,13 @@ def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | Non
     for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
         if name in names:
             array = on_host(stage.params[index]) if fetch is None else fetch(index)
-            name = re.sub(r"^layers\.(\d+)\.", lambda own: f"layers.{layers[int(own[1])]}.", name)
+            name = re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{layers[int(match[1])]}.", name)
             found[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
     return found
 
 
 def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
-    """Return the model's stages; for "draft" its draft model or head. Raises RequestError without draft weights."""
+    """Return the model's stages; for "draft", its draft model or head. Raises RequestError without draft weights."""
     if target == "model":
         return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
     chosen = runner.config.speculative_config
@@ -306,7 +308,7 @@ class _StoppableSource(WrappedSource):
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """Read from the wrapped source. Raises WeightUpdateError, without reading, once `stop` returns True."""
         if self._stop():
-            raise WeightUpdateError("the update was given up before all weights were read")
+            raise WeightUpdateError("the update was stopped before all weights were read")
         return self._source.read(name, rows, columns)
 
 
@@ -318,8 +320,9 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
-    head, or None. Waits for them. Raises ModelFileError, and WeightUpdateError if stopped or for non-finite numbers.
+    """Read a folder with safetensors or a GGUF file, and return each stage's new arrays by leaf index, once they are on
+    the devices. head: that of a draft head, or None. Raises ModelFileError, and WeightUpdateError if it is stopped or
+    numbers are not finite.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
@@ -358,9 +361,8 @@ def _of_head(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return a list with one dict: a draft head's new arrays by leaf index. Its tensors are collected until all have
-    come; others are ignored. donate: delete jax arrays once all have been read. Raises WeightUpdateError,
-    ModelFileError.
+    """Return a list with one dict: a draft head's new arrays by leaf index. Its tensors are collected first; others are
+    ignored. donate: delete jax arrays once all have been read. Raises WeightUpdateError, ModelFileError.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
@@ -376,7 +378,7 @@ def _of_head(
 
 
 def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tensors by name, the first of each name, and faults by name: of names given twice and of items that are
+    """Return tensors by name, the first of each name, and faults by name: for names given twice, and for items that are
     not arrays, which are replaced by empty tensors.
     """
     given, faults = dict[str, Any](), dict[str, str]()
@@ -398,8 +400,8 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from tensors that are read and placed one by one; waits for the
-    arrays. strict, donate, chunk_bytes: see `read_weights`. Raises ModelFileError, WeightUpdateError.
+    """Read tensors and put them on the devices one by one, and return each stage's new arrays by leaf index. strict,
+    donate, chunk_bytes: see `read_weights`. Raises ModelFileError, WeightUpdateError.
     """
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
@@ -410,8 +412,8 @@ def _of_tensors(
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, for finite tensors: only float16 arrays can have overflowed in the
-    conversion, so only these are checked. Raises WeightUpdateError for numbers that are not finite.
+    """Return each stage's new arrays by leaf index. Their tensors were finite, so only float16 arrays are checked:
+    these can have overflowed in the conversion. Raises WeightUpdateError for numbers that are not finite.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 
@@ -439,8 +441,8 @@ def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -
 def _own_tree(
     stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
 ) -> dict[int, jax.Array]:
-    """Return a stage's new arrays by leaf index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
-    An array that already has the engine's sharding and layout is not copied. strict: whether all weights must be given.
+    """Return a stage's new arrays by leaf index, from an nnx.State or nnx.Module with the engine's own structure. An
+    array that already has the engine's sharding and layout is not copied. strict: whether all weights must be given.
     donate: delete arrays that were copied. Raises WeightUpdateError with all faulty arrays, for an engine of several
     stages (num_stages), and for a weight that joins several tensors and is split along the joined axis.
     """
@@ -490,9 +492,7 @@ def _refuse_chunks(chunk_bytes: int | None) -> None:
 def _refuse_mapping(mapping: Any) -> None:
     """Raise WeightUpdateError for a non-empty mapping; called for forms of params whose names it cannot change."""
     if mapping:
-        raise WeightUpdateError(
-            "mapping renames tensors by name; this form of params has the engine's or its own names"
-        )
+        raise WeightUpdateError("mapping renames tensors that are given by name; this form of params has fixed names")
 
 
 def _text(path: tuple[Any, ...]) -> str:

@@ -1,6 +1,6 @@
-"""Self attention over paged keys and values: project, rotate, write this step's KV, attend.
+"""Self-attention of a layer over paged keys and values: project, rotate, write this step's KV, attend.
 
-Owns one layer's use of the batch; storage of pages and the computation of attention are in pallas_kernels.
+The storage of pages and the computation of attention are in pallas_kernels.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ QK_NORMS = ("q_norm", "k_norm")
 
 
 class StepInputs(NamedTuple):
-    """Inputs that layers with equal LayerAttention share, computed once per step, outside the layers.
+    """Inputs that layers with equal LayerAttention share. They are computed once per step, outside of the layers.
 
     Attributes:
       rows: description of the step's rows.
       rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
-      schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule; with an indexer, of
-        jaxengine.pallas_kernels.attention.selected.selection_schedule.
+      schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule, or of
+        jaxengine.pallas_kernels.attention.selected.selection_schedule if the layers have an indexer.
       temperature: f32[T], factor of queries; None for none.
-      made: result of jaxengine.models.layers.attention.mla_made.made_rows; None if no row has expanded (non-absorbed)
-        keys and values.
-      of_layer: [T, P], this layer's further input besides the hidden states; None for none.
-      selected: i32[T, k], positions of the keys that the last indexer before has selected; None without one.
+      expanded: result of jaxengine.models.layers.attention.mla_expanded.expanded_rows; None if no row has expanded
+        (non-absorbed) keys and values.
+      of_layer: [T, P], this layer's second input, after the hidden states; None for none.
+      selected: i32[T, k], positions of the keys that the last indexer has selected; None without one.
       blocks: result of jaxengine.models.layers.attention.compressed.token_blocks; None for layers without compressed
         keys.
     """
@@ -64,7 +64,7 @@ class StepInputs(NamedTuple):
     rope: tuple[jax.Array, jax.Array] | None
     schedule: Any
     temperature: jax.Array | None = None
-    made: Any = None
+    expanded: Any = None
     of_layer: jax.Array | None = None
     selected: jax.Array | None = None
     blocks: Any = None
@@ -74,9 +74,9 @@ class LayerPages(NamedTuple):
     """Location of one layer's keys and values in the pool.
 
     Attributes:
-      ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the
-        layer's first page, padding slots are -1.
-      first_page: i32[], the pool's row of the layer's first page.
+      ragged: the batch with the page table of the layer's cache group. Page ids and slots are counted from the layer's
+        first page; padding slots are -1.
+      first_page: i32[], row of the layer's first page in the pool.
       update_schedule: result of jaxengine.pallas_kernels.kv.update.kv_update_schedule.
     """
 
@@ -96,24 +96,23 @@ class LayerPages(NamedTuple):
 
 
 def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """Return the number of key/value heads on one device, at least 1: with more devices than heads each head is stored
-    more than once.
+    """Return the number of key/value heads on one device, at least 1: if there are more devices than heads, each head
+    is stored more than once.
 
-    The result is meaningless for a mesh that does not divide the heads; the declarations of weights reject such a mesh.
+    The result is meaningless for a mesh that does not divide the heads, which the declarations of weights refuse.
     """
     return max(1, attention.num_kv_heads // mesh.model)
 
 
 def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """Return the number of copies of each key/value head over the devices that split the heads, at least 1."""
+    """Return how many of the devices that split the heads store the same key/value head, at least 1."""
     return max(1, mesh.model // attention.num_kv_heads)
 
 
 def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
-    """Return the AttentionSpec of a layer on one device: with the device's share of the heads, and the layer's own
-    limits and scale.
+    """Return the AttentionSpec of a layer on one device, with the device's share of the heads.
 
-    The result is meaningless for a mesh that does not divide the heads; the declarations of weights reject such a mesh.
+    The result is meaningless for a mesh that does not divide the heads, which the declarations of weights refuse.
     """
     return AttentionSpec(
         num_q_heads=max(1, attention.num_heads // mesh.model),
@@ -131,8 +130,8 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
 
 
 def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, num_seqs: int, page_size: int) -> int:
-    """Return the bytes of keys and values that attention copies out of the pages at one time for the decodes of a
-    layer; 0 on platforms whose kernels read the pages directly.
+    """Return the bytes of keys and values that attention copies out of the pages at once for a layer's decodes; 0 on
+    platforms whose kernels read the pages directly.
 
     platform: the pool's platform. num_seqs: sequences of the step. page_size: in tokens.
     """
@@ -140,7 +139,7 @@ def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, n
 
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
-    """Return the factor f32[T] of queries at positions i32[T]. With u = (position + offset) / floor_scale it is
+    """Return the factors f32[T] of queries at positions i32[T]. With u = (position + offset) / floor_scale, a factor is
     exp(attn_scale * log1p(u)) if `tuning.power`, otherwise 1 + attn_scale * log1p(floor(u)).
     """
     steps = (positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale
@@ -151,9 +150,9 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
 
 
 def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
-    """Return StepInputs.schedule for all layers with this spec, which is a result of `_spec_of`: a schedule of key
-    selection for "selection", one of whole prompts for attention that is not causal if the platform has a kernel for
-    it, otherwise one of paged attention.
+    """Return StepInputs.schedule for all layers with this spec, a result of `_spec_of`. It is a schedule of key
+    selection for "selection"; of whole prompts for attention that is not causal, if the platform has a kernel for it;
+    otherwise of paged attention.
     """
     ragged, num_tokens, platform = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.platform
     if isinstance(spec, str):
@@ -171,7 +170,7 @@ def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
 
 
 def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | str | None:
-    """Return the value that a layer's schedule depends on: "selection" for a layer with an indexer, None for a layer
+    """Return the value on which a layer's schedule depends: "selection" for a layer with an indexer, None for a layer
     that needs no schedule (no attention, or compressed keys), otherwise its AttentionSpec.
     """
     if attention.index is not None:
@@ -188,9 +187,7 @@ TEMPERATURE = StepInput(
 
 
 def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
-    """Return queries q [T, N, .] multiplied by the step's temperature f32[T], in q's dtype; q itself if the step has
-    none.
-    """
+    """Return queries q [T, N, .] multiplied by the step's temperature, in q's dtype; q itself if there is none."""
     if step.temperature is None:
         return q
     with jax.named_scope("temperature"):
@@ -198,7 +195,7 @@ def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
 
 
 def own_slopes(slopes: Sequence[float], count: int) -> jax.Array:
-    """Return the slopes f32[count] of this device's heads, taken from `slopes`, which has those of all heads."""
+    """Return the slopes f32[count] of this device's heads. slopes: those of all heads."""
     return lax.dynamic_slice_in_dim(jnp.asarray(slopes, jnp.float32), shard_index("heads") * count, count)
 
 
@@ -206,12 +203,12 @@ class Attention(nnx.Module):
     """Grouped-query attention with or without rope, configured by a LayerAttention.
 
     Args:
-      qkv: checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`; q and k where keys
-        are values as well, q alone for a layer with a kv_source.
+      qkv: checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`. If keys serve as
+        values, only q and k; for a layer with a kv_source, only q.
       out: checkpoint module of the projection after attention, by default `o_proj`.
-      gate: checkpoint module of a gate that multiplies each head's output, after a sigmoid; None for no gate.
-      qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None to follow LayerAttention.qk_norm. A
-        layer with a kv_source has None for k.
+      gate: checkpoint module of a gate whose sigmoid multiplies each head's output; None for no gate.
+      qk_norms: norms of q and of k before rope, [T, heads, H] -> [T, heads, H]; None to follow LayerAttention.qk_norm.
+        That of k is None for a layer with a kv_source.
     """
 
     def __init__(
@@ -233,10 +230,10 @@ class Attention(nnx.Module):
         head_dim = attention.head_dim
         q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
         if qkv is None:
-            own = 0 if attention.kv_source is not None else 1 if attention.keys_as_values else 2
+            num_kv_parts = 0 if attention.kv_source is not None else 1 if attention.keys_as_values else 2
             values = attention.num_kv_heads * attention.v_head_dim
             sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": values}
-            qkv = [Source(f"{source}.{name}", size) for name, size in list(sizes.items())[: 1 + own]]
+            qkv = [Source(f"{source}.{name}", size) for name, size in list(sizes.items())[: 1 + num_kv_parts]]
         copies = head_copies(attention, build.mesh)
         dims = head_dim, head_dim, attention.v_head_dim
         q, *kv = (part._replace(group=dim) for part, dim in zip(qkv, dims, strict=False))
@@ -255,7 +252,7 @@ class Attention(nnx.Module):
         if attention.qk_norm and qk_norms is None:
             qk_norms = [RMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
         self.q_norm, self.k_norm = qk_norms or (None, None)
-        # float32, as the kernels add it to products of that dtype.
+        # float32, because the kernels add them to float32 products.
         sinks = ParamDecl(("heads",), (Source(f"{source}.sinks", attention.num_heads),), init_std=1.0)
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
@@ -264,9 +261,9 @@ class Attention(nnx.Module):
         unchanged if the layer uses another layer's keys and values.
         """
         with jax.named_scope("qkv"):
-            q, *own, gate = self._heads(self.qkv(x, step.rows))
-        if own:
-            (q, k), v = self.rotate(q, own[0], step), self.values(own[-1])
+            q, *keys_values, gate = self._heads(self.qkv(x, step.rows))
+        if keys_values:
+            (q, k), v = self.rotate(q, keys_values[0], step), self.values(keys_values[-1])
             o, kv = self.attend(q, (k, v), kv, pages, step)
         else:
             o, kv = self.attend(self.rotate_queries(q, step), None, kv, pages, step)
@@ -276,10 +273,10 @@ class Attention(nnx.Module):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
 
     def _heads(self, joined: jax.Array) -> list[jax.Array]:
-        """Return the parts of `joined`, the output of `qkv`, as [queries, keys, values, gates], each [T, heads, .].
+        """Split `joined`, the output of `qkv`, into the list [queries, keys, values, gates], each [T, heads, .].
 
-        Keys or values that the projection does not have are left out of the list; gates are [T, 0, .] without a gate.
-        If the values have another head dimension than the keys, there is never a gate.
+        Keys or values that the projection does not have are left out. Without a gate, the gates are [T, 0, .]. There is
+        never a gate if the head dimensions of values and keys differ.
         """
         spec = self.spec
         if spec.v_head_dim == spec.head_dim:
@@ -293,10 +290,9 @@ class Attention(nnx.Module):
         return [*heads, heads[0][:, :0]]
 
     def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the outputs of heads o [T, N, Hv] multiplied by the sigmoid of their gates; o itself if the layer has
-        no gate.
+        """Return the heads' outputs o [T, N, Hv] multiplied by the sigmoid of their gates; o itself without a gate.
 
-        gate: [T, N, H] or [T, 0, H]. x: [T, D], the layer's input, and `step`, are for subclasses.
+        gate: [T, N, H] or [T, 0, H]. x: [T, D], the layer's input. x and `step` are only used by subclasses.
         """
         if not self.has_gate:
             return o
@@ -312,9 +308,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVPages]:
         """Return ([T, N, Hv], the pool with this step's keys and values written) for queries q [T, N, H].
 
-        own: this step's keys [T, K, H] and values [T, K, Hv]; None for a layer that uses the keys and values of another
-        layer, which writes nothing. Attention that is not causal, in which every prompt is whole, leaves the pool
-        unchanged if the platform has a kernel for it.
+        own: this step's keys [T, K, H] and values [T, K, Hv]; None for a layer that uses another layer's keys and
+        values, and writes none. Attention that is not causal always has whole prompts in one step; if the platform has
+        a kernel for that, the pool is unchanged.
         """
         spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
         if own is not None and has_whole_prompts(spec, kv.platform):
@@ -330,20 +326,18 @@ class Attention(nnx.Module):
             return cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, **options)), kv
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        """Return projected q [T, N, H] and k [T, K, H] after their norms, then rope, then, for q alone, the
-        temperature, as far as the layer and `step` have them. Shapes and dtypes stay.
+        """Return projected q [T, N, H] and k [T, K, H] after norms, rope and, only for q, temperature, as far as the
+        layer and `step` have them. Shapes and dtypes are unchanged.
         """
         q, k = (self._rotated(x, norm, step) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         return tempered(q, step), k
 
     def rotate_queries(self, q: jax.Array, step: StepInputs) -> jax.Array:
-        """Return projected q [T, N, H] after its norm, rope and temperature, as far as the layer and `step` have them:
-        `rotate` for a layer without keys of its own.
-        """
+        """Return projected q [T, N, H] after norm, rope and temperature: `rotate` for a layer without its own keys."""
         return tempered(self._rotated(q, self.q_norm, step), step)
 
     def _rotated(self, x: jax.Array, norm: Any, step: StepInputs) -> jax.Array:
-        """Return heads x [T, N, H] after `norm`, unless that is None, and then rope, unless `step.rope` is None."""
+        """Return heads x [T, N, H] after `norm` and then rope, each unless it is None."""
         if norm is not None:
             with jax.named_scope("qk_norm"):
                 x = norm(x)
@@ -353,7 +347,5 @@ class Attention(nnx.Module):
             return apply_rope(x, *step.rope, interleaved=self.interleaved)
 
     def values(self, v: jax.Array) -> jax.Array:
-        """Return the values [T, K, Hv] to cache, computed from the projected values v: v itself here. Subclasses
-        override it.
-        """
+        """Return the values [T, K, Hv] to cache for projected values v: v itself, unless a subclass overrides this."""
         return v

@@ -1,10 +1,10 @@
 """Multi-head latent attention over paged latents (DeepSeek-AI 2024, arXiv:2405.04434).
 
-A token stores one latent for all heads, and one rotated part of a key that they share. W^UK and W^UV would expand it
-to the keys and values of heads; here both are absorbed (section 2.1.2 there): a query is projected to the latent's
-space, attention works on latents, and its results are projected to values. So a decode reads
-kv_lora_rank + qk_rope_head_dim numbers a token, whatever the number of heads. Storage of pages and the computation of
-attention are in pallas_kernels.
+For each token one latent is stored, and one rotated part of the key, both shared by all heads. W^UK and W^UV would
+expand the latent to the keys and values of heads. Here both are absorbed instead (section 2.1.2): a query is projected
+to the latent's space, attention works on latents, and its results are projected to values. So a decode reads
+kv_lora_rank + qk_rope_head_dim elements per token, whatever the number of heads. The storage of pages and the
+computation of attention are in pallas_kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec, tempered
-from jaxengine.models.layers.attention.mla_made import attend_made, most_short
+from jaxengine.models.layers.attention.mla_expanded import attend_expanded, most_short
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rope import apply_rope
@@ -30,14 +30,14 @@ from jaxengine.pallas_kernels.attention.op import RaggedBatch, ragged_paged_atte
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 
-# Epsilon of the norms of latents, whatever that of a model's other norms.
+# Epsilon of the norms of latents. It does not depend on that of a model's other norms.
 LATENT_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention, configured by a LayerAttention with a Latent. Raises ModelConfigError without one.
+    """Multi-head latent attention, configured by a LayerAttention, which must have a Latent (ModelConfigError).
 
-    Heads are split over devices; the latent is computed on each of them, as its norm and projection are small.
+    Heads are split over devices. Each device computes the latent, since its norm and projection are small.
     """
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
@@ -58,10 +58,10 @@ class LatentAttention(nnx.Module):
         q_dim = nope + latent.qk_rope_head_dim
         q = Source(f"{source}.{'q_proj' if q_rank is None else 'q_b_proj'}", heads * q_dim, group=q_dim)
         self.q = Linear(q_rank or hidden_size, (q,), axes=("embed", "heads"), build=build)
-        # In the checkpoint, each head has its rows for keys followed by its rows for values.
-        turns = {"tensor_rows": heads * (nope + value), "stride": nope + value}
-        of_keys = Source(f"{source}.kv_b_proj", heads * nope, group=nope, **turns)
-        of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **turns)
+        # In the checkpoint, each head's rows for keys are followed by its rows for values.
+        interleaved = {"tensor_rows": heads * (nope + value), "stride": nope + value}
+        of_keys = Source(f"{source}.kv_b_proj", heads * nope, group=nope, **interleaved)
+        of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **interleaved)
         self.w_uk = build.weight((heads * nope, rank), (of_keys,), ("heads", "latent"), table=True)
         self.w_uv = build.weight((heads * value, rank), (of_values,), ("heads", "latent"), table=True)
         out = (Source(f"{source}.o_proj", hidden_size),)
@@ -78,24 +78,23 @@ class LatentAttention(nnx.Module):
             return self.out(o, step.rows), kv
 
     def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the outputs of heads o[T, N * Hv] to be projected: o itself here. Subclasses may multiply it by a
-        gate.
+        """Return the outputs of heads that are projected: o [T, N * Hv] itself. Subclasses may multiply it by a gate.
 
-        x: [T, D], the layer's input in this class; SparseLatentAttention passes the latent of queries.
+        x: [T, D], the layer's input; SparseLatentAttention passes the latent of queries.
         """
         return o
 
     def normed(self, q_latent: jax.Array) -> jax.Array:
-        """Return the latent of queries [T, R] after its norm, from which queries are then projected."""
+        """Return the latent of queries [T, R] after its norm."""
         assert self.q_norm is not None
         return self.q_norm(q_latent)
 
     def project(self, x: jax.Array, step: StepInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
         """Return ((q, q_rope), keys, q_latent) for hidden states x[T, D].
 
-        q, q_rope: the parts [T, N, .] of queries without rope and with it, after temperature. keys: [T, 1, C + R], the
-        normed latent and the rotated part, to be cached. q_latent: [T, q_lora_rank], the normed latent of queries, [T,
-        0] if the layer has none.
+        q, q_rope: the parts [T, N, .] of queries without and with rope, after temperature. keys: [T, 1, C + R], the
+        normed latent and the rotated part, which are cached. q_latent: [T, q_lora_rank], the normed latent of queries;
+        [T, 0] if the layer has none.
         """
         spec, latent = self.spec, self.latent
         q_rank = latent.q_lora_rank or 0
@@ -120,44 +119,44 @@ class LatentAttention(nnx.Module):
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
     ) -> jax.Array:
-        """Return the attention output [T, N * Hv] of queries q, given as parts [T, N, .] without rope and with it.
+        """Return the attention output [T, N * Hv] of queries q, given as parts [T, N, .] without and with rope.
 
-        keys: this step's keys [T, C + R], latents of kv_lora_rank and rotated parts of qk_rope_head_dim. kv: the pool,
-        which has these keys already. Rows that `step.made` lists get expanded keys and values, all others the absorbed
+        keys: this step's keys [T, C + R]: latents of kv_lora_rank and rotated parts of qk_rope_head_dim. kv: the pool,
+        which already has these keys. The rows of `step.expanded` use expanded keys and values, all others the absorbed
         form.
         """
         num_tokens, num_heads = q[0].shape[:2]
-        # Results of heads are transposed to be token-major in the model's dtype: without the barriers XLA:TPU does it
-        # in float32 where the next product rounds them there. Many are transposed before their barrier, which also
-        # keeps later operations out of the branches; few after it, on the chip.
-        if (made := step.made) is None:
+        # Results of heads are transposed to token-major order in the model's dtype. Without the barriers XLA:TPU
+        # transposes them in float32 if the next product rounds them. Large results are transposed before their barrier,
+        # which also keeps later operations out of the branches; small ones after it, on the chip.
+        if (expanded := step.expanded) is None:
             return lax.optimization_barrier(self._absorbed(q, kv, ragged, step.schedule)).reshape(num_tokens, -1)
 
-        def nothing():
+        def no_rows():
             return jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype)
 
         def of_first(count: int, schedule: Any):
-            short = ragged._replace(num_seqs=made.num_short, slot_mapping=ragged.slot_mapping[:count])
+            short = ragged._replace(num_seqs=expanded.num_short, slot_mapping=ragged.slot_mapping[:count])
             o = self._absorbed((q[0][:count], q[1][:count]), kv, short, schedule)
             return jnp.pad(o, ((0, num_tokens - count), (0, 0), (0, 0)))
 
         def both():
             with jax.named_scope("short_rows"):
-                decodes = partial(of_first, len(ragged.kv_lens), made.decode_schedule)
-                few = partial(of_first, most_short(self.latent, num_tokens), made.schedule)
-                o = lax.switch(made.short_form, (nothing, decodes, few))
-            with jax.named_scope("made_rows"):
+                decodes = partial(of_first, len(ragged.kv_lens), expanded.decode_schedule)
+                few = partial(of_first, most_short(self.latent, num_tokens), expanded.schedule)
+                o = lax.switch(expanded.short_form, (no_rows, decodes, few))
+            with jax.named_scope("expanded_rows"):
                 weights, sizes = (self.w_uk, self.w_uv), {"latent": self.latent, "spec": self.spec}
-                return attend_made(o, q, keys, weights, kv, ragged.page_table, made, **sizes)
+                return attend_expanded(o, q, keys, weights, kv, ragged.page_table, expanded, **sizes)
 
-        o = lax.cond(made.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step.schedule))
+        o = lax.cond(expanded.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step.schedule))
         return lax.optimization_barrier(o.reshape(num_tokens, -1))
 
     def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
-        """Return the attention output [T, N, Hv] of all rows of `ragged`, computed in the absorbed form, by attention
+        """Return the attention output [T, N, Hv] of all rows of `ragged` in the absorbed form, that is by attention
         over the latents in the pool `kv`.
 
-        q: parts [T, N, .] without rope and with it. schedule: of attention for these rows.
+        q: parts [T, N, .] without and with rope. schedule: attention schedule of these rows.
         """
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)

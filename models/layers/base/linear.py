@@ -1,4 +1,4 @@
-"""Matrix product of layers, with its bias and its exchanges between devices.
+"""Linear: the matrix product of layers, with its bias and its communication between devices.
 
 Shape letters, here and in all model files: T tokens of the step, S sequences, R rows, N query heads, K key/value heads,
 H head dimension, D hidden size, F feed-forward size, V vocabulary, L layers.
@@ -6,8 +6,9 @@ H head dimension, D hidden size, F feed-forward size, V vocabulary, L layers.
 The residual stream is kept in the model's dtype. Every product accumulates in float32; norms and activations are
 computed in float32.
 
-A layer may be split over devices (jaxengine.sharding.collectives): its weights are then parts of the declared ones. A
-product gathers the tokens that its output's devices do not share and adds up the partial sums of its input's devices.
+A layer may be split over devices (jaxengine.sharding.collectives), which then have parts of the declared weights. A
+product gathers the tokens that are distributed over the devices of its output, and adds up the partial sums of the
+devices of its input.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tok
 
 
 class Linear(nnx.Module):
-    """Linear layer y = x @ weight + bias, weight [in, out], with pools for LoRA adapters if the build has them.
+    """Linear layer y = x @ weight + bias, with a weight [in, out], and with pools for LoRA adapters if the build has
+    any.
 
-    `sources` are the checkpoint modules that form the output, in order, with their widths: q, k and v (or gate and up)
-    are one product here. `axes` are the logical axes of (in, out).
+    Args:
+      sources: checkpoint modules whose outputs are concatenated, in order, with their widths; q, k and v, or gate and
+        up, form one product.
+      axes: logical axes of (in, out).
     """
 
     def __init__(
@@ -47,12 +51,11 @@ class Linear(nnx.Module):
         self.lora = None if spec is None else LoraPools(spec, in_size, tuple(sources), **options)
 
     def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
-        """Return x @ weight, [R, in] -> [R, out], plus the bias and the adapters if any, in `out_dtype` (default: x's
-        dtype).
+        """Return x @ weight, [R, in] -> [R, out], plus the bias and the contributions of adapters, if any.
 
         On several devices x and the result are a device's parts: tokens are gathered before the product, and partial
-        sums are added up after it. rows: description of x's rows; None if they are not the step's tokens. Raises
-        ValueError if it is None and the layer has pools for adapters.
+        sums are added up after it. rows: description of x's rows; None if they are not the step's tokens. out_dtype:
+        dtype of the result; None for that of x. Raises ValueError if rows is None and the layer has pools for adapters.
         """
         out_dtype, split = out_dtype or x.dtype, num_shards(self.axes[0]) > 1
         own_dtype = x.dtype if split else out_dtype if self.bias is None else jnp.float32
@@ -60,7 +63,7 @@ class Linear(nnx.Module):
         x = gather_tokens(x, self.axes[1])
         y = self.weight.matmul(x, out_dtype=own_dtype if adapters is None else jnp.float32)
         if self.lora is not None and adapters is not None:
-            # x has the tokens that the product before gathered, if its outputs are split as these inputs are.
+            # If x is split as the previous product's outputs are, it has the tokens that that product has gathered.
             slots = gather_tokens(gather_tokens(adapters.slots, self.axes[0]), self.axes[1])
             y = self.lora.add(y, x, slots, adapters).astype(own_dtype)
         if split:
@@ -70,10 +73,8 @@ class Linear(nnx.Module):
         return y.astype(out_dtype)
 
     def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
-        """Return this device's part of the product, [R, in] -> [R, out] in `out_dtype`, without the bias. Nothing is
-        gathered or added up over devices.
-
-        adapters: those of x's rows, which are applied; None to apply none.
+        """Return this device's part of the product, [R, in] -> [R, out] in `out_dtype`, without the bias and without
+        communication between devices. adapters: those of x's rows, which are applied; None to apply none.
         """
         if self.lora is None or adapters is None:
             return self.weight.matmul(x, out_dtype=out_dtype)
@@ -81,8 +82,8 @@ class Linear(nnx.Module):
 
 
 def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: Adapters | None) -> jax.Array:
-    """Return the product y f32[R, out] of x [R, in] plus the contribution of the rows' adapters; y unchanged if `lora`
-    or `adapters` is None.
+    """Return y f32[R, out], a product of x [R, in], plus the contribution of the rows' adapters. y itself if `lora` or
+    `adapters` is None.
     """
     return y if lora is None or adapters is None else lora.add(y, x, adapters.slots, adapters)
 
@@ -90,5 +91,5 @@ def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: 
 def _adapters_of(rows: Rows | None) -> Adapters | None:
     """Return the adapters of `rows`, None if they have none. Raises ValueError if `rows` is None."""
     if rows is None:
-        raise ValueError("a product that takes adapters must be told what its rows are")
+        raise ValueError("a product with pools for adapters needs `rows`, the description of its rows")
     return rows.adapters

@@ -1,6 +1,6 @@
 """Section: an entry of `ForwardBatch.sections` that acts on the hidden states between layers.
 
-Other entries are plain arrays or tuples, which the layer type that they are for looks up by name.
+Other entries are plain arrays or tuples, which layers look up by name.
 """
 
 from __future__ import annotations
@@ -26,45 +26,43 @@ class Note(nnx.Variable):
 
 
 class ExpertLoad(Note):
-    """Load of one layer in one step, i32[E]: the number of this replica's tokens for which each expert was picked."""
+    """Load of one layer in one step, i32[E]: how many of this replica's tokens were routed to each expert."""
 
 
 class SelectedKeys(Note):
-    """Positions i32[T, k] of the keys that an indexer has selected, for later layers that use its selection."""
+    """Positions i32[T, k] of the keys that an indexer has selected, for later layers that use the same selection."""
 
 
 class Section:
-    """Base class of inputs of a step besides its tokens. Each method is called at one point of the forward pass; those
-    of the base class change nothing.
+    """Base class of inputs of a step that act between layers. Each method is called at one point of the forward pass.
+    The methods of the base class change nothing.
     """
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """Return the first layer's input [T, D], computed from the tokens' embeddings x [T, D]; x itself in the base
-        class.
-        """
+        """Return the first layer's input [T, D] for token embeddings x [T, D]; in the base class x itself."""
         return x
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
-        """Return, for each token at `positions`, the position after the last key that it sees, i32[T]; None if each
-        token sees keys up to its own, as in the base class.
+        """Return for each token at `positions` the position after the last key to which it attends, i32[T]; None if
+        that is the position after its own, as in the base class.
         """
         return None
 
     def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of `run`, the function that runs a layer; its arguments are the layer's graph (static) and
-        arrays. The base class returns `run` itself.
+        """Return a wrapper of `run`, the function that runs a layer, whose first argument is static (the layer's
+        graph). The base class returns `run` itself.
         """
         return run
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
-        """Return the module to run as layer number `layer` of the whole model: `module`, or a copy that does more. The
-        base class returns `module`.
+        """Return the module to run as layer number `layer` of the whole model: `module` itself, as in the base class,
+        or a copy that does more.
         """
         return module
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
-        """Return the hidden states [T, D] to use after layer number count - 1 of the whole model, given that layer's
-        output x; x itself in the base class.
+        """Return the hidden states [T, D] that replace x, the output of layer number count - 1 of the whole model; in
+        the base class x itself.
         """
         return x
 
@@ -77,13 +75,13 @@ class Section:
 
 
 class Capture(Section):
-    """Section that records the hidden states after chosen layers of this stage. It is created and read within one
-    trace.
+    """Section that records the hidden states after chosen layers of this stage. It must be created and read within the
+    same trace.
     """
 
     def __init__(self, counts: Sequence[int]):
-        """Set the numbers of layers after which hidden states are recorded. counts: 0 for the first layer's input, n
-        for the output of layer n - 1, before any norm.
+        """Choose the hidden states to record. counts: 0 for the first layer's input, n for the output of layer n - 1,
+        before any norm.
         """
         self.counts = tuple(counts)
         self._found: dict[int, jax.Array] = {}
@@ -106,17 +104,17 @@ class Capture(Section):
 
 
 class Recompute(Section):
-    """Section that recomputes each layer for its gradient, instead of storing intermediate results
+    """Section that recomputes each layer's intermediate results for the gradient instead of storing them
     (`jax.checkpoint`).
     """
 
     def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run` with recomputation of its intermediate results for the gradient."""
+        """Return `run` under `jax.checkpoint`."""
         return jax.checkpoint(run, static_argnums=0)
 
 
 class ExpertLoads(Section):
-    """Section that collects the number of tokens for which each expert was picked. It is created and read within one
+    """Section that collects how many tokens were routed to each expert. It must be created and read within the same
     trace.
     """
 
@@ -140,7 +138,7 @@ class ExpertLoads(Section):
 
 
 def notes_of(notes: nnx.State | None, kind: type[Note]) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return (path in the layer, variable) of each of a layer's notes that is of class `kind`; [] if `notes` is
+    """Return (path in the layer, variable) for each note of class `kind` among a layer's notes; [] if `notes` is
     None.
     """
     flat = () if notes is None else nnx.to_flat_state(notes)
@@ -148,14 +146,13 @@ def notes_of(notes: nnx.State | None, kind: type[Note]) -> list[tuple[tuple[Any,
 
 
 def sections_of(batch: ForwardBatch) -> list[Section]:
-    """Return those entries of the batch's sections that are Sections and thus act between layers, in order."""
+    """Return the entries of the batch's sections that act between layers, in order."""
     return [each for each in batch.sections.values() if isinstance(each, Section)]
 
 
 def key_limits_of(sections: Sequence[Section], config: ModelConfig, positions: jax.Array) -> jax.Array | None:
-    """Return, for each token at `positions` i32[T], the position after the last key that any of the sections lets it
-    see, i32[T]; None if no section has limits.
+    """Return for each token at `positions` i32[T] the largest of the sections' key limits, i32[T]; None if no section
+    has any.
     """
-    limits = [each.key_limits(config, positions) for each in sections]
-    given = [each for each in limits if each is not None]
-    return reduce(jnp.maximum, given) if given else None
+    limits = [limit for each in sections if (limit := each.key_limits(config, positions)) is not None]
+    return reduce(jnp.maximum, limits) if limits else None

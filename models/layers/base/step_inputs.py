@@ -1,6 +1,7 @@
-"""Inputs that layers with equal attention share in a step: computed once, outside the layers, by a table of makers.
+"""Inputs that layers with equal attention share in a step. They are computed once, outside of the layers.
 
-A maker is in the file of the layer type that reads its value; jaxengine.models.layers.decoder_step has the table.
+The function that computes an input is in the file of the layer that reads it. jaxengine.models.layers.decoder_step has
+the table of all of them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class StepContext(NamedTuple):
-    """Facts from which makers compute shared inputs.
+    """Facts from which shared inputs are computed.
 
     Attributes:
       batch: the step's batch.
       kv: the KV pool.
       build: the model's Build.
-      key_limits: i32[T], the position after the last key that each token sees; None if that key is its own.
-      in_windows_only: whether key_limits apply only to layers with a window; other layers are then causal.
+      key_limits: i32[T], the position after the last key to which each token attends; None if that key is its own.
+      in_windows_only: whether key_limits only apply to layers with a window; other layers are then causal.
     """
 
     batch: ForwardBatch
@@ -35,12 +36,12 @@ class StepContext(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """Maker of one field of StepInputs.
+    """Computation of one field of StepInputs.
 
     Attributes:
       scope: name of its operations in a trace.
-      key: function that maps a layer's attention and Build to the value that decides the field; layers with equal
-        keys share one result. None: the layer needs no value.
+      key: function from a layer's attention and Build to the value on which the field depends. Layers with equal keys
+        share one result; a layer with the key None does not need the field.
       make: function that computes the field from a key and the step.
     """
 
@@ -53,9 +54,9 @@ class StepInput(NamedTuple):
         computed once for each distinct key.
         """
         keys = [self.key(attention, step.build) for attention in attentions]
-        made: dict[Hashable, Any] = {None: None}
+        values: dict[Hashable, Any] = {None: None}
         for key in dict.fromkeys(keys):
             if key is not None:
                 with jax.named_scope(self.scope):
-                    made[key] = self.make(key, step)
-        return [made[key] for key in keys]
+                    values[key] = self.make(key, step)
+        return [values[key] for key in keys]

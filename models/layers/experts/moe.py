@@ -1,8 +1,9 @@
-"""Mixture of experts: a router picks experts for each token, and their gated MLPs are added with its weights.
+"""Mixture of experts: a router picks a few experts for each token, and the layer returns the weighted sum of their
+gated MLPs.
 
 Sparsely gated layers: Shazeer et al. 2017, arXiv:1701.06538; as in Mixtral: Jiang et al. 2024, arXiv:2401.04088.
-Further shape letters: E experts, k experts of a token. Names in checkpoints are arguments (ExpertNames), routing is
-configured by ExpertsConfig.
+Further shape letters: E experts, k experts per token. ExpertNames has the names in checkpoints, and ExpertsConfig says
+how tokens are routed.
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ from jaxengine.sharding.collectives import (
     sum_same_tokens,
 )
 
-# The scores of an expert's own logit, by the names in ExpertsConfig: each grows with the logit.
-_SCORES_OF_ONE: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+# Scoring functions that need only an expert's own logit (unlike softmax), by their names in ExpertsConfig. Each grows
+# with the logit.
+_ELEMENTWISE_SCORES: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits))}
 )
 
 
 class ExpertNames(NamedTuple):
     """Checkpoint names of an expert's three matrices (`gate`, `up`, `down`), and of the modules next to the experts:
-    the router, its correction bias, the shared MLP and the shared MLP's gate. gate: "" for experts without.
+    the router, its correction bias, the shared MLP and the shared MLP's gate. `gate` is "" for experts without a gate.
     """
 
     gate: str = "gate_proj"
@@ -81,17 +83,15 @@ NO_MODULES: Mapping[str, Any] = MappingProxyType({})
 
 
 class RouterLogits(Note):
-    """Logits f32[T, E] by which experts were picked, recorded by a module with `notes_logits`."""
+    """Router logits f32[T, E], recorded by a module with `notes_logits`."""
 
 
 class PickedExperts(Note):
-    """Experts i32[T, k] to which each token was sent, the best first, recorded by a module with `notes_experts`."""
+    """Experts i32[T, k] picked for each token, the best first, recorded by a module with `notes_experts`."""
 
 
 class GivenExperts(Given):
-    """Experts i32[T, k] to which tokens are sent instead of those that the router picks; entries are negative where the
-    router's choice is used.
-    """
+    """Experts i32[T, k] to use in place of the router's choice. A negative entry keeps the router's choice."""
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -103,14 +103,16 @@ class MixtureOfExperts(nnx.Module):
     """Mixture of experts: sum over a token's k experts e of weight_e * down_e(activation(gate_e(x), up_e(x))), plus a
     shared MLP if any.
 
-    On several devices either each device has different experts (`mesh.expert_parallel`) or a part of every expert. Both
-    gather the tokens of the devices that share the weights, compute their part and add up. Devices with different
-    experts can instead be sent only the rows of their tokens (`mesh.sends_rows`).
+    On several devices, each has either different experts (`mesh.expert_parallel`) or a slice of every expert. In both
+    cases every device gathers the tokens of all devices that share the weights, computes its part of the result, and
+    the parts are added up. With different experts, devices can instead send each other only the rows that their experts
+    need (`mesh.sends_rows`).
 
-    activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate.
-    router_dtype: dtype of the router's weights and product, by default the model's. router_size: elements of the
-    router's input, by default the hidden size, which is the size of an expert's input. shared: checkpoint modules of
-    the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
+    Args:
+      activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate.
+      router_dtype: dtype of the router's weights and product, by default the model's.
+      router_size: number of elements of the router's input, by default the hidden size.
+      shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
 
     Attributes:
       notes_logits, notes_experts: whether every call sets the attribute `logits` to its RouterLogits, and `picked` to
@@ -181,17 +183,17 @@ class MixtureOfExperts(nnx.Module):
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         """Return a new parameter for the correction bias, f32[E]; subclasses may return [1, E].
 
-        It is float32 whatever the model's dtype, as it decides between scores that differ by little.
+        It is float32 in every model, because the scores that it decides between may differ by little.
         """
         decl = ParamDecl((None,), (Source(source, num_experts),), init_std=0.02)
         return declare((num_experts,), jnp.float32, decl)
 
     def __call__(self, x: jax.Array, rows: Rows, routed_by: jax.Array | None = None) -> jax.Array:
-        """Return the experts' output [T, D] for x [T, D], the shared MLP and zero experts (which return their input)
-        included.
+        """Return the layer's output [T, D] for x [T, D], including that of the shared MLP and of zero experts, which
+        return their input.
 
-        routed_by: [T, D], the router's input; None for x. Padding goes to no expert, and its output without a shared
-        MLP is 0. Sets the attribute `load` to the ExpertLoad, which the caller may take with `nnx.pop`.
+        Padding goes to no expert: its output is that of the shared MLP, or 0. Sets the attribute `load` to the
+        ExpertLoad, which the caller may take with `nnx.pop`. routed_by: [T, D], the router's input; None for x.
         """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
@@ -209,7 +211,7 @@ class MixtureOfExperts(nnx.Module):
         """Return the output [T, D] of the experts that have weights, plus that of the shared MLP, for x [T, D],
         multiplied by `output_scale`.
 
-        weights, ids: [T, k], with id E for choices that are not such experts.
+        weights, ids: [T, k], with id E for zero experts and padding.
         """
         if not self.sends_rows:
             return scaled(self._gather_tokens(x, weights, ids, rows.adapters), self.experts.output_scale)
@@ -222,8 +224,8 @@ class MixtureOfExperts(nnx.Module):
         return scaled(y, self.experts.output_scale)
 
     def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the output [T, D] of this device's tokens in x's dtype, the shared MLP included, by gathering every
-        token on every device that shares the weights, and reducing their results.
+        """Return the output [T, D] for this device's tokens in x's dtype, including the shared MLP: gathers all tokens
+        on every device that shares the weights, and reduces the devices' results.
 
         weights, ids: [T, k], from `route`, with ids E for padding. adapters: those of x's rows; None for none.
         """
@@ -243,7 +245,8 @@ class MixtureOfExperts(nnx.Module):
                 adapters = _of_rows(adapters, lambda slots: keep_tokens(slots, self.axis, "ffn"))
             shared = self.shared.partial(x, adapters)
             shared = shared if self.shared_gate is None else self._gate(x, adapters) * shared
-        # Experts may be split over further devices with other tokens. Their common devices are added up at once.
+        # If experts are split over more devices than the shared MLP, each result is first scattered to the devices that
+        # have its tokens; devices with the same tokens then add up both results at once.
         with jax.named_scope("combine"):
             if num_shards(self.axis) == num_shards("ffn"):
                 return reduce_tokens((mixed + shared).astype(dtype), "ffn")
@@ -251,10 +254,10 @@ class MixtureOfExperts(nnx.Module):
             return sum_same_tokens(mixed + shared, self.axis)
 
     def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the experts' output f32[T, D] for tokens x [T, D] on a device that has all experts or a slice of each;
-        with slices it is a partial sum.
+        """Return the experts' output f32[T, D] for tokens x [T, D] on a device that has all experts, or a slice of
+        each: then it is a partial sum.
 
-        weights, ids: [T, k], of the chosen experts.
+        weights, ids: [T, k], of the picked experts.
         """
         with jax.named_scope("group"):
             num_experts = self.experts.num_experts
@@ -269,8 +272,8 @@ class MixtureOfExperts(nnx.Module):
         """Return the contribution f32[T, D] of this device's experts to the output for tokens x [T, D], added in the
         order of the experts.
 
-        weights, ids: [T, k], of all experts; ids of other devices' experts are skipped. Memory in addition to the
-        result is for one block of rows; the number of blocks follows the routing.
+        Rows are computed in blocks, as many as the routing needs, and memory besides the result is that of one block.
+        weights, ids: [T, k], of all experts; those of other devices' experts are skipped.
         """
         (num_tokens, k), own = ids.shape, self._num_own
         most_of_token = min(k, own)
@@ -285,9 +288,7 @@ class MixtureOfExperts(nnx.Module):
             mixed = zeros_in_layer(weights, x.shape)
 
         def add_block(first: jax.Array, sizes: jax.Array, mixed: jax.Array) -> jax.Array:
-            """Return `mixed` plus the results of the block of rows from index `first` on, with `sizes` rows of each
-            expert.
-            """
+            """Return `mixed` plus the results of the block of rows that starts at `first`, `sizes` of each expert."""
             with jax.named_scope("group"):
                 picked = lax.dynamic_slice_in_dim(order, first, block)
                 rows = self._inputs(x, weights, picked)
@@ -298,20 +299,19 @@ class MixtureOfExperts(nnx.Module):
                     y = y * _taken(weights.ravel(), picked)[:, None]
                 is_own = (jnp.arange(block) < jnp.sum(sizes)) & (picked < weights.size)
                 tokens = jnp.where(is_own, picked // k, num_tokens)
-                # Products are rounded before they are added, whichever addition it is.
+                # The barrier keeps XLA from fusing products into some of the additions, which would round differently.
                 return add_rows(mixed, lax.optimization_barrier(y), tokens, most_of_token)
 
         return in_blocks(sizes, most, block, add_block, mixed)
 
     def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the output [T, D] in x's dtype, without the shared MLP, by sending each token's rows, one for each of
-        its experts, to the experts' devices, and the results back.
+        """Return the output [T, D] in x's dtype, without the shared MLP: sends a row for each of a token's experts to
+        the expert's device, and the results back.
 
-        weights, ids: [T, k], of the chosen experts. Of n devices with the same tokens each takes T / n of them and
-        gathers the others' results, which is less to exchange than the sum of the results would be. Padding is not
-        sent. A device may be picked for all tokens of all N devices, so that it has room for N * ceil(T / n) * min(k,
-        experts of a device) rows of D and of twice the experts' intermediate size; `_gather_tokens` has rows for all
-        tokens and k.
+        Of n devices with the same tokens, each sends T / n of them and gathers the others' results, which exchanges
+        less than a sum of results would. Padding is not sent. All tokens of all N devices may pick the same device, so
+        each has memory for N * ceil(T / n) * min(k, experts per device) rows, where `_gather_tokens` needs k rows for
+        each token. weights, ids: [T, k], of the picked experts.
         """
         k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
         with jax.named_scope("group"):
@@ -334,7 +334,7 @@ class MixtureOfExperts(nnx.Module):
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
 
     def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """Return the experts' inputs [M, D]: the row of x [T, D] of each of the (token, expert) pairs in `order`
+        """Return the experts' inputs [M, D]: the row of x [T, D] for each of the (token, expert) pairs in `order`
         i32[M], multiplied by its router weight if `apply_router_weight_on_input`. Rows of padding are arbitrary.
 
         weights: [T, k], router weights.
@@ -351,8 +351,8 @@ class MixtureOfExperts(nnx.Module):
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """Return the sum f32[T, D] of each token's results in y [M, D], by `mix`: multiplied by `weights`, unless these
-        have multiplied the inputs.
+        """Return the sum f32[T, D] of each token's results in y [M, D], weighted by `weights` unless the inputs were
+        multiplied by them.
         """
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
@@ -362,11 +362,11 @@ class MixtureOfExperts(nnx.Module):
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
     def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the output [M, D] of this device's experts for rows [M, D] sorted by expert, in the rows' dtype; 0 in
-        rows of no expert.
+        """Return the output [M, D] of this device's experts for rows [M, D] sorted by expert; 0 in rows of no expert.
 
-        sizes: i32[experts here], rows of each. adapters: those of the rows; None for none. If a device has a slice of
-        each expert the result is a partial sum. In float32 it would be most of a step's temporaries.
+        If a device has a slice of each expert, the result is a partial sum. It has the rows' dtype: as float32 it would
+        be most of a step's temporary memory. sizes: i32[experts of this device], the number of rows of each. adapters:
+        those of the rows; None for none.
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
@@ -384,7 +384,7 @@ class MixtureOfExperts(nnx.Module):
         with jax.named_scope("down"):
             bias = None if self.down_bias is None else self.down_bias[...]
             if bias is not None and self.axis == "ffn" and num_shards("ffn") > 1:
-                # Devices with slices of all experts are added up: one of them has the bias.
+                # The results of devices with slices of all experts are added up, so only one of them adds the bias.
                 bias = jnp.where(shard_index("ffn") == 0, bias, 0)
             y = self.down.grouped_matmul(inner, sizes, bias, rows.dtype)
             if self.down_lora is not None and adapters is not None:
@@ -397,27 +397,26 @@ class MixtureOfExperts(nnx.Module):
         return self.experts.num_experts // num_shards("experts")
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
-        """Return weights f32[T, k] and experts i32[T, k] of each token of x [T, D], the best first. Padding is routed,
-        too.
+        """Return weights f32[T, k] and experts i32[T, k] for each token of x [T, D], the best first; padding included.
 
-        Of experts with equal scores the one with the lower index comes first. If `given` is set, its experts replace
-        the picked ones, in their order, with the weights of their scores. Weights are scores without the correction
-        bias, which only affects the choice of experts. With `norm_weights` they are divided by their sum: for softmax
-        scores they are then the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`.
-        adapters: those of x's rows. With `notes_experts` the attribute `picked` is set to the PickedExperts.
+        Of experts with equal scores the one with the lower index comes first. If `given` is set, its experts are used
+        in place of the picked ones. Weights are scores without the correction bias, which only affects which experts
+        are picked. With `norm_weights` they are divided by their sum: for softmax scores the weights are then the
+        softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. With `notes_experts`, sets the
+        attribute `picked` to the PickedExperts. adapters: those of x's rows; None for none.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)
-        score_of_one = _SCORES_OF_ONE.get(experts.scoring_func)
-        scores = jax.nn.softmax(logits, axis=-1) if score_of_one is None else score_of_one(logits)
+        elementwise = _ELEMENTWISE_SCORES.get(experts.scoring_func)
+        scores = jax.nn.softmax(logits, axis=-1) if elementwise is None else elementwise(logits)
         if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
             # Sigmoids of large logits are all 1, so experts are picked by the logits.
-            order = scores if score_of_one is None else logits
+            order = scores if elementwise is None else logits
             best, ids = jax.lax.top_k(order, experts.num_per_token)
             if self.given is not None:
                 ids = self._replayed(ids)
                 best = jnp.take_along_axis(order, ids, axis=-1)
-            weights = best if score_of_one is None else score_of_one(best)
+            weights = best if elementwise is None else elementwise(best)
         else:
             ids = jax.lax.top_k(self._choices(logits if experts.corrects_logits else scores), experts.num_per_token)[1]
             ids = ids if self.given is None else self._replayed(ids)
@@ -429,21 +428,18 @@ class MixtureOfExperts(nnx.Module):
         return weights * experts.routed_scaling_factor, ids
 
     def _replayed(self, ids: jax.Array) -> jax.Array:
-        """Return the given experts i32[T, k], with the elements of `ids`, of the same shape, where the given ones are
-        negative.
-        """
+        """Return the given experts i32[T, k], with elements of `ids` [T, k] where they are negative."""
         assert self.given is not None
         given = self.given[...]
         return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the router logits f32[T, E] of tokens x [T, D]. With `notes_logits` the attribute `logits` is set to
-        them, as RouterLogits.
+        """Return the router logits f32[T, E] of tokens x [T, D]. With `notes_logits`, also sets the attribute `logits`.
 
         adapters: those of x's rows; None for none.
         """
         x = x.astype(self.router_dtype)
-        # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
+        # By default accelerators multiply float32 with fewer bits, and the float32 weights would be of no use.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
             logits = with_adapters(self.router.matmul(x), x, self.router_lora, adapters)
         logits = logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
@@ -452,7 +448,7 @@ class MixtureOfExperts(nnx.Module):
         return logits
 
     def _choices(self, scores: jax.Array) -> jax.Array:
-        """Return `scores` f32[T, E] as they decide which experts are picked: with the correction bias added, and -inf
+        """Return the scores f32[T, E] by which experts are picked: `scores` [T, E] plus the correction bias, and -inf
         outside a token's best groups.
 
         A group's score is that of its best expert or, with a correction bias, the sum of its two best.
@@ -474,7 +470,7 @@ def _bias(
     """Return a new parameter for the bias [out] of a product, or [num_experts, out] of a grouped product."""
     tensors = tuple(part.tensor("bias") for part in sources)
     shape = (*([] if num_experts is None else [num_experts]), sum(part.rows for part in sources))
-    # An expert's bias is a row that is looked up for each of its tokens.
+    # An expert's bias is looked up as a row for each of its tokens.
     decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts, row_major=num_experts is not None)
     return declare(shape, dtype, decl)
 

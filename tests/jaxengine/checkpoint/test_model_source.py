@@ -299,5 +299,5 @@ def test_towers_of_what_requests_may_not_have_are_left_out(limits, hears):
 
 def test_no_images_and_a_tower_that_takes_nothing_else():
     model = as_it_sees(read_hf({**GEMMA4, "audio_config": None}), config := EngineConfig(limit_mm_per_prompt="image=0"))
-    with pytest.raises(ConfigError, match="leaves a model that takes images alone none; add video=0"):
+    with pytest.raises(ConfigError, match="is image=0, but images are all that this model.s tower takes; add video=0"):
         config.resolved(model, PLATFORMS["cpu"], {})

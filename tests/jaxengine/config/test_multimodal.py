@@ -77,7 +77,10 @@ def test_the_other_options():
         ({"limit_mm_per_prompt": {"image": True}}, "limit_mm_per_prompt.image.count is True"),
         ({"limit_mm_per_prompt": {"image": {"num_frames": 3}}}, "limit_mm_per_prompt.image has 'num_frames'"),
         ({"limit_mm_per_prompt": {"video": {"width": 0}}}, "limit_mm_per_prompt.video.width is 0"),
-        ({"limit_mm_per_prompt": {"video": {"width": 8}}}, "limit_mm_per_prompt.video has a width or a height alone"),
+        (
+            {"limit_mm_per_prompt": {"video": {"width": 8}}},
+            "limit_mm_per_prompt.video has only one of width and height",
+        ),
         ({"limit_mm_per_prompt": {"video": {"num_frames": 8}}}, "limit_mm_per_prompt.video has 'num_frames'"),
         ({"allowed_media_domains": 3}, "allowed_media_domains is 3; allowed: a list of hosts"),
         ({"allowed_media_domains": ["https://a.example"]}, "has 'https://a.example'; give names of hosts"),

@@ -99,7 +99,7 @@ def test_preempted_requests_have_the_same_tokens(make_llm, caplog, mode):
     counts = {each.labels["mode"]: each.value for each in llm.get_metrics() if each.name == BY_MODE}
     assert counts[mode] == llm.core.engine.scheduler.num_preemptions > 0 == sum(counts.values()) - counts[mode]
     orders = llm.core.engine.scheduler.extension("offload")
-    assert not orders._pinned and not orders._tried and not orders.store.host._pins
+    assert not orders._pinned and not orders._checked and not orders.store.host._pins
 
 
 BY_MODE = "jaxengine:num_preemptions_by_mode"

@@ -202,7 +202,7 @@ def test_what_cannot_be_run_is_said(record, again, tmp_path, capsys):
         with pytest.raises(RecordError, match=match):
             again(folder, **options)
     for words, error in (
-        ([str(tmp_path), "--step", "1"], "has no engine.json: it is not a folder of record_steps"),
+        ([str(tmp_path), "--step", "1"], "has no engine.json: it was not written by record_steps"),
         ([str(folder), "--step", "first"], "--step is 'first'; allowed: a number, or last"),
         ([str(folder), "--tolerance", "-1"], "--tolerance is -1.0; allowed: 0 or more"),
     ):

@@ -118,5 +118,5 @@ def test_without_room_for_adapters_the_program_is_the_product():
 
 def test_a_product_that_takes_adapters_asks_what_its_rows_are():
     graph, state = linear(SPEC)
-    with pytest.raises(ValueError, match="must be told what its rows are"):
+    with pytest.raises(ValueError, match="needs `rows`"):
         nnx.merge(graph, state)(jnp.zeros((1, 12)))

@@ -179,7 +179,7 @@ def test_an_engine_computes_with_it(about, tmp_path, monkeypatch):
     tokens, loaded = [], []
     for text in ("", about, about):
         monkeypatch.setattr(library, "load", lambda text=text: text)
-        monkeypatch.setattr(registry, "_MADE", set())
+        monkeypatch.setattr(registry, "_BUILT", set())
         cache._environment.cache_clear()
         llm = LLM(str(TINY_CHECKPOINT), **options, **({"compile_cache_dir": str(tmp_path)} if text else {}))
         row = {row["modules"]: row["product"] for row in llm.core.utility("weights")}["layers.*.mlp.down"]

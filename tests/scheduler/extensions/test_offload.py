@@ -89,7 +89,7 @@ def test_pages_leave_and_come_back():
     scheduler.release(again)
     step(scheduler)
     assert again.num_cached_tokens == 16 and offload.num_hits == again.num_external_tokens == 8
-    assert not offload._tried
+    assert not offload._checked
 
 
 def test_a_page_is_stored_once_it_is_looked_for_often():

@@ -16,7 +16,7 @@ from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import Executable
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms
 from jaxengine.runner.extensions.drafts.section import NAME
-from jaxengine.runner.programs.program_needs import estimate_memory, held_by
+from jaxengine.runner.programs.program_needs import estimate_needs, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.scheduler.batches.buckets import Bucket
 
@@ -86,7 +86,7 @@ class Drafter(StageExtension):
         for buckets in ([bucket for bucket in target.packer.buckets if bucket not in wide], sorted(wide)):
             for make in (self.programs.before, self.programs.after):
                 if (program := make(max(buckets), weights, kept)) is not None:
-                    own = estimate_memory(program, self.executables, self.programs.description, self._backend)
+                    own = estimate_needs(program, self.executables, self.programs.description, self._backend)
                     held, workspace = held + len(buckets) * own.held_as_whole, max(workspace, own.workspace)
         return held, workspace
 

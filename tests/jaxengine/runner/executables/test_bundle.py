@@ -146,7 +146,7 @@ def test_whatever_differs_is_named(copied):
     with pytest.raises(ConfigError, match="unheard_of"):
         Bundle(str(folder), None).check(here)
     for change, said in (
-        ({"sources": {"LlamaForCausalLM": "0"}}, "jaxengine's sources of LlamaForCausalLM"),
+        ({"sources": {"LlamaForCausalLM": "0"}}, "the sources of LlamaForCausalLM"),
         ({"sources": {}}, "it has no LlamaForCausalLM"),
         ({"programs": {}}, "it has no program"),
         ({"format": 2}, "its format is 2"),
@@ -192,11 +192,11 @@ def test_nothing_of_a_damaged_or_foreign_bundle_is_unpickled(copied, built, monk
         assert "manifest" in str(refused(**named))
     (folder / MANIFEST).write_bytes(whole)
     folder.chmod(0o777)
-    assert "not to be trusted" in str(refused(**named))
+    assert "cannot be trusted" in str(refused(**named))
     settled(**signed)  # the key vouches for it
     folder.chmod(0o755)
     (folder / MANIFEST).chmod(0o666)
-    assert "not to be trusted" in str(refused(**named))
+    assert "cannot be trusted" in str(refused(**named))
     for none in (str(tmp_path / "none"), str(folder / MANIFEST), str(tmp_path)):
         assert "cannot be read" in str(refused(bundle=none))
     assert not (tmp_path / "none").exists()

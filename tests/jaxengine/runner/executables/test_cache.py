@@ -16,7 +16,7 @@ from jaxengine.runner.base.program import Program
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.executables import cache
 from jaxengine.runner.executables.cache import ExecutableCache
-from jaxengine.runner.programs.program_needs import estimate_memory
+from jaxengine.runner.programs.program_needs import estimate_needs
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
 DEVICES = jax.devices()[:1]
@@ -93,7 +93,7 @@ def test_another_engine_traces_anew_what_jits_and_scans_inside_a_program_hold(fu
 def test_a_program_that_calls_python_is_measured_and_not_stored(tmp_path, caplog, call):
     cache = ExecutableCache(str(tmp_path), DEVICES)
     program = Program("double", lambda x: call(x) * 2, ARGUMENTS, ARGUMENTS[0], ())
-    assert estimate_memory(program, cache, "", "cpu").held > estimate_memory(program, cache, "", "cpu").workspace >= 0
+    assert estimate_needs(program, cache, "", "cpu").held > estimate_needs(program, cache, "", "cpu").workspace >= 0
     files = len(list(tmp_path.iterdir()))
     for description in ("one", "other"):
         assert run(get(cache, program.function, description=description)) == [0, 2, 4, 6]

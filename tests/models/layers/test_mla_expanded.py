@@ -1,4 +1,6 @@
-"""Keys and values made of latents against attention to the latents themselves, on plain XLA and the TPU's kernels."""
+"""Keys and values expanded from latents against attention to the latents themselves, on plain XLA and the TPU's
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import Latent, LayerAttention
-from jaxengine.models.layers.attention import mla, mla_made
+from jaxengine.models.layers.attention import mla, mla_expanded
 from jaxengine.models.layers.attention.attention import StepInputs, attention_spec
 from jaxengine.models.layers.attention.mla import LatentAttention
 from jaxengine.models.layers.base.rows import Rows
@@ -43,17 +45,17 @@ BATCHES = {
 
 @pytest.fixture(params=["cpu", pytest.param("tpu", marks=pytest.mark.thorough("interpreted"))])
 def platform(request, monkeypatch):
-    monkeypatch.setattr(mla_made, "PLATFORMS", ("cpu", "tpu"))
+    monkeypatch.setattr(mla_expanded, "PLATFORMS", ("cpu", "tpu"))
     for name, value in {"PIECE": 32, "BLOCK": 16, "HEADS": 2}.items():
-        monkeypatch.setattr(mla_made, name, value)
+        monkeypatch.setattr(mla_expanded, name, value)
     with pltpu.force_tpu_interpret_mode() if request.param == "tpu" else nullcontext():
         yield request.param
 
 
 def test_the_break_even_is_of_the_shape():
     deepseek = Latent(512, 128, 64, 128)
-    assert mla_made.least_tokens(LATENT) == LEAST and mla_made.least_tokens(deepseek) == 683
-    assert mla_made.least_tokens(Latent(16, 16, 8, 16)) is None
+    assert mla_expanded.least_tokens(LATENT) == LEAST and mla_expanded.least_tokens(deepseek) == 683
+    assert mla_expanded.least_tokens(Latent(16, 16, 8, 16)) is None
 
 
 WINDOWED = dataclasses.replace(ATTENTION, window=64)
@@ -70,21 +72,21 @@ WINDOWED = dataclasses.replace(ATTENTION, window=64)
         ({"platform": "gpu"}, ATTENTION, NUM_TOKENS, False),
     ],
 )
-def test_who_has_made_rows(monkeypatch, change, attention, num_tokens, has_some):
-    monkeypatch.setattr(mla_made, "PLATFORMS", ("cpu",))
+def test_which_rows_are_expanded(monkeypatch, change, attention, num_tokens, has_some):
+    monkeypatch.setattr(mla_expanded, "PLATFORMS", ("cpu",))
     wanted = {"page_size": PAGE_SIZE, "dtype": "float32", "platform": "cpu"} | change
     kv = KVSpec(NUM_PAGES, wanted["page_size"], 1, 34, 32, wanted["dtype"], values_in_keys=True)
     pool = jax.eval_shape(lambda: alloc(kv, platform=wanted["platform"]))
     batch, *_ = drawn(np.random.default_rng(0), MIXED)
-    rows = partial(mla_made.made_rows, attention, attention_spec(attention), num_tokens=num_tokens)
+    rows = partial(mla_expanded.expanded_rows, attention, attention_spec(attention), num_tokens=num_tokens)
     assert (jax.eval_shape(lambda batch, kv: rows(batch=batch, kv=kv), batch, pool) is not None) == has_some
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mixed T=1024", True), ("mixed T=512", False), ("decode", False)])
 def test_steps_that_hold_such_rows_have_them(monkeypatch, name, expected):
     seen = []
-    monkeypatch.setattr(mla_made, "PLATFORMS", ("cpu",))
-    monkeypatch.setattr(mla, "attend_made", lambda o, *rest, **sizes: seen.append(o.shape) or o)
+    monkeypatch.setattr(mla_expanded, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(mla, "attend_expanded", lambda o, *rest, **sizes: seen.append(o.shape) or o)
     config = EngineConfig(max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=1024)
     (stage,) = open_stages(model_config("deepseek-v3:1"), config, PLATFORMS["cpu"], jax.devices()[:1])
     bucket = next(bucket for bucket in stage.buckets(short=False) if str(bucket).startswith(name))
@@ -96,12 +98,12 @@ def test_steps_that_hold_such_rows_have_them(monkeypatch, name, expected):
 
 
 def test_short_rows_before_long_ones_have_few_tokens():
-    assert mla_made.most_short(LATENT, NUM_TOKENS) == NUM_TOKENS - LEAST == 64
+    assert mla_expanded.most_short(LATENT, NUM_TOKENS) == NUM_TOKENS - LEAST == 64
     deepseek = Latent(512, 128, 64, 128)
-    assert [mla_made.most_short(deepseek, tokens) for tokens in (683, 1024, 2048)] == [16, 352, 1376]
+    assert [mla_expanded.most_short(deepseek, tokens) for tokens in (683, 1024, 2048)] == [16, 352, 1376]
 
 
-def test_made_rows_are_what_absorbed_ones_are(platform):
+def test_expanded_rows_equal_absorbed_ones(platform):
     rng = np.random.default_rng(0)
     layer = LatentAttention(ATTENTION, 16, source="a", build=Build("float32"))
     for weight in (layer.w_uk, layer.w_uv):
@@ -115,12 +117,12 @@ def test_made_rows_are_what_absorbed_ones_are(platform):
         kv = import_pages(pool, jnp.arange(NUM_PAGES), pages)
         sizes = {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": platform}
         step = StepInputs(Rows(batch.slot_mapping >= 0, None), None, attention_schedule(batch, spec, **sizes))
-        made = mla_made.made_rows(ATTENTION, spec, batch, kv, NUM_TOKENS)
-        assert made is not None
+        expanded = mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS)
+        assert expanded is not None
         absorbed, both = (
-            layer._attend((q, q_rope), keys, kv, batch, each) for each in (step, step._replace(made=made))
+            layer._attend((q, q_rope), keys, kv, batch, each) for each in (step, step._replace(expanded=expanded))
         )
-        return absorbed, both, made.num_short
+        return absorbed, both, expanded.num_short
 
     for rows, num_short in list(BATCHES.values())[: 3 if platform == "tpu" else None]:
         batch, keys, pages = drawn(rng, rows)

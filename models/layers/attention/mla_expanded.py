@@ -1,12 +1,12 @@
 """Multi-head latent attention with expanded (non-absorbed) keys and values (section 2.1.1 of arXiv:2405.04434).
 
-Attention over latents takes the most operations for each pair of a query and a key, and none to expand keys. So a row
-(a sequence of the step) of many new tokens has the keys and values of its heads expanded from latents, for a few heads
-at a time: of its new tokens first, then of the tokens before, in pieces whose results are merged. The threshold follows
-from the latent's shape alone, so that a chunk's form depends on its own length.
+Attention over latents needs no expansion of keys, but more operations for each pair of a query and a key. So if a row
+(a sequence of the step) has many new tokens, the keys and values of its heads are expanded from the latents, for a few
+heads at a time: first those of its new tokens, then those of earlier tokens, in pieces whose results are merged. The
+threshold depends only on the latent's shape, so whether a chunk is expanded depends only on its own length.
 
-Owns which rows these are, and their keys. The products around are in mla.py, attention is in pallas_kernels: expanded
-keys lie in small pools of their own, which last for one step.
+This module chooses these rows and expands their keys into small pools, which last for one step. The surrounding
+products are in mla.py, and attention itself is in pallas_kernels.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, at
 from jaxengine.pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
-# Page layouts with expanded rows. Hopper's kernels take no values narrower than keys; on CPUs it has not paid off.
+# Platforms on which rows are expanded. Hopper's kernels need values as wide as keys; on CPUs it has not paid off.
 PLATFORMS = ("tpu",)
-PAGE = 16  # tokens of a page of expanded keys: a row begins with a page
+PAGE = 16  # tokens of a page of expanded keys; each row begins with a new page
 PIECE = 2048  # earlier keys that are attended to at a time
 BLOCK = 512  # earlier keys that are expanded at a time
 HEADS = 8  # most heads whose keys and values are expanded at a time
 
 
-class MadeRows(NamedTuple):
-    """Rows of a step whose keys and values are expanded, computed once for all layers. In a step of S rows and T tokens
-    they are the last rows, L at most.
+class ExpandedRows(NamedTuple):
+    """Rows of a step whose keys and values are expanded, computed once for all layers. They are the last rows, at most
+    L, of a step of S rows and T tokens.
 
     Attributes:
-      num_short: i32[], number of the rows before them, which attend to latents.
-      schedule: of attention for these earlier rows, over the step's first `most_short` tokens.
-      decode_schedule: of attention for these earlier rows, over the first S tokens, if they are all decodes.
-      short_form: i32[], 0 if there are no earlier rows, 1 if these are all decodes, otherwise 2.
-      rows: the new tokens of expanded rows alone, in pages of PAGE tokens.
-      own_schedule: of attention among these new tokens.
+      num_short: i32[], number of rows before them, which attend to latents.
+      schedule: attention schedule of the earlier rows, over the step's first `most_short` tokens.
+      decode_schedule: attention schedule of the earlier rows, over the first S tokens, for when all are decodes.
+      short_form: i32[], 0 if there are no earlier rows, 1 if they are all decodes, otherwise 2.
+      rows: batch of only the new tokens of expanded rows, in pages of PAGE tokens.
+      own_schedule: schedule of attention among these new tokens.
       token_row: i32[T], index of a token's row among the L, -1 for other tokens.
       slot_tokens: i32[n], the token in each slot of the pages of `rows`, -1 in empty slots.
       num_before: i32[L], number of keys before the new tokens.
-      piece_schedules: [2 * L, ...], of each row for a full piece of earlier keys, then of each row for its last piece.
+      piece_schedules: [2 * L, ...], attention schedules: of each row for a full piece of earlier keys, then of each row
+        for its last piece.
     """
 
     num_short: jax.Array
@@ -65,20 +66,20 @@ class MadeRows(NamedTuple):
 
 
 def least_tokens(latent: Latent) -> int | None:
-    """Return the fewest new tokens a row must have for its keys and values to be expanded; None if rows are never
+    """Return the number of new tokens from which on a row's keys and values are expanded; None if rows are never
     expanded.
 
-    Expanding a key costs C * U operations, with C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim. Each query then
-    saves 2 C - U on it, as both products of attention are narrower; if that is not positive the result is None. The
-    threshold is four times the number of queries that make up for the cost: few tokens fill tiles badly, and programs
-    of steps without such rows stay small.
+    Expanding a key costs C * U operations, where C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim. Each query
+    then saves 2 C - U operations on the key, since both products of attention are narrower; None is returned if that is
+    not positive. The threshold is four times the number of queries whose savings equal the cost, because few tokens
+    fill tiles badly, and because programs of steps without such rows then stay small.
     """
-    made = latent.qk_nope_head_dim + latent.v_head_dim
-    saved = 2 * latent.kv_lora_rank - made
-    return -(-4 * latent.kv_lora_rank * made // saved) if saved > 0 else None
+    width = latent.qk_nope_head_dim + latent.v_head_dim
+    saved = 2 * latent.kv_lora_rank - width
+    return -(-4 * latent.kv_lora_rank * width // saved) if saved > 0 else None
 
 
-def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
+def may_expand(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
     """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`.
 
     This requires a platform in PLATFORMS, a pool that is not quantised and whose page size divides BLOCK, latent
@@ -92,35 +93,35 @@ def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
     )
 
 
-def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
-    """Return the number of elements that expanding keys and values of `num_heads` heads reads and writes on a device,
-    for `num_tokens` keys.
+def num_expanded_elements(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
+    """Return the number of elements that are read and written on a device to expand the keys and values of `num_heads`
+    heads for `num_tokens` keys.
 
-    Counts the latents read, once for each group of heads expanded together, and the expanded keys and values written.
-    attention: one with a latent.
+    Latents are read once for each group of heads that is expanded together; expanded keys and values are written.
+    attention: must have a latent.
     """
     latent = attention.latent
     assert latent is not None
     groups = num_heads // _heads_at_once(num_heads)
-    width = latent.kv_lora_rank + latent.qk_rope_head_dim
-    made = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
-    return num_tokens * (groups * width + num_heads * made)
+    read = latent.kv_lora_rank + latent.qk_rope_head_dim
+    written = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
+    return num_tokens * (groups * read + num_heads * written)
 
 
 def most_short(latent: Latent, num_tokens: int) -> int:
-    """Return the most tokens that the rows before an expanded row may have together in a step of `num_tokens` tokens,
-    rounded up to a multiple of PAGE but at most `num_tokens`.
+    """Return the most tokens that all rows before an expanded row can have in a step of `num_tokens` tokens, rounded up
+    to a multiple of PAGE, but at most `num_tokens`.
     """
     least = least_tokens(latent)
     assert least is not None
     return min(-(-max(num_tokens - least, 1) // PAGE) * PAGE, num_tokens)
 
 
-def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
-    """Return the AttentionSpec over expanded keys, for the heads that are expanded at a time on a device.
+def expanded_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
+    """Return the AttentionSpec for expanded keys, with the number of heads that are expanded at a time on a device.
 
-    spec: that of attention over latents, whose scale and soft cap are taken over. causal: whether a token sees only its
-    own position and earlier ones; False for keys that are all before it.
+    spec: the spec of attention over latents, which has the same scale and soft cap. causal: whether a token attends
+    only to its own and earlier positions; False for keys that all precede it.
     """
     heads = _heads_at_once(spec.num_q_heads)
     return AttentionSpec(
@@ -139,15 +140,15 @@ def _heads_at_once(num_heads: int) -> int:
     return max(count for count in range(1, min(HEADS, num_heads) + 1) if num_heads % count == 0)
 
 
-def made_rows(
+def expanded_rows(
     attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
-) -> MadeRows | None:
-    """Return the MadeRows of a step of T = num_tokens tokens; None if `makes_rows` is False for it.
+) -> ExpandedRows | None:
+    """Return the ExpandedRows of a step of T = num_tokens tokens; None if `may_expand` is False for it.
 
-    Expanded rows are those after the last row with fewer new tokens than `least_tokens`. spec: that of attention over
-    latents. batch: the step's rows, with `num_decode`. kv: the pool.
+    Expanded rows are those after the last row with fewer new tokens than `least_tokens`. spec: the spec of attention
+    over latents. batch: the step's rows, with `num_decode`. kv: the pool.
     """
-    if not makes_rows(attention, kv, num_tokens):
+    if not may_expand(attention, kv, num_tokens):
         return None
     latent, num_seqs = attention.latent, batch.kv_lens.shape[0]
     assert latent is not None and batch.num_decode is not None
@@ -187,7 +188,7 @@ def made_rows(
     tuning = _tuning(kv.platform)
 
     def schedule(batch: RaggedBatch, *, causal: bool) -> Any:
-        each = made_spec(latent, spec, causal=causal)
+        each = expanded_spec(latent, spec, causal=causal)
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE, "platform": kv.platform, "tuning": tuning}
         return attention_schedule(batch, each, **sizes)
 
@@ -200,7 +201,7 @@ def made_rows(
         short = batch._replace(num_seqs=num_short, slot_mapping=batch.slot_mapping[:count])
         return attention_schedule(short, spec, num_tokens=count, page_size=kv.page_size, platform=kv.platform)
 
-    return MadeRows(
+    return ExpandedRows(
         num_short=num_short,
         schedule=of_first(most_short(latent, num_tokens)),
         decode_schedule=of_first(num_seqs),
@@ -215,18 +216,17 @@ def made_rows(
 
 
 def _tuning(platform: str) -> Tuning:
-    """Return the platform's default tile sizes with larger tiles of tokens: heads do not share keys, so only many
-    tokens amortise reading one.
+    """Return the platform's default tile sizes, but with larger tiles of tokens: heads do not share keys here, so
+    reading a key must be amortised over many tokens.
     """
     tuning = tuning_of(platform)
     return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
-    """Return a batch with only row `row` of the expanded rows, which attends to `count` of its earlier keys, a piece
-    that has been expanded into a pool of its own.
+    """Return a batch that has only row `row` of the expanded rows, which attends to a piece of `count` earlier keys.
 
-    row, count: i32[]; count is at most PIECE. The keys are in the first pages of that pool, in order.
+    row, count: i32[]; count is at most PIECE. The piece has been expanded into the first pages of a pool, in order.
     """
     return rows._replace(
         cu_q_lens=lax.dynamic_slice_in_dim(rows.cu_q_lens, row, 2),
@@ -236,47 +236,46 @@ def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
     )
 
 
-def attend_made(
+def attend_expanded(
     o: jax.Array,
     q: tuple[jax.Array, jax.Array],
     keys: jax.Array,
     weights: tuple[Weight, Weight],
     kv: KVPages,
     page_table: jax.Array,
-    made: MadeRows,
+    expanded: ExpandedRows,
     *,
     latent: Latent,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Return o [T, N, Hv] with the results of the tokens of expanded rows replaced; all other tokens are unchanged.
+    """Return o [T, N, Hv] in which the results for tokens of expanded rows are replaced.
 
-    q: the queries' parts without rope and with it, [T, N, .] each. keys: this step's latents and their rotated parts,
+    q: the queries' parts without and with rope, each [T, N, .]. keys: this step's latents and their rotated parts,
     [T, C + R]. weights: W^UK and W^UV, which expand keys and values. kv: the pool of latents. page_table: i32[S, W],
-    its pages for all rows of the step. made: which rows are expanded, from `made_rows`. spec: that of attention over
-    latents.
+    page table of all rows of the step. expanded: result of `expanded_rows`. spec: the spec of attention over latents.
     """
-    own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
+    own_spec, piece_spec = (expanded_spec(latent, spec, causal=causal) for causal in (True, False))
     heads, dtype = own_spec.num_q_heads, o.dtype
-    most = made.num_before.shape[0]
-    slots = made.slot_tokens[:, None]
-    own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[jnp.maximum(made.slot_tokens, 0)], 0)
+    most = expanded.num_before.shape[0]
+    slots = expanded.slot_tokens[:, None]
+    own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[jnp.maximum(expanded.slot_tokens, 0)], 0)
     columns = BLOCK // kv.page_size
     table = jnp.pad(page_table, ((0, most), (0, -page_table.shape[1] % columns)))
-    table = lax.dynamic_slice_in_dim(table, made.num_short, most)
+    table = lax.dynamic_slice_in_dim(table, expanded.num_short, most)
     table = jnp.clip(table, 0, kv.num_pages - 1)
-    num_pieces = -(-made.num_before // PIECE)
+    num_pieces = -(-expanded.num_before // PIECE)
     ends = jnp.cumsum(num_pieces, dtype=jnp.int32)
 
     def some_heads(carry: tuple[jax.Array, jax.Array], group: jax.Array):
-        """Return ((o, rows), None): o with the results of heads number `group` * heads and following replaced for
-        expanded rows. `rows` is a buffer for expanded keys.
+        """Return ((o, rows), None), where the results of one group of heads for expanded rows are replaced in o. `rows`
+        is a buffer for expanded keys.
         """
         o, rows = carry
         first = group * heads
         q_group = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, heads, axis=1) for part in q], axis=-1)
         joined = _joined(weights, first, latent, heads)
 
-        def made_of(latents: jax.Array) -> jax.Array:
+        def expand(latents: jax.Array) -> jax.Array:
             return jnp.matmul(latents, joined, preferred_element_type=jnp.float32).astype(dtype)
 
         def attend(rows: jax.Array, batch: RaggedBatch, spec: AttentionSpec, schedule: Any):
@@ -285,32 +284,32 @@ def attend_made(
             return result.astype(jnp.float32), lse
 
         def piece(carry):
-            """Expand one piece of earlier keys, attend to it, and return the carry (number of the next piece, results,
-            log-sum-exps, buffer of expanded keys).
+            """Expand one piece of earlier keys, attend to it, and return the new carry: (number of the next piece,
+            results, log-sum-exps, buffer of expanded keys).
             """
             number, total, lse, rows = carry
             row = jnp.sum(number >= ends, dtype=jnp.int32)
             index = number - (ends - num_pieces)[row]
-            count = jnp.minimum(made.num_before[row] - index * PIECE, PIECE)
+            count = jnp.minimum(expanded.num_before[row] - index * PIECE, PIECE)
 
-            def make(block, rows):
+            def expand_block(block, rows):
                 ids = lax.dynamic_slice(table, (row, index * (PIECE // kv.page_size) + block * columns), (1, columns))
                 latents = export_pages(kv, ids[0]).reshape(BLOCK, -1)
                 there = block * BLOCK + jnp.arange(BLOCK)[:, None] < count
-                new = made_of(jnp.where(there, latents.astype(dtype), 0))
+                new = expand(jnp.where(there, latents.astype(dtype), 0))
                 return lax.dynamic_update_slice_in_dim(rows, new, block * BLOCK, axis=0)
 
-            rows = lax.fori_loop(0, -(-count // BLOCK), make, rows)
+            rows = lax.fori_loop(0, -(-count // BLOCK), expand_block, rows)
             which = row + jnp.where(index == num_pieces[row] - 1, most, 0)
-            schedule = jax.tree.map(lambda each: each[which], made.piece_schedules)
-            part = attend(rows, _piece(made.rows, row, count), piece_spec, schedule)
-            return number + 1, *_merged((total, lse), part, (made.token_row == row)[:, None]), rows
+            schedule = jax.tree.map(lambda each: each[which], expanded.piece_schedules)
+            part = attend(rows, _piece(expanded.rows, row, count), piece_spec, schedule)
+            return number + 1, *_merged((total, lse), part, (expanded.token_row == row)[:, None]), rows
 
-        total, lse = attend(made_of(own_keys), made.rows, own_spec, made.own_schedule)
+        total, lse = attend(expand(own_keys), expanded.rows, own_spec, expanded.own_schedule)
         start = jnp.int32(0), total, lse, rows
         _, total, _, rows = lax.while_loop(lambda carry: carry[0] < ends[-1], piece, start)
         before = lax.dynamic_slice_in_dim(o, first, heads, axis=1)
-        new = jnp.where((made.token_row >= 0)[:, None, None], total.astype(dtype), before)
+        new = jnp.where((expanded.token_row >= 0)[:, None, None], total.astype(dtype), before)
         return (lax.dynamic_update_slice_in_dim(o, new, first, axis=1), rows), None
 
     rows = jnp.zeros((PIECE, heads * (own_spec.head_dim + own_spec.v_head_dim)), dtype)
@@ -322,8 +321,8 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
     """Return the matrix [C + R, heads * (H + Hv)] that expands a latent and its rotated part to the key and value of
     each of `heads` heads.
 
-    weights: W^UK and W^UV. first: i32[], index on this device of the first of these heads. The rotated part, which all
-    heads share, is copied into each key. Expanded keys thus have a page's layout, and nothing is concatenated per key.
+    weights: W^UK and W^UV. first: i32[], index on this device of the first of these heads. The matrix copies the
+    rotated part, which all heads share, into each key. So its results have the layout of a page without concatenation.
     """
     sizes = latent.qk_nope_head_dim, latent.v_head_dim
     of_keys, of_values = (
@@ -339,10 +338,9 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
 
 
 def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
-    """Return the attention results [T, N, Hv] and log-sum-exps [T, N] over two disjoint sets of keys, given such pairs
-    over each, `all_before` and `part`; all f32.
-
-    Tokens whose `member`, bool[T, 1], is False see the first set alone.
+    """Return (attention results [T, N, Hv], log-sum-exps [T, N]) over the union of two disjoint sets of keys.
+    all_before, part: the same for each set. All are f32. member: bool[T, 1]; tokens for which it is False attend to the
+    first set only.
     """
     (o, lse), (more, more_lse) = all_before, part
     more_lse, more = jnp.where(member, more_lse, -jnp.inf), jnp.where(member[..., None], more, 0.0)
@@ -356,21 +354,21 @@ def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.
 
 
 def _attention_and_spec(attention: LayerAttention, build: Build) -> tuple[LayerAttention, AttentionSpec] | None:
-    """Return the argument `key` of `_of_step` for a layer, (attention, its AttentionSpec); None for a layer without
-    attention or with an indexer.
+    """Return (attention, its AttentionSpec), the key of `_of_step`, for a layer; None for a layer without attention or
+    with an indexer.
     """
     attends = attention.attends and attention.index is None
     return (attention, attention_spec(attention, build.mesh)) if attends else None
 
 
-def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> MadeRows | None:
-    """Return `made_rows` of a step; None if every row has at most one token, or if some tokens see keys after their own
-    (`key_limits`).
+def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> ExpandedRows | None:
+    """Return `expanded_rows` of a step; None if no row has more than one token, or if some tokens attend to keys after
+    their own (`key_limits`).
     """
     attention, spec = key
     if step.key_limits is not None or len(step.batch.logits_indices) >= len(step.batch.token_ids):
         return None
-    return made_rows(attention, spec, step.batch.ragged[0], step.kv, step.batch.token_ids.shape[0])
+    return expanded_rows(attention, spec, step.batch.ragged[0], step.kv, step.batch.token_ids.shape[0])
 
 
-MADE_ROWS = StepInput("made_rows", _attention_and_spec, _of_step)
+EXPANDED_ROWS = StepInput("expanded_rows", _attention_and_spec, _of_step)
