@@ -223,7 +223,7 @@ drafts, `kv_cache_dtype` fp8 and int8, and GGUF files are refused.
 files; see [Tokenizers](tokenizers.md).
 
 **From the hub**, the configuration, the tokenizer and the weights listed in `model.safetensors.index.json` are
-downloaded once; `consolidated.safetensors`, `original/` and pickles are not. Name a GGUF file as `org/name/FILE.gguf`,
+downloaded once; `original/`, pickles and, unless they are the only weights, `consolidated.safetensors` are not. Name a GGUF file as `org/name/FILE.gguf`,
 or by its quantisation as `org/name:Q4_K_M`. GGUF files of Mistral, InternLM 3 and Mixtral call their architecture
 `llama`.
 

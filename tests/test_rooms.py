@@ -138,7 +138,7 @@ ROOMS = {
         "sharding models.params models.config models.config.readers models.quantization models models.layers "
         "models.families"
     ),
-    "models.weights.views": "sharding models.params models.quantization.base models",
+    "models.weights.views": "sharding models.params models.config models.quantization.base models",
     "models.weights.formats": "models.params models models.weights.views",
     "models.weights.gguf": (
         "models.params models.quantization.base models.quantization.schemes models models.weights.views"
@@ -161,7 +161,8 @@ ROOMS = {
     "grammars": "scheduler.base workers",
     "sampling": "sharding scheduler.base",
     "tokens.vocabularies": "models.params",
-    "tokens": "models.params scheduler.base workers tokens.vocabularies",
+    "tokens.mistral": "models.params tokens.vocabularies",
+    "tokens": "models.params scheduler.base workers tokens.vocabularies tokens.mistral",
     "config.base": "models",
     "config.execution": "models.config scheduler.batches config.base",
     "config.features": "models.config models.config.readers scheduler.base config.base",
