@@ -169,11 +169,12 @@ ROOMS = {
     "config.inputs": "models.config config.base",
     "config.kv": "models.config models config.base",
     "config": (
-        "sharding models.config scheduler.base scheduler.batches scheduler.extensions jaxengine:base config.base "
+        "sharding models.params models.config scheduler.base scheduler.batches scheduler.extensions jaxengine:base "
+        "config.base "
         "config.execution config.features config.inputs config.kv"
     ),
     "media.base": "scheduler.base config.inputs",
-    "media.processors": "models.params models.config scheduler.base media.base",
+    "media.processors": "models.params models.config models.config.readers scheduler.base media.base",
     "media.decoding": "models.params config.inputs media.base",
     "media.fetching": "jaxengine:base config.inputs config media.base media.decoding",
     "drafts": "config.features",
@@ -184,7 +185,7 @@ ROOMS = {
         "config.execution config.features config.inputs config"
     ),
     "media": (
-        "models.config models.config.readers scheduler.base jaxengine:base config.inputs media.base "
+        "models.params models.config models.config.readers scheduler.base jaxengine:base config.inputs media.base "
         "media.processors media.decoding media.fetching"
     ),
     "parsers.scan": "jaxengine:base",

@@ -241,6 +241,10 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
     """
     if config.load_format not in ("auto", "gguf", "dummy"):
         raise ConfigError("load_format", config.load_format, f"auto, gguf or dummy for a file, {path}")
+    if config.config_format == MISTRAL:
+        raise ConfigError("config_format", config.config_format, f"auto or hf for a file, {path}")
+    if config.tokenizer_mode == MISTRAL and config.tokenizer is None and not config.skip_tokenizer_init:
+        raise ConfigError("tokenizer_mode", config.tokenizer_mode, f"auto or hf for a file, {path}, with its tokenizer")
     if path.name.endswith((".safetensors", ".safetensors.index.json", "config.json")):
         problem = f"model {str(path)!r} is one file of a Hugging Face folder"
         raise ConfigError.because("model", problem, f"name the folder, {str(path.parent)!r}")

@@ -201,9 +201,10 @@ def _format(content: Mapping[str, Any], version: int, special: Sequence[str], pa
     efforts: tuple[str, ...] = ()
     if version >= 15 and isinstance(effort, dict):
         values, default = effort.get("values"), effort.get("default")
-        if not isinstance(values, list) or default not in values or not all(_is_word(each) for each in values):
+        words = [each for each in values if _is_word(each)] if isinstance(values, list) else []
+        if not words or words != values or default not in words:
             raise ModelFileError(path, "must have a list of values, and one of them as default", "reasoning_effort")
-        efforts = (default, *(each for each in values if each != default))
+        efforts = (str(default), *(each for each in words if each != default))
     return MistralFormat(version, bool(_images(content)), bool(content.get("audio")), thinks, efforts)
 
 
