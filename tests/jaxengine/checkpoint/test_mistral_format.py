@@ -24,6 +24,7 @@ from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.load import check_headers
 from jaxengine.models.weights.views.mistral import renamed
 from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures.mistral_chats import tekken
 from tests.tables import each_row
 
 SIZES = {
@@ -196,6 +197,24 @@ def test_a_checkpoint_in_the_other_format_is_the_same_model(tmp_path):
                 np.testing.assert_array_equal(source.weights.read(key, rows, columns), expected[rows, columns])
         assert compared == tensors.keys(), name
         source.close()
+
+
+def test_images_are_as_large_as_in_the_library(tmp_path):
+    """Rows and columns of an image's tokens, as mistral-common 1.13.1 counts them, and the marks between them."""
+    written("mistral3_pictures_vision", tmp_path)
+    params = json.loads((tmp_path / "params.json").read_text())
+    params["vision_encoder"]["image_token_id"] = 10
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken(13)))
+    config = EngineConfig(model=str(tmp_path))
+    source = open_model(config)
+    source.close()
+    processor = open_processor(tmp_path, source.config, tokenizer=source.load_tokenizer(config))
+    for size, grid in {(64, 64): (8, 8), (99, 130): (7, 8), (52, 200): (3, 8), (1, 40): (1, 5)}.items():
+        assert processor.merged(processor.largest("image", size))[1:] == grid, size
+    image = processor.process("image", np.zeros((16, 24, 3), np.uint8), {})
+    ids = processor.expand([137, 10, 138], {"image": [image]}).token_ids
+    assert ids == [137, 10, 10, 10, 12, 10, 10, 10, 13, 138]
 
 
 def test_rows_that_were_rotated_in_pairs_are_rotated_in_halves(tmp_path):
