@@ -322,12 +322,12 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
+    if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
+        weights = MistralSource(weights, *heads_in_pairs(model))
     model = with_stored_head(_with_generation_config(model, path, config), raw, weights)
-    if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
+    if pooling is not None and weights is not None and not isinstance(weights, Path):
         names = model_for_hf(model.architecture).checkpoint_names
         weights = with_own_files(path, weights, names, pooling.pooler)
-    elif isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
-        weights = MistralSource(weights, *heads_in_pairs(model))
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
 
 

@@ -264,6 +264,14 @@ def test_fp8_is_read_as_stored(tmp_path):
     source.close()
 
 
+def test_a_stored_head_and_a_pooling_model(tmp_path):
+    written("mistral", tmp_path, tied_embeddings=True)
+    assert not open_model(EngineConfig(skip_tokenizer_init=True, model=str(tmp_path))).config.tie_word_embeddings
+    pooled = open_model(EngineConfig(skip_tokenizer_init=True, model=str(tmp_path), runner="pooling"))
+    assert pooled.pooling is not None and "model.layers.0.self_attn.q_proj.weight" in pooled.weights.names()
+    pooled.close()
+
+
 def test_options_choose_a_format(tmp_path):
     """With both formats in a folder the usual one counts, unless an option says otherwise."""
     written("mistral", tmp_path, max_position_embeddings=96)
