@@ -223,9 +223,9 @@ drafts, `kv_cache_dtype` fp8 and int8, and GGUF files are refused.
 files; see [Tokenizers](tokenizers.md).
 
 **From the hub**, the configuration, the tokenizer and the weights listed in `model.safetensors.index.json` are
-downloaded once; `consolidated.safetensors`, `original/` and pickles are not. Name a GGUF file as `org/name/FILE.gguf`,
-or by its quantisation as `org/name:Q4_K_M`. GGUF files of Mistral, InternLM 3 and Mixtral call their architecture
-`llama`.
+downloaded once; `original/`, pickles and, unless they are the only weights, `consolidated.safetensors` are not. Name a
+GGUF file as `org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. GGUF files of Mistral,
+InternLM 3 and Mixtral call their architecture `llama`.
 
 **Your own family:** register it with `jaxengine.register_model`, as
 [examples/custom_model.py](../examples/custom_model.py) does. Every command takes such a file, or a module on

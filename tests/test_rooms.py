@@ -138,7 +138,7 @@ ROOMS = {
         "sharding models.params models.config models.config.readers models.quantization models models.layers "
         "models.families"
     ),
-    "models.weights.views": "sharding models.params models.quantization.base models",
+    "models.weights.views": "sharding models.params models.config models.quantization.base models",
     "models.weights.formats": "models.params models models.weights.views",
     "models.weights.gguf": (
         "models.params models.quantization.base models.quantization.schemes models models.weights.views"
@@ -161,18 +161,20 @@ ROOMS = {
     "grammars": "scheduler.base workers",
     "sampling": "sharding scheduler.base",
     "tokens.vocabularies": "models.params",
-    "tokens": "models.params scheduler.base workers tokens.vocabularies",
+    "tokens.mistral": "models.params tokens.vocabularies",
+    "tokens": "models.params scheduler.base workers tokens.vocabularies tokens.mistral",
     "config.base": "models",
     "config.execution": "models.config scheduler.batches config.base",
     "config.features": "models.config models.config.readers scheduler.base config.base",
     "config.inputs": "models.config config.base",
     "config.kv": "models.config models config.base",
     "config": (
-        "sharding models.config scheduler.base scheduler.batches scheduler.extensions jaxengine:base config.base "
+        "sharding models.params models.config scheduler.base scheduler.batches scheduler.extensions jaxengine:base "
+        "config.base "
         "config.execution config.features config.inputs config.kv"
     ),
     "media.base": "scheduler.base config.inputs",
-    "media.processors": "models.params models.config scheduler.base media.base",
+    "media.processors": "models.params models.config models.config.readers scheduler.base media.base",
     "media.decoding": "models.params config.inputs media.base",
     "media.fetching": "jaxengine:base config.inputs config media.base media.decoding",
     "drafts": "config.features",
@@ -183,7 +185,7 @@ ROOMS = {
         "config.execution config.features config.inputs config"
     ),
     "media": (
-        "models.config models.config.readers scheduler.base jaxengine:base config.inputs media.base "
+        "models.params models.config models.config.readers scheduler.base jaxengine:base config.inputs media.base "
         "media.decoding media.fetching"
     ),
     "parsers.scan": "jaxengine:base",

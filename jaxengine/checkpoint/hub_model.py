@@ -1,7 +1,8 @@
 """Selects the files of a hub repository that a model needs: configuration and tokenizer first, then the weights they
 name.
 
-Duplicate weights (`consolidated.safetensors`, `original/`, pickles) are not downloaded. A GGUF file of a repository is
+Duplicate weights (`consolidated.safetensors` of a model that also has transformers' files, `original/`, pickles) are
+not downloaded. A GGUF file of a repository is
 named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
 """
 
@@ -15,14 +16,22 @@ from pathlib import Path
 
 from jaxengine.checkpoint.hub import download, list_files
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.models.config.readers.hf import CONFIG_FILE
-from jaxengine.models.params.files import read_object
+from jaxengine.models.config.readers.hf import config_file
+from jaxengine.models.params.files import MISTRAL, read_object
 from jaxengine.models.weights.adapters.folder import CONFIG_FILE as ADAPTER_FILE
 from jaxengine.models.weights.adapters.folder import WEIGHTS_FILE
-from jaxengine.models.weights.formats.safetensors import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
+from jaxengine.models.weights.formats.safetensors import CONSOLIDATED, PICKLE_SUFFIXES, USUAL, files_of
 from jaxengine.models.weights.gguf.split import PART
 
-OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model", "vocab.txt")
+OTHER_FILES = (
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "*.tiktoken",
+    "tiktoken.model",
+    "vocab.txt",
+)
 # Weights of a pooling model's modules, which sentence-transformers writes into separate folders.
 _MODULES = "[0-9]_*/model.safetensors"
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")
@@ -34,11 +43,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def download_model(name: str, config: EngineConfig) -> Path:
     """Download a hub model unless it is already there; return its folder, or its GGUF file if `name` names one.
 
-    name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. config: for revision, download_dir, hf_token and
-    load_format. With load_format "dummy" no safetensors are downloaded.
+    name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. config: for revision, download_dir, hf_token,
+    config_format and load_format. With load_format "dummy" no safetensors are downloaded.
 
     Raises:
-      ConfigError: `name` is not a hub model, the hub refuses it, or it has no config.json or no safetensors.
+      ConfigError: `name` is not a hub model, the hub refuses it, or it has no configuration or no safetensors.
       ModelFileError: the index of its weights is invalid.
     """
     if quantised := _QUANTISED.fullmatch(name):
@@ -52,20 +61,22 @@ def download_model(name: str, config: EngineConfig) -> Path:
         pattern = glob.escape(first["stem"]) + _PARTS if first and int(first["number"]) == 1 else glob.escape(file)
         return _gguf("/".join(parts[:2]), (pattern,), name, config)
     folder = from_hub("model", name, OTHER_FILES, config.revision, config)
-    if not (folder / CONFIG_FILE).exists():
-        problem = f"model {name!r} has no {CONFIG_FILE} on the hub"
+    if not (folder / (file := config_file(folder, config.config_format))).exists():
+        problem = f"model {name!r} has no {file} on the hub"
         raise ConfigError.because("model", problem, f"name a GGUF file of it, as {name}/FILE.gguf or {name}:Q4_K_M")
     if config.load_format == "dummy":
         return folder
     # All files of one commit, even if the branch moves meanwhile.
     revision = folder.name if _COMMIT.fullmatch(folder.name) else config.revision
-    weights = _weight_files(folder)
     # An adapter for prompts with sounds.
     adapters = [WEIGHTS_FILE] if (folder / ADAPTER_FILE).exists() else []
-    folder = from_hub("model", name, [*weights, *adapters, _MODULES], revision, config)
-    if weights == [SINGLE_FILE] and not (folder / SINGLE_FILE).exists():
-        raise _without_weights(name, revision, config)
-    return folder
+    stems = (CONSOLIDATED,) if config.load_format == MISTRAL else (USUAL, CONSOLIDATED)
+    for stem in stems:
+        weights, single = _weight_files(folder, stem), files_of(stem)[0]
+        folder = from_hub("model", name, [*weights, *adapters, _MODULES], revision, config)
+        if weights != [single] or (folder / single).exists():
+            return folder
+    raise _without_weights(name, revision, config, stems[0])
 
 
 def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
@@ -81,23 +92,23 @@ def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | Non
     return download(param, name, patterns, revision=revision, cache_dir=config.download_dir, token=config.hf_token)
 
 
-def _weight_files(folder: Path) -> list[str]:
+def _weight_files(folder: Path, stem: str) -> list[str]:
     """Return glob patterns of the weight files: the shards that the index in the folder lists, or the single file
     without an index.
 
-    Raises ModelFileError for an index that cannot be read.
+    stem: beginning of their names. Raises ModelFileError for an index that cannot be read.
     """
-    index = read_object(folder, INDEX_FILE)
-    shards = (index or {}).get("weight_map")
+    single, index = files_of(stem)
+    shards = (read_object(folder, index) or {}).get("weight_map")
     if not isinstance(shards, dict):
-        return [SINGLE_FILE]
+        return [single]
     return sorted({glob.escape(file) for file in shards.values() if isinstance(file, str)})
 
 
-def _without_weights(name: str, revision: str | None, config: EngineConfig) -> ConfigError:
+def _without_weights(name: str, revision: str | None, config: EngineConfig, stem: str) -> ConfigError:
     """Return the ConfigError for a repository without safetensors, which names its pickle weights if it has some.
 
-    name, revision: of the repository. config: for the hub's token.
+    name, revision: of the repository. config: for the hub's token. stem: beginning of the names of the files.
     """
     files = list_files(name, revision=revision, token=config.hf_token)
     at_top = [file for file in files if "/" not in file and file != "training_args.bin"]
@@ -105,7 +116,7 @@ def _without_weights(name: str, revision: str | None, config: EngineConfig) -> C
     if pickles:
         problem = f"model {name!r} has pickle weights only ({pickles[0]}), which can run code and are never read"
         return ConfigError.because("model", problem, "convert them to safetensors, and name the folder or a revision")
-    problem = f"model {name!r} has neither {SINGLE_FILE} nor {INDEX_FILE} on the hub"
+    problem = f"model {name!r} has neither {' nor '.join(files_of(stem))} on the hub"
     return ConfigError.because("model", problem, "name a model with safetensors; pickle weights are never read")
 
 

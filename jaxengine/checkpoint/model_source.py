@@ -29,19 +29,20 @@ from jaxengine.config.inputs.multimodal import AUDIO, MODALITIES
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import RopeFactors
-from jaxengine.models.config.readers.hf import CONFIG_FILE, read_config_json
+from jaxengine.models.config.readers.hf import CONFIG_FILE, config_file, read_config_json
 from jaxengine.models.config.readers.overrides import UnreadError, check_read, overridden, overridden_metadata
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.files import inside, read_object
+from jaxengine.models.params.files import MISTRAL, inside, read_object
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.registry import ALIASES, ROUNDED, rounded
 from jaxengine.models.registry import build_model, model_for_hf, read_gguf, read_hf
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE
-from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.formats.safetensors import CONSOLIDATED, USUAL, SafetensorsCheckpoint, files_of
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from jaxengine.models.weights.pooled import with_own_files
+from jaxengine.models.weights.views.mistral import MistralSource, heads_in_pairs
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -110,7 +111,8 @@ class ModelSource:
         folder = self.tokenizer_path or self.path
         if folder.is_dir() or self.tokenizer_path is not None:
             sentence = None if self.pooling is None else self.pooling.sentence
-            return Tokenizer.from_hf_folder(folder, lowers=sentence is not None and sentence.do_lower_case)
+            lowers = sentence is not None and sentence.do_lower_case
+            return Tokenizer.from_hf_folder(folder, lowers=lowers, mode=config.tokenizer_mode)
         with GGUFFile(self.path) as file:
             return Tokenizer.from_gguf(file.metadata, path=str(self.path))
 
@@ -239,6 +241,10 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
     """
     if config.load_format not in ("auto", "gguf", "dummy"):
         raise ConfigError("load_format", config.load_format, f"auto, gguf or dummy for a file, {path}")
+    if config.config_format == MISTRAL:
+        raise ConfigError("config_format", config.config_format, f"auto or hf for a file, {path}")
+    if config.tokenizer_mode == MISTRAL and config.tokenizer is None and not config.skip_tokenizer_init:
+        raise ConfigError("tokenizer_mode", config.tokenizer_mode, f"auto or hf for a file, {path}, with its tokenizer")
     if path.name.endswith((".safetensors", ".safetensors.index.json", "config.json")):
         problem = f"model {str(path)!r} is one file of a Hugging Face folder"
         raise ConfigError.because("model", problem, f"name the folder, {str(path.parent)!r}")
@@ -303,11 +309,11 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     if not path.is_dir():
         raise ModelFileError(path, "must be a regular file or a folder")
     converted = (path / LAYOUT_FILE).is_file()
-    allowed = ("auto", *(("orbax",) if converted else ("safetensors", "runai_streamer")), "dummy")
+    allowed = ("auto", *(("orbax",) if converted else ("safetensors", MISTRAL, "runai_streamer")), "dummy")
     if config.load_format not in allowed:
         raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
-    if not (path / CONFIG_FILE).exists():
-        raise ModelFileError(path, f"has no config.json; {_what_to_name(path)}")
+    if not (path / (name := config_file(path, config.config_format))).exists():
+        raise ModelFileError(path, f"has no {name}; {_what_to_name(path)}")
     raw, model, pooling = _read_config(path, config)
     if pooling is not None:
         if converted:
@@ -316,21 +322,35 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
+    if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
+        weights = MistralSource(weights, *heads_in_pairs(model))
     model = with_stored_head(_with_generation_config(model, path, config), raw, weights)
-    if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
+    if pooling is not None and weights is not None and not isinstance(weights, Path):
         names = model_for_hf(model.architecture).checkpoint_names
         weights = with_own_files(path, weights, names, pooling.pooler)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
 
 
 def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
-    """Open the safetensors of the model that `config` names, at a URL or in a folder.
+    """Open the safetensors of the model that `config` names, at a URL or in a folder: transformers' or, if load_format
+    says so or they are the only ones, Mistral AI's.
 
     path: the folder that `find_model` returned. Raises ModelFileError.
     """
+    stem = CONSOLIDATED if config.load_format == MISTRAL or _only_consolidated(path, config) else USUAL
     if config.model is not None and is_url(config.model):
-        return SafetensorsCheckpoint(path, RemoteFolder(config.model).open)
-    return SafetensorsCheckpoint(path)
+        return SafetensorsCheckpoint(path, RemoteFolder(config.model).open, stem=stem)
+    return SafetensorsCheckpoint(path, stem=stem)
+
+
+def _only_consolidated(path: Path, config: EngineConfig) -> bool:
+    """Whether a folder's weights are Mistral AI's files only. Of a folder at a URL, which has no weights here, those of
+    a model with params.json alone are.
+    """
+    if config.model is not None and is_url(config.model):
+        return not (path / CONFIG_FILE).exists()
+    has = {stem: any(map(Path.exists, map(path.joinpath, files_of(stem)))) for stem in (USUAL, CONSOLIDATED)}
+    return has[CONSOLIDATED] and not has[USUAL]
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
@@ -340,7 +360,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
     Raises ConfigError for an override that nothing reads and for options that contradict the model; ModelFileError for
     an invalid config.json.
     """
-    stored, overrides = read_config_json(path), config.hf_overrides or {}
+    stored, overrides = read_config_json(path, config.config_format), config.hf_overrides or {}
 
     def token_id(token: str) -> int | None:
         """Return the id of a token in the vocabulary, None if it has none. Raises ConfigError with
@@ -348,7 +368,8 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
         """
         if config.skip_tokenizer_init:
             raise ConfigError("skip_tokenizer_init", True, "False: classifier_from_token names tokens by their text")
-        return Tokenizer.from_hf_folder(_find_tokenizer(config) or path).backend.token_to_id(token)
+        folder = _find_tokenizer(config) or path
+        return Tokenizer.from_hf_folder(folder, mode=config.tokenizer_mode).backend.token_to_id(token)
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         """Return (the model that a config.json describes, its PoolingModel or None if it generates).
@@ -372,7 +393,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
         model, pooling = read(raw)
     except ModelConfigError as error:
         changed = f" (with hf_overrides, {', '.join(overrides)})" if overrides else ""
-        raise ModelFileError(path / CONFIG_FILE, f"{error}{changed}") from error
+        raise ModelFileError(path / config_file(path, config.config_format), f"{error}{changed}") from error
     with _named_overrides():
         check_read(stored, overrides, read)
     return raw, model, pooling

@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 from jaxengine.checkpoint.hub_model import OTHER_FILES
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.models.config.readers.hf import CONFIG_FILE
+from jaxengine.models.config.readers.mistral import PARAMS_FILE
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.weights.formats.safetensors import INDEX_FILE
+from jaxengine.models.weights.formats.safetensors import CONSOLIDATED, INDEX_FILE, files_of
 
 # Scheme -> the package that its file system needs in addition to fsspec, and what installs it.
 SCHEMES = {
@@ -47,7 +48,11 @@ _NAMES = (
     *(CONFIG_FILE, "generation_config.json", INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.txt"),
     *("tokenizer.model", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *(PARAMS_FILE, files_of(CONSOLIDATED)[1], "tekken.json", "tokenizer.model.v1", "tokenizer.model.v2"),
+    *("tokenizer.model.v3", "tokenizer.model.v7"),
 )
+# Files of which a model has at least one.
+CONFIGS = (CONFIG_FILE, PARAMS_FILE)
 # Limits of the downloaded files: one's size in bytes, and their number.
 _MOST_BYTES, _MOST_FILES = 2 << 30, 256
 # Ranges that are fetched at a time, and their size in bytes; attempts for each, and seconds before the second one.
@@ -95,21 +100,21 @@ class RemoteFolder:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weights")
 
     def download(
-        self, cache: str | None = None, patterns: Sequence[str] = OTHER_FILES, needed: str = CONFIG_FILE
+        self, cache: str | None = None, patterns: Sequence[str] = OTHER_FILES, needed: Sequence[str] = CONFIGS
     ) -> Path:
         """Download the files that match `patterns`, by default configuration and tokenizer; return their local folder.
 
         The folder is created in `cache`, None for that of hub downloads, and its name is a digest of the content; if it
-        exists already, it is not replaced. needed: file that must be there. Raises ConfigError if the URL cannot be
-        read, has no file `needed` or more than _MOST_FILES that match, ModelFileError for a file of more than
+        exists already, it is not replaced. needed: files of which one must be there. Raises ConfigError if the URL
+        cannot be read, has none of `needed` or more than _MOST_FILES that match, ModelFileError for a file of more than
         _MOST_BYTES, OSError if the cache cannot be written.
         """
         from huggingface_hub.constants import HF_HUB_CACHE
 
         names = self._names(patterns)
-        if needed not in names:
-            problem = f"{self._param} {self.url!r} has no {needed}"
-            raise ConfigError.because(self._param, problem, f"name a folder with {needed} and *.safetensors")
+        if not {*needed} & {*names}:
+            problem = f"{self._param} {self.url!r} has no {needed[0]}"
+            raise ConfigError.because(self._param, problem, f"name a folder with {needed[0]} and *.safetensors")
         folder = Path(cache or HF_HUB_CACHE).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         made, digest = Path(tempfile.mkdtemp(prefix="remote-", dir=folder)), hashlib.sha256()
@@ -204,7 +209,7 @@ def local_adapter(path: str) -> str:
     if not is_url(path):
         return path
     try:
-        return str(RemoteFolder(path, "lora_path").download(None, ADAPTER_FILES, ADAPTER_CONFIG))
+        return str(RemoteFolder(path, "lora_path").download(None, ADAPTER_FILES, (ADAPTER_CONFIG,)))
     except ConfigError as error:
         raise ModelFileError("adapter", str(error)) from None
 

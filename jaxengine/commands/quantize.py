@@ -54,9 +54,8 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     # The pooling files of sentence-transformers are in subfolders.
     names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
     files = {name: inside(source.path, name) for name in names}
-    raw = say_head(
-        overridden(read_config_json(source.path), config.hf_overrides or {}), source.config.tie_word_embeddings
-    )
+    stored = read_config_json(source.path, config.config_format)
+    raw = say_head(overridden(stored, config.hf_overrides or {}), source.config.tie_word_embeddings)
     model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
     try:
         with new_folder(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
@@ -70,7 +69,7 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     lines = [f"{kind}: relative error {error:.2%}" for kind, error in errors.items()]
     if content is not None:
         size = min(WINDOW, model.config.max_position_embeddings - 1)
-        written = replace(config, model=str(folder), hf_overrides=None)
+        written = replace(config, model=str(folder), hf_overrides=None, config_format="auto", load_format="auto")
         before, after = (_perplexity(each, content, size) for each in (config, written))
         lines.append(f"perplexity on {text}: {before:.3f} before, {after:.3f} after")
     return "\n".join([*lines, f"{folder} is a model for --model"])

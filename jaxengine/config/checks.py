@@ -18,11 +18,12 @@ from jaxengine.config.features.pooler_config import POOLING_TASKS
 from jaxengine.config.inputs.encoder import check_encoder
 from jaxengine.config.kv.kv_cache import KV_CACHE_DTYPES, check_scales
 from jaxengine.config.kv.offload import check_offload
+from jaxengine.models.params.files import FORMATS
 from jaxengine.scheduler.base.config import POLICIES
 from jaxengine.scheduler.base.token_params import MAX_LOGPROBS
 from jaxengine.sharding.layout import GATHER, RAGGED
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy", "runai_streamer")
+LOAD_FORMATS = ("auto", "safetensors", "mistral", "gguf", "orbax", "dummy", "runai_streamer")
 # vLLM's formats that are refused -> why.
 _UNREAD_FORMATS = {
     **dict.fromkeys(("pt", "npcache"), "its files are pickles, which can run code and are never read"),
@@ -34,6 +35,8 @@ _UNREAD_FORMATS = {
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _CHOICES = {
+    "config_format": FORMATS,
+    "tokenizer_mode": FORMATS,
     "load_format": LOAD_FORMATS,
     "dtype": DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,

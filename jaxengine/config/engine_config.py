@@ -105,8 +105,12 @@ class EngineConfig(
       tokenizer: a folder with a tokenizer.json or a hub id, if not the model's own.
       tokenizer_revision: branch, tag or commit of the tokenizer on the hub.
       skip_tokenizer_init: load no tokenizer; requests use token ids instead of text.
-      load_format: "auto", "safetensors", "gguf", "orbax" (from `jaxengine convert`), or "dummy" for random weights.
-        "runai_streamer" means "safetensors", which reads the weights of a model at a URL in ranges.
+      tokenizer_mode: "hf" for transformers' files, "mistral" for Mistral AI's tekken.json or tokenizer.model.v3, with
+        the chat format that goes with it; "auto" for the first that there is.
+      config_format: "hf" for config.json, "mistral" for Mistral AI's params.json, "auto" for the first that there is.
+      load_format: "auto", "safetensors", "mistral" (consolidated.safetensors), "gguf", "orbax" (from `jaxengine
+        convert`), or "dummy" for random weights. "runai_streamer" means "safetensors", which reads the weights
+        of a model at a URL in ranges.
       revision: branch, tag or commit of the model on the hub.
       download_dir: folder for hub downloads, and for configuration and tokenizer of a model at a URL.
       hf_token: token for the hub; True or None for the stored one, if there is one; False for none.
@@ -208,6 +212,8 @@ class EngineConfig(
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     skip_tokenizer_init: bool = False
+    tokenizer_mode: str = "auto"
+    config_format: str = "auto"
     load_format: str = "auto"
     revision: str | None = None
     download_dir: str | None = None

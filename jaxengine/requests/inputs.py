@@ -471,7 +471,10 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
         advice = "set override_generation_config, or generation_config='vllm'"
         raise ConfigError.because(name, problem, advice) from error
     tokenizer = source.load_tokenizer(config)
-    processor, towers = open_processor(source.path, source.config, config.hf_overrides, tokenizer), source.config.towers
+    processor, towers = (
+        open_processor(source.path, source.config, config.hf_overrides, tokenizer, config.config_format),
+        source.config.towers,
+    )
     media = None if processor is None else MediaInputs(processor, towers, config, source.config.hidden_size)
     if media is not None:
         media.adapter = sound_adapter(source)

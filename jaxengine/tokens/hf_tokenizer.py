@@ -234,10 +234,10 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
         # Padding is not used, and tokenizer.json alone defines the unknown token: pad and unk may name missing tokens.
         if entry is not None and ids[role] is None and role in ("bos", "eos"):
             raise ModelFileError(folder / CONFIG, "names a token that the vocabulary does not have", key)
-    return SpecialTokens(**ids, turn_ends=_turn_ends(tokenizer, folder))  # type: ignore[arg-type]
+    return SpecialTokens(**ids, turn_ends=turn_ends(tokenizer, folder))  # type: ignore[arg-type]
 
 
-def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
+def turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
     """Return eos_token_id of the folder's generation_config.json as a tuple of ids; () if it is absent. Raises
     ModelFileError for ids outside the vocabulary, and for more than MAX_TURN_ENDS.
     """
@@ -250,12 +250,17 @@ def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def own_template(folder: Path) -> str | None:
+    """Return the content of the folder's chat_template.jinja; None without it. Raises ModelFileError."""
+    return read_text(folder, TEMPLATE, MAX_JSON_BYTES)
+
+
 def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str] | None:
     """Return the chat template, or a dict of templates by name, from chat_template.jinja or else from `config`; None
     without either. config: content of tokenizer_config.json. Raises ModelFileError for a value that is neither a text
     nor a list of named texts.
     """
-    template = read_text(folder, TEMPLATE, MAX_JSON_BYTES)
+    template = own_template(folder)
     if template is None:
         template = config.get("chat_template")
     if template is None or isinstance(template, str):

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 import tokenizers.decoders
 
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import AUTO, HF, MISTRAL
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.chat_template import ROLE_TOKENS, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
-from jaxengine.tokens.hf_tokenizer import TOKENIZER, read_hf_tokenizer
+from jaxengine.tokens.hf_tokenizer import TOKENIZER, own_template, read_hf_tokenizer, turn_ends
+from jaxengine.tokens.mistral.files import mistral_file, read_mistral_file
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.template_end import template_end
@@ -98,14 +101,30 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False) -> Tokenizer:
+    def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False, mode: str = AUTO) -> Tokenizer:
         """Return the tokenizer in the folder `path`: its tokenizer.json, or a vocabulary alone, and related files (see
-        hf_tokenizer). lowers: whether texts are lower-cased before tokenization. Raises ModelFileError for missing or
-        invalid files.
+        hf_tokenizer), or Mistral AI's own file.
+
+        lowers: whether texts are lower-cased before tokenization. mode: AUTO, HF or MISTRAL; with AUTO, Mistral AI's
+        file is used without a tokenizer.json, and for the chat template if no other file has one. Raises ModelFileError
+        for missing or invalid files.
         """
+        folder = Path(path)
         with rust_errors(path):
-            has_file = (Path(path) / TOKENIZER).is_file()
-            return cls(*read_hf_tokenizer(Path(path)), Path(path) if has_file else None, lowers)
+            has_file = (folder / TOKENIZER).is_file()
+            own = None if mode == HF else mistral_file(folder)
+            if mode == MISTRAL and own is None:
+                raise ModelFileError(
+                    folder, "has no tekken.json or tokenizer.model.v3: tokenizer_mode mistral reads one"
+                )
+            if own is not None and (mode == MISTRAL or not has_file):
+                backend, ids, form = read_mistral_file(folder, own)
+                special = SpecialTokens(**ids, turn_ends=turn_ends(backend, folder))
+                return cls(backend, special, own_template(folder) or form.template(), None, lowers)
+            backend, special, template = read_hf_tokenizer(folder)
+            if template is None and own is not None:
+                template = read_mistral_file(folder, own).form.template()
+            return cls(backend, special, template, folder if has_file else None, lowers)
 
     def __len__(self) -> int:
         return self.vocab_size

@@ -15,6 +15,9 @@ from typing import Any
 
 from jaxengine.models.params.errors import ModelFileError
 
+# Formats of a model's files, as options name them: transformers', or Mistral AI's own; AUTO is the first that there is.
+AUTO, HF, MISTRAL = "auto", "hf", "mistral"
+FORMATS = (AUTO, HF, MISTRAL)
 MAX_JSON_BYTES = 16 << 20
 # Most nested objects and lists; configurations have five, and code that walks them may be recursive.
 MAX_JSON_DEPTH = 64

@@ -12,8 +12,9 @@ from typing import Any
 # vLLM's groups of options for `--help=GROUP`, with the engine options in each.
 GROUPS: dict[str, str] = {
     "ModelConfig": """
-        model tokenizer tokenizer_revision skip_tokenizer_init revision dtype quantization seed max_model_len
-        enforce_eager max_logprobs logprobs_mode generation_config override_generation_config hf_token hf_overrides
+        model tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init config_format revision dtype
+        quantization seed max_model_len enforce_eager max_logprobs logprobs_mode generation_config
+        override_generation_config hf_token hf_overrides
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
         capture capture_layers steer steering_vectors enable_trace_replay enable_sampling_mass
         enable_return_routed_experts rl_exact plugins

@@ -10,8 +10,9 @@ from jaxengine.config.base.lengths import AUTO_LENGTH
 
 # Options that affect neither what is compiled nor the number of pages. Options that are not listed are compared.
 _FREE = """
-    model tokenizer tokenizer_revision skip_tokenizer_init load_format revision download_dir hf_token kv_cache_scales
-    seed enable_prefix_caching scheduling_policy async_scheduling master_addr master_port cluster_key_file
+    model tokenizer tokenizer_revision skip_tokenizer_init tokenizer_mode config_format load_format revision
+    download_dir hf_token kv_cache_scales seed enable_prefix_caching scheduling_policy async_scheduling
+    master_addr master_port cluster_key_file
     cluster_timeout structured_outputs_config compile_cache_dir bundle bundle_key_file generation_config
     override_generation_config chat_template hf_overrides logits_processors plugins stream_interval sleep_idle_seconds
     profiler_config disable_log_stats kernel_proof record_trace steering_vectors fit long_prefill_token_threshold

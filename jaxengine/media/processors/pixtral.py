@@ -20,6 +20,7 @@ from jaxengine.media.processors.settings import (
     CLIP_STD,
     IMAGES,
     MAX_SIDE,
+    WHOLE,
     Pixels,
     bad_option,
     check_options,
@@ -28,6 +29,7 @@ from jaxengine.media.processors.settings import (
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.mistral import PARAMS_FILE
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
@@ -54,17 +56,19 @@ class PixtralProcessor(GridProcessor):
         name = "image_token_id" if fields.has("image_token_id") else "image_token_index"
         self.token_ids = {"image": fields.integer(name, 10, minimum=0)}
         self.check_token_ids(model_config)
-        path, found = read_settings(Path(folder), IMAGES)
+        path, found = _settings(Path(folder), fields)
         settings = found.with_defaults(
             image_mean=list(CLIP_MEAN), image_std=list(CLIP_STD), size={"longest_edge": 1024}
         )
         try:
             self.pixels, self.longest = Pixels.read(settings), _read_longest(settings)
+            self.rounds = path.name == PARAMS_FILE
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
         whole = ConfigFields(read_object(Path(folder), "processor_config.json") or {})
         self.marks = whole.text("image_break_token", BREAK), whole.text("image_end_token", END)
-        self.settings = f"{type(self).__name__} {self.pixels!r} {self.longest} {self.marks} {self.tower!r}"
+        resizing = f"{self.pixels!r} {self.longest} {self.rounds}"
+        self.settings = f"{type(self).__name__} {resizing} {self.marks} {self.tower!r}"
 
     def placeholder(self, modality: str) -> str:
         """Return the placeholder token's text. Needs the tokenizer."""
@@ -141,7 +145,7 @@ class PixtralProcessor(GridProcessor):
 
     def _resized_size(self, height: int, width: int, longest: int) -> tuple[int, int]:
         """Return (height, width) in pixels of an image after resizing, as by transformers'
-        get_resize_output_image_size.
+        get_resize_output_image_size, or by Mistral AI's own library, which rounds to the nearest number of pixels.
 
         longest: limit of its longer side in pixels, before both sides are rounded up to multiples of `factor`. Raises
         RequestError for an extreme aspect ratio.
@@ -149,7 +153,8 @@ class PixtralProcessor(GridProcessor):
         check_ratio(height, width)
         ratio = max(height, width) / longest
         if ratio > 1:
-            height, width = math.floor(height / ratio), math.floor(width / ratio)
+            whole = round if self.rounds else math.floor
+            height, width = max(1, whole(height / ratio)), max(1, whole(width / ratio))
         high, wide = (max(1, -(-side // self.factor)) * self.factor for side in (height, width))
         return high, wide
 
@@ -167,6 +172,16 @@ class PixtralProcessor(GridProcessor):
         if len(between) != 1 or len(last) != 1:
             raise RequestError(f"the tokenizer has no {' or no '.join(self.marks)}, with which lines of images end")
         return between[0], last[0]
+
+
+def _settings(folder: Path, fields: ConfigFields) -> tuple[Path, ConfigFields]:
+    """Return (file, settings) of a checkpoint's images: in Mistral AI's format, without a file of such settings, the
+    size of images that params.json gives. fields: of config.json. Raises ModelFileError and ModelConfigError.
+    """
+    if (folder / PARAMS_FILE).exists() and not any((folder / name).exists() for name in (WHOLE, IMAGES[1])):
+        size = fields.part("vision_config").integer("image_size")
+        return folder / PARAMS_FILE, ConfigFields({"size": {"longest_edge": size}})
+    return read_settings(folder, IMAGES)
 
 
 def _read_longest(fields: ConfigFields) -> int:

@@ -33,7 +33,9 @@ def item_sizes(source: ModelSource, config: EngineConfig) -> dict[str, tuple[int
     """
     if source.config.tower is None:
         return {}
-    processor = open_processor(source.path, source.config, config.hf_overrides, source.load_tokenizer(config))
+    processor = open_processor(
+        source.path, source.config, config.hf_overrides, source.load_tokenizer(config), config.config_format
+    )
     assert processor is not None
     try:
         processor = processor.with_options(config.mm_processor_kwargs or {})

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.readers.mistral import PARAMS_FILE, config_of_params
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.files import read_object
+from jaxengine.models.params.files import AUTO, MISTRAL, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,30 @@ _OLD_KINDS = {
 LAYER_CONFIG = "per_layer_config"
 
 
-def read_config_json(folder: Path | str) -> dict[str, Any]:
-    """Return the content of a checkpoint folder's config.json. If it has no quantization settings, those of
-    hf_quant_config.json in the same folder are added. Raises ModelFileError if the file is absent or not a JSON object.
+def config_file(folder: Path | str, config_format: str = AUTO) -> str:
+    """Return the name of a folder's configuration: PARAMS_FILE of Mistral AI's format if `config_format` is MISTRAL, or
+    if it is AUTO and the folder has this file and no config.json; otherwise CONFIG_FILE. The file may be absent.
     """
-    raw = read_object(folder, CONFIG_FILE)
+    has_params = not (Path(folder) / CONFIG_FILE).exists() and (Path(folder) / PARAMS_FILE).exists()
+    return PARAMS_FILE if config_format == MISTRAL or config_format == AUTO and has_params else CONFIG_FILE
+
+
+def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str, Any]:
+    """Return the content of a checkpoint folder's config.json, or what Mistral AI's params.json says in its place. If
+    config.json has no quantization settings, those of hf_quant_config.json in the same folder are added.
+
+    config_format: which of the two, see `config_file`. Raises ModelFileError if the file is absent or not a JSON
+    object, and for a params.json of an unsupported model.
+    """
+    name = config_file(folder, config_format)
+    raw = read_object(folder, name)
     if raw is None:
-        raise ModelFileError(Path(folder) / CONFIG_FILE, "cannot be read: there is no such file")
+        raise ModelFileError(Path(folder) / name, "cannot be read: there is no such file")
+    if name == PARAMS_FILE:
+        try:
+            return config_of_params(raw)
+        except ModelConfigError as error:
+            raise ModelFileError(Path(folder) / name, str(error)) from error
     if "quantization_config" not in raw and (settings := read_object(folder, QUANTIZATION_FILE)) is not None:
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **settings}}
     return raw

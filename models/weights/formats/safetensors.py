@@ -28,8 +28,10 @@ MAX_SHOWN = 8
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 16
 MAX_SIZE = 2**63 - 1
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+# Beginnings of the names of weight files: transformers' and those of Mistral AI's own format.
+USUAL, CONSOLIDATED = "model", "consolidated"
+SINGLE_FILE = f"{USUAL}.safetensors"
+INDEX_FILE = f"{SINGLE_FILE}.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -49,6 +51,11 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+
+
+def files_of(stem: str) -> tuple[str, str]:
+    """Return the names of the single weight file and of the index of shards. stem: their beginning."""
+    return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -103,13 +110,20 @@ class SafetensorsCheckpoint:
     """WeightSource over a checkpoint folder or one .safetensors file; headers are read on opening, tensors on demand.
 
     Only the bytes of the requested rows and columns of a tensor are read, or of its whole rows (ByteFile.by_row).
-    open_remote: function that opens a weight file of the folder by its name, if they are stored elsewhere. Raises
-    ModelFileError for a checkpoint that is missing, invalid or of pickle files, and for a tensor that it does not have.
+    open_remote: function that opens a weight file of the folder by its name, if they are stored elsewhere. stem:
+    beginning of the names of the folder's files, USUAL or CONSOLIDATED. Raises ModelFileError for a checkpoint that is
+    missing, invalid or of pickle files, and for a tensor that it does not have.
     """
 
-    def __init__(self, path: str | os.PathLike[str], open_remote: Callable[[str], ByteFile] | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        open_remote: Callable[[str], ByteFile] | None = None,
+        stem: str = USUAL,
+    ):
         self.path = os.fspath(path)
         self._open_remote = open_remote
+        self.stem, (self._single, self._index) = stem, files_of(stem)
         self._files: list[_SafetensorsFile] = []
         self._where: dict[str, _SafetensorsFile] = {}
         try:
@@ -156,18 +170,18 @@ class SafetensorsCheckpoint:
         if not path.is_dir():
             self._add(path)
         elif self._open_remote is not None:
-            if (path / INDEX_FILE).exists():
+            if (path / self._index).exists():
                 self._open_index(path)
             else:
-                self._add_named(path, SINGLE_FILE)
-        elif (path / SINGLE_FILE).exists() or (path / SINGLE_FILE).is_symlink():
-            self._add(inside(path, SINGLE_FILE))
-        elif (path / INDEX_FILE).exists():
+                self._add_named(path, self._single)
+        elif (path / self._single).exists() or (path / self._single).is_symlink():
+            self._add(inside(path, self._single))
+        elif (path / self._index).exists():
             self._open_index(path)
         elif any(child.name.endswith((*PICKLE_SUFFIXES, ".bin.index.json")) for child in path.iterdir()):
             raise ModelFileError(path, "holds pickle weights, which can run code and are never read: use safetensors")
         else:
-            raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickle weights are never read")
+            raise ModelFileError(path, f"holds neither {self._single} nor {self._index}; pickle weights are never read")
 
     def _add_named(self, folder: Path, name: str) -> _SafetensorsFile:
         """Open the file `name` of the folder, locally or by `open_remote`, add its tensors, and return it. Raises
@@ -192,8 +206,8 @@ class SafetensorsCheckpoint:
 
         Raises ModelFileError for an invalid index or file.
         """
-        index_path = folder / INDEX_FILE
-        raw = read_bytes(folder, INDEX_FILE, MAX_HEADER_BYTES) or b""
+        index_path = folder / self._index
+        raw = read_bytes(folder, self._index, MAX_HEADER_BYTES) or b""
         weight_map = _parse_unique(index_path, raw).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelFileError(index_path, "must map tensor names to file names", "weight_map")

@@ -13,6 +13,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.drawn_weights import FOLDER
+from tests.jaxengine.checkpoint.test_mistral_format import written
 from tests.models.weights.gguf.gguf_conversion import converted
 from tests.models.weights.gguf.test_gguf_families import tensors_of
 from tests.tables import each_row
@@ -88,6 +89,16 @@ def test_the_shards_that_the_index_lists(hub):
     hub(**{"model-00009-of-00009.safetensors": b"of an older version"})
     opened()
     assert hub.downloaded() == {"config.json", index.name, *shards}
+
+
+def test_only_files_of_mistral_ais_format(hub, tmp_path):
+    written("mistral", tmp_path / "native")
+    native = {name: tmp_path / "native" / name for name in ("params.json", "consolidated.safetensors")}
+    hub(**native, **{"tekken.json": b"{}", "tokenizer.model.v3": b"", "original/model.safetensors": b"again"})
+    assert opened().config.architecture == "MistralForCausalLM"
+    assert hub.downloaded() == {*native, "tekken.json", "tokenizer.model.v3"}
+    with pytest.raises(ConfigError, match="has no config.json on the hub"):
+        opened(config_format="hf")
 
 
 def test_without_weights_none_are_downloaded(hub):

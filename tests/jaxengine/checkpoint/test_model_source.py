@@ -48,8 +48,10 @@ def test_load_format_must_fit(tmp_path):
     with pytest.raises(ConfigError) as error:
         open_model(EngineConfig(model=str(folder), load_format="gguf"))
     assert error.value.param == "load_format"
-    with pytest.raises(ConfigError):
-        open_model(EngineConfig(load_format="safetensors"))
+    for options in ({"load_format": "safetensors"}, {"config_format": "mistral"}, {"tokenizer_mode": "mistral"}):
+        with pytest.raises(ConfigError, match="for a file, ") as error:  # the default model, a GGUF file
+            open_model(EngineConfig(**options))
+        assert error.value.param == next(iter(options))
     assert open_model(EngineConfig(model=str(folder), load_format="dummy")).weights is None
 
 

@@ -1,0 +1,136 @@
+"""View of Mistral AI's own checkpoints, consolidated*.safetensors, under the names of transformers' classes.
+
+Queries and keys are rotated there in pairs of neighbouring elements, so the rows of their projections are put into the
+order of models that rotate the first half of a head with the second. Latent attention keeps its pairs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+
+_OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_MLP = {f"feed_forward.{old}": f"mlp.{new}" for old, new in _PARTS.items()}
+_LAYER = {
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attention.w{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"attention.w{name}": f"self_attn.{name}_proj" for name in ("q_a", "q_b", "kv_b")},
+    "attention.wkv_a_with_mqa": "self_attn.kv_a_proj_with_mqa",
+    **{f"attention.{name}_norm": f"self_attn.{name}_layernorm" for name in ("q_a", "kv_a")},
+    **_MLP,
+    **{f"shared_experts.{old}": f"mlp.shared_experts.{new}" for old, new in _PARTS.items()},
+}
+_TOWER_LAYER = {
+    **{f"attention.w{name}": f"attention.{name}_proj" for name in "qkvo"},
+    **{f"feed_forward.{old}": f"feed_forward.{new}" for old, new in _PARTS.items()},
+}
+_PROJECTOR = {
+    "vision_language_adapter.w_in": "multi_modal_projector.linear_1",
+    "vision_language_adapter.w_out": "multi_modal_projector.linear_2",
+    "patch_merger.merging_layer": "multi_modal_projector.patch_merger.merging_layer",
+    "pre_mm_projector_norm": "multi_modal_projector.norm",
+}
+# Ends of names: scales of fp8 weights, and of cached keys and values.
+_ENDS = {"qscale_weight": "weight_scale", "qscale_act": "input_scale"}
+_CACHED = re.compile(r"layers\.(\d+)\.attention\.(kv|[qkv])_fake_quantizer\.qscale_act")
+_IN_LAYER = re.compile(r"(vision_encoder\.transformer\.)?layers\.(\d+)\.(.+)")
+_ROUTER, _EXPERT = re.compile(r"(?:feed_forward\.)?gate"), re.compile(r"(?:feed_forward\.)?experts\.(\d+)\.(w[123])")
+TOWER = "vision_tower."
+
+
+def renamed(stored: str, *, latent: bool = False) -> str:
+    """Return the name that transformers' class gives to the tensor `stored`; an unknown one is returned unchanged.
+
+    latent: whether the model has latent attention, whose class names its experts as DeepSeek's do; others as Mixtral.
+    """
+    stored = stored.removeprefix("language_model.")
+    if found := _CACHED.fullmatch(stored):
+        return f"model.layers.{found[1]}.self_attn.{found[2]}_scale"
+    module, _, end = stored.rpartition(".")
+    end = _ENDS.get(end, end)
+    if found := _IN_LAYER.fullmatch(module):
+        in_tower, layer, inner = found.groups()
+        if in_tower:
+            return f"{TOWER}transformer.layers.{layer}.{_TOWER_LAYER.get(inner, inner)}.{end}"
+        return f"model.layers.{layer}.{_in_layer(inner, latent)}.{end}"
+    if module.startswith("vision_encoder."):
+        return f"{TOWER}{module.removeprefix('vision_encoder.')}.{end}"
+    known = {**_OUTER, **_PROJECTOR}
+    return f"{known[module]}.{end}" if module in known else stored
+
+
+def _in_layer(inner: str, latent: bool) -> str:
+    """Return the name, within a layer of the text model, of the module that is stored as `inner`. latent: see
+    `renamed`.
+    """
+    mixture = "mlp" if latent else "block_sparse_moe"
+    if _ROUTER.fullmatch(inner):
+        return f"{mixture}.gate"
+    if found := _EXPERT.fullmatch(inner):
+        return f"{mixture}.experts.{found[1]}.{_PARTS[found[2]] if latent else found[2]}"
+    return _LAYER.get(inner, inner)
+
+
+def heads_in_pairs(config: ModelConfig) -> tuple[dict[str, int], bool]:
+    """Return arguments of MistralSource for a model: (num_heads, latent)."""
+    first = config.attention[0]
+    if first.latent is not None:
+        text = {}
+    else:
+        text = {"self_attn.q_proj": first.num_heads, "self_attn.k_proj": first.num_kv_heads}
+    seen = getattr(config.tower, "num_heads", None)
+    tower = {} if seen is None else {f".attention.{name}_proj": seen for name in "qk"}
+    return {**text, **tower}, first.latent is not None
+
+
+class MistralSource(WrappedSource):
+    """WeightSource of a checkpoint in Mistral AI's format under transformers' names, with its order of rows.
+
+    num_heads: number of heads by the end of a projection's name ("self_attn.q_proj"), for all whose rows are rotated in
+    pairs. latent: see `renamed`. Raises ModelFileError for two tensors with one name, and for rows that do not split
+    into heads of an even size.
+    """
+
+    def __init__(self, source: WeightSource, num_heads: Mapping[str, int], latent: bool):
+        super().__init__(source)
+        self._stored: dict[str, str] = {}
+        # Tensors whose rows are put into another order -> rows of a head.
+        self._head_dims: dict[str, int] = {}
+        for stored in source.names():
+            name = renamed(stored, latent=latent)
+            if name in self._stored:
+                raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
+            self._stored[name] = stored
+            module = name.rpartition(".")[0]
+            heads = next((count for end, count in num_heads.items() if module.endswith(end)), None)
+            shape = source.shape(stored)
+            if heads is None or not shape or shape[0] == 1:  # one scale of a whole tensor
+                continue
+            if shape[0] % (2 * heads):
+                raise ModelFileError(source.path, f"must have rows of {heads} heads of even size, got {shape}", stored)
+            self._head_dims[name] = shape[0] // heads
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._stored[name])
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        stored = self._stored[name]
+        if name not in self._head_dims:
+            return self._source.read(stored, rows, columns)
+        head_dim, count = self._head_dims[name], self.shape(name)[0]
+        first, last, _ = rows.indices(count)
+        start, end = first // head_dim * head_dim, -(-last // head_dim) * head_dim
+        held = self._source.read(stored, slice(start, end), columns)
+        pairs = held.reshape(-1, head_dim // 2, 2, *held.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(held.shape)[first - start : last - start]
