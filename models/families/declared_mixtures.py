@@ -16,7 +16,7 @@ from jaxengine.models.families.declared_row import EPS, Row, no_rope
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames
-from jaxengine.models.params.source import ExpertRows, StackedExperts
+from jaxengine.models.params.source import ExpertRows
 
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _UNBIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": False}
@@ -244,7 +244,6 @@ _STEP = Row(
     each_layer=_step_layer,
     experts=shared_of_size,
     more=lambda fields: {"num_unread_layers": fields.integer("num_nextn_predict_layers", 0, minimum=0)},
-    stacked_experts=StackedExperts(out_first=True),
     **_UNBIASED,
 )
 

@@ -67,17 +67,8 @@ class AdapterTargets:
     names: CheckpointNames
 
     def module(self, stored: str) -> str:
-        """Return the model's name of a module, or of a layer's experts, given its name in an adapter's file.
-
-        A name that takes no adapters is returned with the renaming of the checkpoint's names.
-        """
-        name = self.names.renamed(stored)
-        if name in self.shapes or name in self.experts:
-            return name
-        for part, own in self.names.of_adapters:
-            if (other := name.replace(part, own)) in self.shapes or other in self.experts:
-                return other
-        return name
+        """Return the model's name of a module, or of a layer's experts, given its name in an adapter's file."""
+        return self.names.renamed(stored)
 
     def is_expert(self, module: str) -> bool:
         """Whether `module` is a matrix of a single expert."""
@@ -85,7 +76,7 @@ class AdapterTargets:
 
     def stored_names(self, module: str) -> list[str]:
         """Return the names that an adapter's file may have for a module of the model, its own name first."""
-        names = [module, *(module.replace(own, part) for part, own in self.names.of_adapters)]
+        names = [module, *(module.replace(own, part) for part, own in self.names.parts)]
         return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
 
 
@@ -101,7 +92,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
         names = model.checkpoint_names
         for pool in declared_pools(model):
             if pool.decl.num_experts is not None:
-                shapes |= _of_experts(pool, names.stacked_experts or StackedExperts(), experts)
+                shapes |= _of_experts(pool, names.stacked_experts, experts)
             elif pool.decl.part is None:
                 for source in pool.decl.sources:
                     shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows
