@@ -33,7 +33,6 @@ _COUNTS |= {"num_shared_experts": "n_shared_experts"}
 _RMS_EPS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
 _PLAIN: dict[str, Any] = {"bias": False, "output_bias": False, **_RMS_EPS}
 _BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", **_RMS_EPS}
-_BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
 _LIKE_V3: dict[str, Any] = {"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1}
 _LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
 # Values that the classes of some families in transformers use, whatever a file says.
@@ -406,20 +405,6 @@ EXPERT_ROWS: dict[str, Row] = {
         experts=sigmoid_experts,
         suffixes=((".mlp.post_mlp_layernorm.weight", ".post_mlp_layernorm.weight"),),
         **_BIASED,
-    ),
-    "SolarOpenForCausalLM": Row(
-        "Solar Open (Upstage 2025): Llama with experts as DeepSeek-V3 has them in all layers.",
-        _FORM,
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "head_dim": 128,
-            "attention_bias": False,
-            "n_shared_experts": 1,
-        },
-        adapt=lambda fields: {"intermediate_size": fields.integer("moe_intermediate_size")},
-        experts=sigmoid_experts,
-        **_BIASED_BEFORE,
     ),
     "FlexOlmoForCausalLM": Row(
         "FlexOlmo (Shi et al. 2025, arXiv:2507.07024): OLMo 2's layers with experts.",

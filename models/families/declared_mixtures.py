@@ -403,6 +403,22 @@ MIXTURE_ROWS: dict[str, Row] = {
         suffixes=((".self_attn.softmax_offset", ".self_attn.sinks"),),
         **_UNBIASED,
     ),
+    "SolarOpenForCausalLM": Row(
+        "Solar Open (Upstage 2025): Llama with experts as DeepSeek-V3 has them in all layers.",
+        DeclaredForm(norm=RMS, qk_norm=RMS),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "head_dim": 128,
+            "attention_bias": False,
+            "n_shared_experts": 1,
+        },
+        eps="rms_norm_eps",
+        grouped=True,
+        adapt=lambda fields: {"intermediate_size": fields.integer("moe_intermediate_size")},
+        experts=sigmoid_experts,
+        **{**_UNBIASED, "output_bias": False},
+    ),
     "Step3p5ForCausalLM": _STEP,
     "Step3p7ForConditionalGeneration": _STEP._replace(
         about="Step 3.7 Flash (StepFun 2026), its text part alone: Step 3.5's layers.",
