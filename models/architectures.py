@@ -88,8 +88,13 @@ _STEMS = {
     "CohereCompassText": "CohereCompass",
     "Data2VecText": "Roberta",
     "Gemma3Text": "Gemma3",
+    "Gemma3nText": "Gemma3n",
+    "Gemma4Text": "Gemma4",
+    "Gemma4UnifiedText": "Gemma4Unified",
     "GteNew": "New",
+    "Llama4Text": "Llama4",
     "Phimoe": "PhiMoE",
+    "Qwen3_5MoeText": "Qwen3_5Moe",
     "Qwen3_5Text": "Qwen3_5",
 }
 

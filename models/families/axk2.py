@@ -91,7 +91,7 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     index_heads: ClassVar[int] = 16
     # transformers renames these modules of published checkpoints, so adapters and trainers use the new names.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        suffixes=tuple((f"{theirs}.weight", f"{own}.weight") for theirs, own in _RENAMED), of_adapters=_RENAMED
+        suffixes=tuple((f"{theirs}.weight", f"{own}.weight") for theirs, own in _RENAMED), parts=_RENAMED
     )
 
     @classmethod

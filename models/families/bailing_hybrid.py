@@ -75,7 +75,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         suffixes=tuple((f".attention.dense.{part}", f".attention.o_proj.{part}") for part in ("weight", "bias")),
         squeezed=CONVS,
         raveled=(".A_log",),
-        of_adapters=((".self_attn.forget_gate.", ".attention."), (".self_attn.", ".attention.")),
+        parts=((".self_attn.forget_gate.", ".attention."), (".self_attn.", ".attention.")),
     )
     experts_module: ClassVar[tuple[str, ExpertNames]] = (
         f"{LAYER}.mlp",

@@ -67,7 +67,7 @@ from jaxengine.models.layers.states.mamba import Mamba
 from jaxengine.models.layers.states.mamba2 import Mamba2
 from jaxengine.models.layers.states.short_conv import ShortConv
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 NORMS: dict[str, NormClass] = {
@@ -417,6 +417,7 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
     """Return a new subclass of DeclaredForCausalLM, called `name`, for one row. It has the row's names of tensors, its
     GGUF architecture (None without `gguf`), and `about` as its docstring.
     """
+    experts = row.expert_names
     names = CheckpointNames(
         prefixes=(*row.names, ("classifier.", "score.")),  # some classes of transformers call scores of tokens so
         suffixes=row.suffixes,
@@ -424,9 +425,9 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
         transposed=row.transposed,
         unused_ends=row.unused_ends,
         unused=row.unused,
-        stacked_experts=row.stacked_experts,
+        parts=row.parts,
+        stacked_experts=StackedExperts(modules=(experts.gate, experts.up, experts.down)),
         expert_rows=row.expert_rows,
-        of_adapters=row.of_adapters,
     )
     architecture = None if row.gguf is None else row.gguf.architecture
     members = {

@@ -23,7 +23,6 @@ from jaxengine.models.config.readers.hf import (
 from jaxengine.models.families.declared_row import EPS, Row, neighbours, no_rope, parts_of_heads
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.layers.experts.moe import ExpertNames
-from jaxengine.models.params.source import StackedExperts
 
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
@@ -34,7 +33,6 @@ _COUNTS |= {"num_shared_experts": "n_shared_experts"}
 _RMS_EPS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
 _PLAIN: dict[str, Any] = {"bias": False, "output_bias": False, **_RMS_EPS}
 _BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", **_RMS_EPS}
-_BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
 _LIKE_V3: dict[str, Any] = {"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1}
 _LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
 # Values that the classes of some families in transformers use, whatever a file says.
@@ -277,6 +275,7 @@ EXPERT_ROWS: dict[str, Row] = {
         each_layer=rope_in_windows,
         experts=sigmoid_experts,
         expert_names=ExpertNames(correction_bias="e_score_correction_bias"),
+        parts=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
         unused=("mtp.",),
         **_PLAIN,
     ),
@@ -354,7 +353,11 @@ EXPERT_ROWS: dict[str, Row] = {
         only={"num_nextn_predict_layers": 0, "mlp_bias": False, **_ALL_NORMED},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
-        of_adapters=((".shared_experts.", ".shared_mlp."),),
+        parts=(
+            (".mlp.gate.", ".mlp.router.gate."),
+            (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+            (".mlp.shared_experts.", ".mlp.shared_mlp."),
+        ),
         **_BIASED,
     ),
     "Mistral4ForCausalLM": Row(
@@ -366,7 +369,6 @@ EXPERT_ROWS: dict[str, Row] = {
         adapt=_without_part,
         each_layer=_mistral_layer,
         experts=lambda fields: replace(sigmoid_experts(fields), scoring_func="softmax", correction_bias=False),
-        stacked_experts=StackedExperts(out_first=True),
         **_BIASED,
     ),
     "YoutuForCausalLM": Row(
@@ -395,21 +397,8 @@ EXPERT_ROWS: dict[str, Row] = {
         defaults={**_LIKE_V3, "n_group": 8, "topk_group": 4},
         only={"num_nextn_predict_layers": 0, "moe_layer_freq": 1},
         experts=sigmoid_experts,
+        suffixes=((".mlp.post_mlp_layernorm.weight", ".post_mlp_layernorm.weight"),),
         **_BIASED,
-    ),
-    "SolarOpenForCausalLM": Row(
-        "Solar Open (Upstage 2025): Llama with experts as DeepSeek-V3 has them in all layers.",
-        _FORM,
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "head_dim": 128,
-            "attention_bias": False,
-            "n_shared_experts": 1,
-        },
-        adapt=lambda fields: {"intermediate_size": fields.integer("moe_intermediate_size")},
-        experts=sigmoid_experts,
-        **_BIASED_BEFORE,
     ),
     "FlexOlmoForCausalLM": Row(
         "FlexOlmo (Shi et al. 2025, arXiv:2507.07024): OLMo 2's layers with experts.",
@@ -457,7 +446,7 @@ EXPERT_ROWS: dict[str, Row] = {
         each_layer=_laguna_layer,
         experts=shared_of_size,
         expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
-        of_adapters=((".shared_experts.", ".shared_expert."),),
+        parts=((".mlp.gate.e_score", ".mlp.experts.e_score"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
         **_BIASED,
     ),
     "Kolibri1ForCausalLM": Row(
@@ -478,6 +467,7 @@ EXPERT_ROWS: dict[str, Row] = {
         each_layer=rope_in_windows,
         experts=lambda fields: replace(shared_of_size(fields), corrects_logits=True),
         suffixes=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),
+        parts=((".post_self_attn_layernorm", ".post_attn_norm"), (".post_mlp_layernorm", ".post_ffn_norm")),
         **_PLAIN,
     ),
     "SarvamMoEForCausalLM": _bailing(

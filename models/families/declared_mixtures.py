@@ -16,7 +16,7 @@ from jaxengine.models.families.declared_row import EPS, Row, no_rope
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames
-from jaxengine.models.params.source import ExpertRows, StackedExperts
+from jaxengine.models.params.source import ExpertRows
 
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _UNBIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": False}
@@ -244,7 +244,6 @@ _STEP = Row(
     each_layer=_step_layer,
     experts=shared_of_size,
     more=lambda fields: {"num_unread_layers": fields.integer("num_nextn_predict_layers", 0, minimum=0)},
-    stacked_experts=StackedExperts(out_first=True),
     **_UNBIASED,
 )
 
@@ -403,6 +402,22 @@ MIXTURE_ROWS: dict[str, Row] = {
         expert_names=ExpertNames(shared="shared_expert"),
         suffixes=((".self_attn.softmax_offset", ".self_attn.sinks"),),
         **_UNBIASED,
+    ),
+    "SolarOpenForCausalLM": Row(
+        "Solar Open (Upstage 2025): Llama with experts as DeepSeek-V3 has them in all layers.",
+        DeclaredForm(norm=RMS, qk_norm=RMS),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "head_dim": 128,
+            "attention_bias": False,
+            "n_shared_experts": 1,
+        },
+        eps="rms_norm_eps",
+        grouped=True,
+        adapt=lambda fields: {"intermediate_size": fields.integer("moe_intermediate_size")},
+        experts=sigmoid_experts,
+        **{**_UNBIASED, "output_bias": False},
     ),
     "Step3p5ForCausalLM": _STEP,
     "Step3p7ForConditionalGeneration": _STEP._replace(

@@ -19,7 +19,7 @@ from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
 from jaxengine.models.layers.experts.moe import MLP_NAMES, ExpertNames
-from jaxengine.models.params.source import ExpertRows, StackedExperts
+from jaxengine.models.params.source import ExpertRows
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
@@ -101,15 +101,15 @@ class Row(NamedTuple):
         all layers are alike.
       more: function from the fields to further arguments of ModelConfig; None for none.
       experts: function from the fields to the ExpertsConfig; None for a family without experts. experts_in: module of a
-        layer that contains experts, router and shared MLP. expert_names: names within it. stacked_experts,
-        expert_rows: see CheckpointNames.
+        layer that contains experts, router and shared MLP. expert_names: names within it. expert_rows: see
+        CheckpointNames.
       wrapped: whether the fields are in `text_config`, in files of models with towers, whose tensors `unused` names.
       latent: whether attention is multi-head latent attention.
       gguf: description of GGUF files; None if these are not read.
       squeezed: ends of the names of tensors whose second axis, of size 1, is removed.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for prefixes.
-      of_adapters: see CheckpointNames.
+      suffixes, parts: see CheckpointNames.
     """
 
     about: str
@@ -140,9 +140,8 @@ class Row(NamedTuple):
     unused_ends: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
-    stacked_experts: StackedExperts | None = None
+    parts: tuple[tuple[str, str], ...] = ()
     expert_rows: ExpertRows | None = None
-    of_adapters: tuple[tuple[str, str], ...] = ()
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json.

@@ -344,6 +344,7 @@ STATE_ROWS: dict[str, Row] = {
         experts=lambda fields: replace(softmax_experts(fields), norm_weights=True),
         experts_in="block_sparse_moe",
         expert_names=ExpertNames(gate="w1", up="w3", down="w2"),
+        parts=((".mlp.", ".block_sparse_moe."),),
         unused_ends=tuple(f".self_attn.{name}" for name in _DECAYS),
     ),
     "Lfm3ForCausalLM": Row(

@@ -50,7 +50,7 @@ WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "hea
 _RATES = {SPARSE: 4, HEAVY: 128}
 _HASHED, _ROUTED = "hash_moe", "moe"
 # Modules as transformers names them -> as published checkpoints do.
-_OF_ADAPTERS = (
+_PARTS = (
     (".self_attn.compressor.indexer.scorer.weights_proj", ".attn.indexer.weights_proj"),
     (".self_attn.compressor.indexer.q_b_proj", ".attn.indexer.wq_b"),
     (".self_attn.compressor.indexer.kv_proj", ".attn.indexer.compressor.wkv"),
@@ -132,7 +132,7 @@ class DeepseekV4ForCausalLM(Decoder):
         ),
         plain=("compressor.wkv", "compressor.wgate"),
         unused=("mtp.", "model.mtp."),
-        of_adapters=_OF_ADAPTERS,
+        parts=_PARTS,
     )
 
     @classmethod

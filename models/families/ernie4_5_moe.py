@@ -33,7 +33,9 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
     """Llama with rope over neighbouring elements, and experts in some of its layers."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("model.mtp_",))
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        unused=("model.mtp_",), parts=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound import gemma4 as sound
 from jaxengine.models.vision.gemma4 import LIMITS, POSITIONS, PROJECTOR, TOWER, read_gemma4
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -83,7 +83,6 @@ NAMES = CheckpointNames(
     sound_tower=(f"{sound.TOWER}.", f"{sound.PROJECTOR}."),
     flattened=(POSITIONS, *sound.CONVOLUTIONS),
     raveled=tuple(f".{name}" for name in LIMITS),
-    stacked_experts=StackedExperts(out_first=True),
 )
 
 

@@ -11,7 +11,7 @@ from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.glm4v import read_glm4v
 
 
@@ -35,10 +35,7 @@ class Glm4vForConditionalGeneration(Glm4ForCausalLM):
 class Glm4vMoeForConditionalGeneration(Glm4MoeForCausalLM):
     """GLM-4.5 with M-RoPE and the vision tower of GLM-4.1V: GLM-4.5V, and GLM-4.6V with experts."""
 
-    # transformers stacks the experts where the class is Glm46VForConditionalGeneration.
-    checkpoint_names: ClassVar[CheckpointNames] = Glm4vForConditionalGeneration.checkpoint_names._replace(
-        stacked_experts=StackedExperts(out_first=True)
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = Glm4vForConditionalGeneration.checkpoint_names
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

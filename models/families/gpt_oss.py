@@ -25,7 +25,9 @@ class GptOssForCausalLM(LlamaForCausalLM):
     """Llama with biases, sinks and experts."""
 
     gguf_architecture: ClassVar[str | None] = "gpt-oss"
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(stacked_experts=StackedExperts(interleaved=True))
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        stacked_experts=StackedExperts(interleaved=True, out_first=False)
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.mamba2 import Mamba2
 from jaxengine.models.params.declare import Source, parts_of
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 
 # Kinds of layers, as transformers 4 and 5 name them -> whether they are Mamba-2.
 MAMBA = {"mamba": True, "linear_attention": True, "attention": False, FULL: False}
@@ -40,8 +40,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
             (".block_sparse_moe.output_linear.weight_scale_inv", ".block_sparse_moe.experts.down_proj_scale_inv"),
         ),
         squeezed=(".conv1d.weight",),
-        stacked_experts=StackedExperts(out_first=True),
-        of_adapters=((".block_sparse_moe.router", ".block_sparse_moe.router.layer"),),
+        parts=((".block_sparse_moe.router", ".block_sparse_moe.router.layer"),),
     )
 
     @classmethod

@@ -49,7 +49,10 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         ),
         squeezed=CONVS,
         raveled=(".A_log",),
-        of_adapters=((".forget_gate.f_", ".f_"), (".mlp.", ".block_sparse_moe.")),
+        parts=(
+            (".self_attn.forget_gate.f_", ".self_attn.f_"),
+            *((f".mlp.{name}.", f".block_sparse_moe.{name}.") for name in ("experts", "gate", "shared_experts")),
+        ),
     )
     experts_module: ClassVar[tuple[str, ExpertNames]] = (
         f"{LAYER}.block_sparse_moe",

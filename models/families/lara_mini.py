@@ -20,7 +20,7 @@ from jaxengine.models.families.qwen3_next import LINEAR
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import GatedDeltaNet
 from jaxengine.models.params.declare import parts_of
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 
 _PATTERN = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
 _DEFAULTS: dict[str, Any] = {
@@ -47,7 +47,6 @@ class LaraMiniForCausalLM(LlamaForCausalLM):
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=((".linear_attn.out_norm.weight", ".linear_attn.norm.weight"),),
         squeezed=(".conv1d.weight",),
-        stacked_experts=StackedExperts(out_first=True),
     )
 
     @classmethod

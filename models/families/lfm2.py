@@ -20,7 +20,7 @@ from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.short_conv import ShortConv
 from jaxengine.models.params.declare import Source
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 CONV = "conv"
 MLP = f"{LAYER}.feed_forward"
@@ -62,6 +62,10 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """LFM2 with experts, which are chosen with a correction bias."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = Lfm2ForCausalLM.checkpoint_names._replace(
+        stacked_experts=StackedExperts(modules=("w1", "w3", "w2"))
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

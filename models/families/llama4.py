@@ -28,7 +28,7 @@ from jaxengine.models.vision.llama4 import PROJECTOR, TOWER, read_llama4_tower
 CHUNKED = "chunked_attention"
 DEFAULTS: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_chunk_size": 8192}
 _MAVERICK_EXPERTS = 128
-_STACKED = StackedExperts(interleaved=False)
+_STACKED = StackedExperts(out_first=False)
 
 
 class NormedAttention(Attention):

@@ -16,14 +16,16 @@ from jaxengine.models.config.readers.hf import hf_fields, read_head_dim
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 
 class MiniMaxM2ForCausalLM(OlmoeForCausalLM):
     """OLMoE's layers with sigmoid scores and a correction bias."""
 
     gguf_architecture: ClassVar[str | None] = "minimax-m2"
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(of_adapters=((".mlp.", ".block_sparse_moe."),))
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        stacked_experts=StackedExperts(modules=("w1", "w3", "w2")), parts=((".mlp.", ".block_sparse_moe."),)
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -65,9 +65,7 @@ class Mistral4ForConditionalGeneration(_Mistral4):
     model.
     """
 
-    checkpoint_names: ClassVar[CheckpointNames] = Mistral3ForConditionalGeneration.checkpoint_names._replace(
-        stacked_experts=_Mistral4.checkpoint_names.stacked_experts
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = Mistral3ForConditionalGeneration.checkpoint_names
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -13,14 +13,16 @@ from jaxengine.models.config.readers.gguf import MIXTRAL, GGUFConfig, gguf_exper
 from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
     """Llama without biases, with experts and, in some checkpoints, one sliding window for all layers."""
 
     gguf_architecture: ClassVar[str | None] = MIXTRAL
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(of_adapters=((".mlp.", ".block_sparse_moe."),))
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        stacked_experts=StackedExperts(modules=("w1", "w3", "w2")), parts=((".mlp.", ".block_sparse_moe."),)
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.families.declared_row import Row
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts, PickedExperts
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 _MSCALES = ("short_mscale", "long_mscale")
@@ -100,7 +100,8 @@ class PhiMoEForCausalLM(DeclaredForCausalLM):
     """Llama with layer norms, experts in every layer, and in some checkpoints biases."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        of_adapters=((".mlp.router", ".block_sparse_moe.gate"), (".mlp.", ".block_sparse_moe."))
+        stacked_experts=StackedExperts(modules=(NAMES.gate, NAMES.up, NAMES.down)),
+        parts=((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")),
     )
     row = Row(
         "Phi-3.5-MoE",

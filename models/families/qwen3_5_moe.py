@@ -17,17 +17,14 @@ from jaxengine.models.families.qwen2_moe import gated_experts
 from jaxengine.models.families.qwen2_vl import with_sight, without_mrope
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 from jaxengine.models.families.qwen3_next import hybrid_fields
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen3_vl import read_qwen3_5
-
-# Matrices of all experts in one tensor, each as a linear layer stores it.
-_STACKED = StackedExperts(out_first=True)
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     """Qwen3.5 with experts: layers of gated delta nets or gated attention, each with a mixture of experts."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForCausalLM.checkpoint_names._replace(stacked_experts=_STACKED)
+    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForCausalLM.checkpoint_names
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -43,9 +40,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
     """Qwen3.5 with experts as published: with a vision tower, and positions in three dimensions (M-RoPE)."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names._replace(
-        stacked_experts=_STACKED
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -16,13 +16,17 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 class StackedExperts(NamedTuple):
     """Storage of the matrices of all experts of a layer in one tensor (see jaxengine.models.weights.views.stacked).
 
+    The default is that of transformers 5, which holds experts so in memory whatever a checkpoint has: trainers send
+    such tensors, and some save them.
+
     interleaved: rows of gate and up alternate; otherwise all of gate come first. out_first: a matrix is [out, in], like
     that of a linear layer; otherwise [in, out]. None if checkpoints differ, so that shapes decide; a square matrix then
-    counts as [out, in].
+    counts as [out, in]. modules: the model's names of an expert's gate, up and down.
     """
 
     interleaved: bool = False
-    out_first: bool | None = False
+    out_first: bool | None = True
+    modules: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 class ExpertRows(NamedTuple):
@@ -52,11 +56,11 @@ class CheckpointNames(NamedTuple):
       raveled: ends of the names of tensors that have one axis in the model, whatever axes they are stored with.
       transposed: ends of the names of matrices that are stored as [in, out].
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
-      stacked_experts: storage of experts if they may be in one tensor; None for tensors per expert.
+      stacked_experts: storage of the experts of a layer if they are in one tensor.
       expert_rows: matrices with the rows of all experts; None for none.
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
-      of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the
-        model's replacement.
+      parts: pairs of a part of names that other versions of transformers write, and the model's replacement. The first
+        match counts; a name that has the replacement already is not changed.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -71,10 +75,10 @@ class CheckpointNames(NamedTuple):
     raveled: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
-    stacked_experts: StackedExperts | None = None
+    stacked_experts: StackedExperts = StackedExperts()
     expert_rows: ExpertRows | None = None
     plain: tuple[str, ...] = ()
-    of_adapters: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
 
     @property
     def base(self) -> str:
@@ -91,7 +95,8 @@ class CheckpointNames(NamedTuple):
     def renamed(self, stored: str) -> str:
         """Return the model's name of the checkpoint's tensor or module `stored`."""
         name = renamed(stored, self.prefixes)
-        return next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
+        name = next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
+        return next((name.replace(old, new) for old, new in self.parts if old in name and new not in name), name)
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:

@@ -26,6 +26,7 @@ from jaxengine.models.quantization.base.stored import StoredModule, dequantized,
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE, SINGLE_FILE
 from jaxengine.models.weights.views.quantized import QuantizedSource
 from jaxengine.models.weights.views.renamed import RenamedSource
+from jaxengine.models.weights.views.stacked import split_stack
 
 MAX_FILE_BYTES = 4 << 30
 # Bits of the integer formats.
@@ -50,8 +51,7 @@ def compress(
     if writing fails.
     """
     renamed = RenamedSource(checkpoint, model.checkpoint_names)
-    stacked = model.config.experts is not None and model.checkpoint_names.stacked_experts is not None
-    if stacked and not any(".experts.0." in name for name in renamed.names()):
+    if model.config.experts is not None and any(split_stack(name) for name in renamed.names()):
         text = "keeps the experts of a layer in one tensor, and such are not written quantised"
         raise ModelFileError(checkpoint.path, text)
     held = QuantizedSource(renamed, declared_params(model), model.build.scheme).modules

@@ -200,11 +200,9 @@ def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
         return source
     if names.expert_rows is not None:
         return ExpertRowsSource(source, names.expert_rows, experts.num_experts)
-    if names.stacked_experts is None:
-        return source
     stacked = of_shapes(names.stacked_experts, source, model.config.hidden_size)
     scheme = model.build.scheme if isinstance(model.build.scheme, Quantization) else None
-    return StackedSource(source, stacked, experts.num_experts, scheme=scheme)
+    return StackedSource(source, stacked, experts.num_experts, num_routed=experts.num_routed, scheme=scheme)
 
 
 def _memory(mesh: Mesh | None) -> HugePages | None:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.quantization.base.online import Rounded
 from jaxengine.models.quantization.base.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
 from jaxengine.models.weights.assembly import Assembly, is_plain
@@ -40,7 +40,7 @@ from jaxengine.models.weights.load import (
     load_params,
 )
 from jaxengine.models.weights.views.parts import tensor_name
-from jaxengine.models.weights.views.stacked import BIAS, MODULES, stem_of
+from jaxengine.models.weights.views.stacked import BIAS, modules_in, split_stack
 
 _EXPERTS = ".experts"
 
@@ -159,7 +159,7 @@ class _Stream:
         that no weight needs is released. Faults are recorded, not raised.
         """
         name = self._names.renamed(stored)
-        tensors = _stands_for(name, self._groups)
+        tensors = _stands_for(name, self._groups, self._names.stacked_experts)
         of_tied = self._chunk_bytes is not None and name in (EMBEDDING, HEAD) and HEAD not in self._groups
         if of_tied and self._stages[0][0].config.pooler is None:
             self._digests[name] = _digest(ArraySource({stored: array}), stored, self._chunk_bytes)
@@ -196,7 +196,8 @@ class _Stream:
         complete. Raises ModelFileError for a tensor of a wrong shape or dtype.
         """
         assert self._chunk_bytes is not None
-        come = set().union(*(_stands_for(self._names.renamed(stored), self._groups) for stored in group.held))
+        names, stacked = map(self._names.renamed, group.held), self._names.stacked_experts
+        come = set().union(*(_stands_for(name, self._groups, stacked) for name in names))
         source = FiniteSource(ArraySource(group.held))
         for index, param in group.params:
             model, mesh = self._stages[index]
@@ -257,8 +258,7 @@ def _is_addable(group: _Group, names: CheckpointNames) -> bool:
     """Whether tensors can be added to a group's weights one by one: none is rounded or has a format of its own, and the
     orientation of a tensor of all experts does not depend on another tensor.
     """
-    stacked = names.stacked_experts
-    known = stacked is None or stacked.out_first is not None
+    known = names.stacked_experts.out_first is not None
     return all(
         is_plain(source) and (known or param.decl.num_experts is None)
         for _, param in group.params
@@ -300,17 +300,14 @@ def _layer_of(name: str) -> str:
     return f"{layer}{_EXPERTS}" if found else ""
 
 
-def _stands_for(name: str, groups: dict[str, _Group]) -> set[str]:
+def _stands_for(name: str, groups: dict[str, _Group], stacked: StackedExperts) -> set[str]:
     """Return the tensors of a group that the tensor `name` represents: itself, or those of all experts that it
     contains; an empty set if no group has it.
     """
     if name in groups:
         return {name} if not name.endswith(_EXPERTS) else set()
-    layer, _, end = name.rpartition(".")
-    if layer not in groups or not end.startswith((*MODULES,)):
+    layer, stem, kind = split_stack(name) or ("", "", "")
+    if layer not in groups or kind not in ("", BIAS):
         return set()
-    stem = stem_of(end)
-    if (kind := end.removeprefix(stem)) not in ("", BIAS):
-        return set()
-    ends = tuple(f".{module}.{'bias' if kind else 'weight'}" for module in MODULES[stem])
+    ends = tuple(f".{module}.{'bias' if kind else 'weight'}" for module in modules_in(stem, stacked))
     return {key for key, group in groups.items() if _layer_of(key) == layer and key.endswith(ends)}

@@ -47,7 +47,6 @@ class Quantization:
       with_tables: whether the rules apply to token tables, too, which then stay quantised.
       prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
       suffixes: such pairs for ends of the names of the checkpoint's modules.
-      stacked: whether experts of a layer may be one tensor, with a name of its own.
       kv_dtype: dtype of keys and values for which the checkpoint has scales; None if it has none.
     """
 
@@ -59,7 +58,6 @@ class Quantization:
     with_tables: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
-    stacked: bool = False
     kv_dtype: str | None = None
 
     def __call__(self, module: str) -> Scheme:
@@ -67,13 +65,12 @@ class Quantization:
 
     def names_of(self, module: str) -> list[str]:
         """Return the names that the checkpoint may have for `module` of the model: this name, and those with prefixes
-        and suffixes changed back; if `stacked`, also the name of the stack of all experts.
+        and suffixes changed back; for an expert's module also the name of the stack of all experts.
         """
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
-        if self.stacked:  # the stack of all experts of a layer is also a name of each expert's module
-            names += [stack for name in names for stack in _stacks(name)]
+        names += [stack for name in names for stack in _stacks(name)]
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
         return names + [name.removesuffix(new) + old for name, old, new in ends]
 

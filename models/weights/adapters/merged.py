@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.weights.adapters.folder import AdapterWeights
 from jaxengine.models.weights.adapters.pools import AdapterTargets
 from jaxengine.models.weights.views.renamed import RenamedSource
@@ -31,9 +31,8 @@ class MergedSource(WrappedSource):
             if (experts := targets.experts.get(layer)) is not None and part in experts.joined
         }
         self._transposed = {stored for stored, name in names.items() if name.endswith(targets.names.transposed)}
-        stacked = targets.names.stacked_experts
         renamed = RenamedSource(source, targets.names)
-        self._stacked = StackedExperts() if stacked is None else of_shapes(stacked, renamed, hidden_size)
+        self._stacked = of_shapes(targets.names.stacked_experts, renamed, hidden_size)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """Return these rows and columns of a tensor, with the adapter's change added in float32 if it changes the

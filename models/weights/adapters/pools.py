@@ -71,13 +71,11 @@ class AdapterTargets:
 
         A name that the model does not have is returned with the renaming of the checkpoint's names.
         """
-        tensor = self.names.renamed(f"{stored}.weight")
-        names = [self.names.renamed(stored), tensor.removesuffix(".weight")]
-        names += [names[0].replace(part, own) for part, own in self.names.of_adapters]
+        names = [self.names.renamed(f"{stored}.weight").removesuffix(".weight"), self.names.renamed(stored)]
         for known in (self.shapes, self.experts, self.others):
             if (found := next((name for name in names if name in known), None)) is not None:
                 return found
-        return names[0]
+        return names[1]
 
     def is_expert(self, module: str) -> bool:
         """Whether `module` is a matrix of a single expert."""
@@ -85,7 +83,7 @@ class AdapterTargets:
 
     def stored_names(self, module: str) -> list[str]:
         """Return the names that an adapter's file may have for a module of the model, its own name first."""
-        names = [module, *(module.replace(own, part) for part, own in self.names.of_adapters)]
+        names = [module, *(f"{module}.weight".replace(own, part)[: -len(".weight")] for part, own in self.names.parts)]
         ends = [(old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in self.names.suffixes]
         names += [module.removesuffix(new) + old for old, new in ends if module.endswith(new)]
         return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
@@ -103,7 +101,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
         names = model.checkpoint_names
         for pool in declared_pools(model):
             if pool.decl.num_experts is not None:
-                shapes |= _of_experts(pool, names.stacked_experts or StackedExperts(), experts)
+                shapes |= _of_experts(pool, names.stacked_experts, experts)
             elif pool.decl.part is None:
                 for source in pool.decl.sources:
                     shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows

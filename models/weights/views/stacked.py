@@ -6,7 +6,7 @@
     NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
 
 or gate and up apart, in stacks `gate_proj` and `up_proj` [E, D, F]; or matrices [2F, D] and [D, F], as linear layers
-have them; or, in MXFP4 (OCP Microscaling Formats 1.0),
+have them; or an expert's modules under other names, such as w1, w3 and w2; or, in MXFP4 (OCP Microscaling Formats 1.0),
 `gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and the same for `down_proj`. In
 e4m3, as in transformers ("fp8"), matrices have scales in the same orientation, and possibly one for inputs:
 
@@ -28,8 +28,8 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
-# Beginnings of the last part of a stack's name, and the modules of an expert that it has.
-MODULES = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,), "gate_proj": ("gate_proj",), "up_proj": ("up_proj",)}
+# Beginnings of the last part of a stack's name, and which of StackedExperts.modules it has.
+_STEMS = {GATE_UP: slice(2), DOWN: slice(2, 3), "gate_proj": slice(1), "up_proj": slice(1, 2)}
 SCALE_INV, INPUT_SCALE = "_scale_inv", "_activation_scale"
 # Suffixes of supported stacks: number of axes, and name of an expert's tensor.
 _KINDS = {
@@ -59,11 +59,19 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-def stem_of(end: str) -> str:
-    """Return the key of MODULES with which `end`, the last part of a stack's name, begins. Raises StopIteration if none
-    does.
+def split_stack(name: str) -> tuple[str, str, str] | None:
+    """Return (the experts' name "LAYER.experts", the beginning of the last part, one of _STEMS, and its rest, one of
+    _KINDS, SCALES or unknown) of a stack's name; None for the name of another tensor.
     """
-    return next(each for each in MODULES if end.startswith(each))
+    prefix, _, end = name.rpartition(".")
+    if not prefix.endswith(".experts") or (stem := next((each for each in _STEMS if end.startswith(each)), "")) == "":
+        return None
+    return prefix, stem, end.removeprefix(stem)
+
+
+def modules_in(stem: str, stacked: StackedExperts) -> tuple[str, ...]:
+    """Return the names of an expert's modules whose matrices a stack has, given its beginning, one of _STEMS."""
+    return stacked.modules[_STEMS[stem]]
 
 
 def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -> StackedExperts:
@@ -82,8 +90,9 @@ class StackedSource(WrappedSource):
 
     scheme: storage of modules, for a model that stays quantised: MXFP4 is then returned undecoded, as
     experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] instead of .weight, and the same for gate_proj and
-    up_proj; None to decode it. Raises ModelFileError for stacks of other shapes than `num_experts` experts have, and of
-    other kinds.
+    up_proj; None to decode it. num_routed: number of experts with those that have no weights, for which transformers
+    writes some; None if there are none. Raises ModelFileError for stacks of other shapes than these experts have, and
+    of other kinds.
     """
 
     def __init__(
@@ -92,19 +101,19 @@ class StackedSource(WrappedSource):
         stacked: StackedExperts,
         num_experts: int,
         *,
+        num_routed: int | None = None,
         scheme: Callable[[str], Any] | None = None,
     ):
         super().__init__(source)
         self._scheme = scheme
-        self._stacked, self._num_experts = stacked, num_experts
+        self._stacked, self._counts = stacked, (num_experts, num_routed or num_experts)
         self._parts: dict[str, _Part | None] = {}
         self._last: tuple[tuple, np.ndarray] | None = None
         for name in source.names():
-            prefix, dot, end = name.rpartition(".")
-            if not (prefix.endswith(".experts") and end.startswith((*MODULES,)) and dot):
+            if (parts := split_stack(name)) is None:
                 self._parts[name] = None
-            elif not end.endswith(SCALES):
-                self._add(name, prefix, end)
+            elif not name.endswith(SCALES):
+                self._add(name, *parts)
 
     def names(self) -> Iterable[str]:
         return self._parts.keys()
@@ -137,30 +146,28 @@ class StackedSource(WrappedSource):
             return self._source.read(part.stack, expert, own)[0, :: part.step, columns]
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
 
-    def _add(self, name: str, prefix: str, end: str) -> None:
+    def _add(self, name: str, prefix: str, stem: str, kind: str) -> None:
         """Add the experts' tensors of one stack. Raises ModelFileError for another kind, shape or number of experts,
         for scales that do not fit, and if gate and up cannot be told apart.
 
-        prefix, end: its name up to the last dot, and after it.
+        prefix, stem, kind: the parts of its name, from split_stack.
         """
-        stem = stem_of(end)
-        kind = end.removeprefix(stem)
         if kind not in _KINDS:
             known = ", ".join(f"{stem}{each}" for each in (*_KINDS, SCALES))
             text = f"is not a tensor of stacked experts that can be read; allowed: {known}"
             raise ModelFileError(self.path, text, name)
         rank, called = _KINDS[kind]
         shape = tuple(self._source.shape(name))
-        if len(shape) != rank or shape[0] != self._num_experts:
+        if len(shape) != rank or shape[0] not in self._counts:
             what = "scales" if kind in (SCALE_INV, INPUT_SCALE) else "matrices or biases"
-            text = f"must be a stack of the {what} of {self._num_experts} experts, got shape {shape}"
+            text = f"must be a stack of the {what} of {self._counts[0]} experts, got shape {shape}"
             raise ModelFileError(self.path, text, name)
         if kind == BLOCKS:
             self._check_scales(name.removesuffix(BLOCKS) + SCALES, shape)
         out, *inner = self._matrix(shape) if kind in ("", SCALE_INV) else shape[1:] or (1,)
         if kind == BLOCKS:
             inner = [32 * shape[2]]
-        modules = MODULES[stem]
+        modules = modules_in(stem, self._stacked)
         # A single scale for all rows serves gate and up.
         share = out == 1 and kind in (SCALE_INV, INPUT_SCALE)
         if out % len(modules) and not share:
@@ -169,7 +176,7 @@ class StackedSource(WrappedSource):
         if kind == SCALE_INV and len(modules) == 2 and not share:
             self._check_border(name, f"{prefix}.0.{modules[0]}", out)
         rows = 1 if share else out // len(modules)
-        for expert in range(self._num_experts):
+        for expert in range(shape[0]):
             for number, module in enumerate(modules):
                 first, step = (0, 1) if share else (number, 2) if interleaved else (number * rows, 1)
                 part = _Part(name.removesuffix(BLOCKS), kind, expert, first, step, (rows, *inner))

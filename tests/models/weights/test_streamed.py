@@ -79,6 +79,12 @@ MORE = [
 ]
 
 
+STACKED = {
+    "mixtral_tied": (".mlp.", ".block_sparse_moe.", ("w1", "w3", "w2")),
+    "deepseek_v3": (".mlp.", ".mlp.", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
 @each_row(("model", "scheme"), FEW)
 def test_it_loads_what_a_checkpoint_loads(model, scheme):
     assert_loaded(model, scheme)
@@ -102,6 +108,26 @@ def assert_loaded(model: str, scheme: str | None) -> None:
         (found,) = load_streamed([(built, None)], Given(tensors, order), chunk_bytes=chunk_bytes)
         assert_equal(found, expected)
     assert_equal(load_params(built, ArraySource(tensors), chunk_bytes=1), expected)
+    if model in STACKED:
+        stacked = in_memory(tensors, *STACKED[model])
+        assert_equal(load_params(built, ArraySource(stacked)), expected)
+        for chunk_bytes in (None, 4096):
+            (found,) = load_streamed([(built, None)], Given(stacked, sorted(stacked)), chunk_bytes=chunk_bytes)
+            assert_equal(found, expected)
+
+
+def in_memory(tensors: dict[str, np.ndarray], layer: str, own: str, modules: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Return tensors per expert as transformers 5 has them in memory: a stack of gate and up, one of down.
+
+    layer, own: its name of the part of a layer with the experts, and the checkpoint's. modules: gate, up and down.
+    """
+    made = {name.replace(own, layer): array for name, array in tensors.items() if ".experts." not in name}
+    for experts in {name.partition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}:
+        count = sum(name.startswith(f"{experts}.") and name.endswith(f".{modules[0]}.weight") for name in tensors)
+        parts = [np.stack([tensors[f"{experts}.{each}.{part}.weight"] for each in range(count)]) for part in modules]
+        made[f"{experts}.gate_up_proj".replace(own, layer)] = np.concatenate(parts[:2], axis=1)
+        made[f"{experts}.down_proj".replace(own, layer)] = parts[2]
+    return made
 
 
 def test_stages_share_one_stream():

@@ -100,8 +100,8 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     if name.startswith(("gemma4", "granite_moe")) or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
     count = config.get("num_local_experts") or config.get("num_experts")
-    if (stacked := MODELS[architecture].checkpoint_names.stacked_experts) is not None and count:
-        source = StackedSource(source, stacked, count)
+    if count:
+        source = StackedSource(source, MODELS[architecture].checkpoint_names.stacked_experts, count)
     if architecture == "DeepseekV2ForCausalLM" and not config["attention_bias"]:
         biases = CheckpointNames(unused=tuple(each for each in source.names() if each.endswith(".bias")) or ("-",))
         source = RenamedSource(source, biases)

@@ -20,9 +20,11 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import StackedExperts
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
-from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.load import check_source, load_params
 from jaxengine.models.weights.views.stacked import FP4, StackedSource, mxfp4_values, of_shapes
 from tests.fixtures.drawn_weights import checkpoint
+from tests.models.weights.test_load import ArraySource
+from tests.tables import each_row
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 EXPERTS, SIZE, FFN = 3, 64, 32
@@ -73,7 +75,7 @@ def test_parts_of_a_stack(tmp_path, mxfp4, interleaved):
     tensors = stacks(np.random.default_rng(0), mxfp4=mxfp4)
     save_file(tensors | {"lm_head.weight": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
     stacked = plain(tensors)
-    source = StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(interleaved), EXPERTS)
+    source = StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(interleaved, out_first=False), EXPERTS)
     assert len(list(source.names())) == 6 * EXPERTS + 1
     assert source.shape("lm_head.weight") == source.read("lm_head.weight").shape == (2, 2)
     for expert in range(EXPERTS):
@@ -104,11 +106,11 @@ def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
     for part, own in (("gate_proj", slice(FFN)), ("up_proj", slice(FFN, None))):
         for end in ("", "_bias"):
             apart[f"{PREFIX}.{part}{end}"] = np.ascontiguousarray(turned[f"{PREFIX}.gate_up_proj{end}"][:, own])
-    sources, out_first = [], StackedExperts(out_first=True)
+    sources = []
     for name, held, stacked in (
-        ("in", tensors, StackedExperts()),
-        ("out", turned, out_first),
-        ("apart", apart, out_first),
+        ("in", tensors, StackedExperts(out_first=False)),
+        ("out", turned, StackedExperts()),
+        ("apart", apart, StackedExperts()),
     ):
         (tmp_path / name).mkdir()
         save_file(held, tmp_path / name / "model.safetensors")
@@ -122,6 +124,52 @@ def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
         parts = [(slice(None), slice(None)), (slice(3, 20), slice(1, 9))]
         for rows, columns in parts if len(one.shape(name)) == 2 else [(slice(2, 5), slice(None))]:
             np.testing.assert_array_equal(one.read(name, rows, columns), other.read(name, rows, columns), err_msg=name)
+
+
+# Checkpoint with tensors per expert -> how transformers 5 calls some of its modules in memory.
+IN_MEMORY = {
+    "axk1": {"layers.1.mlp.post_mlp_layernorm": "layers.1.post_mlp_layernorm"},
+    "deepseek_v3": {},
+    "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
+    "exaone_moe": {".mlp.gate.e_score": ".mlp.e_score"},
+    "hy_v3": {".mlp.gate.w": ".mlp.router.gate.w", ".mlp.e_score_correction_": ".mlp.expert_", "_experts": "_mlp"},
+    "jamba": {},
+    "kolibri1": {"post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm"},
+    "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", "shared_experts": "shared_expert"},
+    "lfm2_moe": {},
+    "longcat_flash": {},
+    "minimax": {".mlp.": ".block_sparse_moe."},
+    "minimax_m2": {".mlp.": ".block_sparse_moe."},
+    "mixtral_tied": {".mlp.": ".block_sparse_moe."},
+    "nemotron_h_latent": {},
+    "phimoe": {".mlp.router.": ".block_sparse_moe.gate.", ".mlp.": ".block_sparse_moe."},
+    "qwen3_moe_bias": {},
+    "qwen3_next": {},
+}
+
+
+@each_row(("name", "renamed"), IN_MEMORY.items())
+def test_experts_are_loaded_as_transformers_holds_them_in_memory(name, renamed):
+    """As trainers send them: a stack for each layer, which no published checkpoint of these families has."""
+    folder = FIXTURES / "models" / name
+    config = read_hf(json.loads((folder / "config.json").read_text()))
+    assert config.experts is not None
+    shapes, stacked = json.loads((folder / "tensors.json").read_text())["shapes"], {}
+    matrices = re.compile(r"(.*\.experts)\.0\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
+    for tensor, shape in shapes.items():
+        if (found := matrices.fullmatch(tensor)) is not None:
+            joins = any(f"{found[1]}.0.{gate}.weight" in shapes for gate in ("w1", "gate_proj"))
+            is_down = found[2] in ("w2", "down_proj")
+            count = config.experts.num_experts if is_down else config.experts.num_routed
+            part, rows = ("down_proj", 1) if is_down else ("gate_up_proj", 2) if joins else ("up_proj", 1)
+            stacked[f"{found[1]}.{part}"] = count, rows * shape[0], shape[1]
+        elif ".experts." not in tensor or "e_score" in tensor:
+            stacked[tensor] = shape
+    for theirs, ours in renamed.items():
+        assert any(ours in tensor for tensor in stacked)
+        stacked = {tensor.replace(ours, theirs): shape for tensor, shape in stacked.items()}
+    held = {tensor: np.broadcast_to(np.float32(0), shape) for tensor, shape in stacked.items()}
+    check_source(build_model(config, Build("float32")), ArraySource(held))
 
 
 def test_a_whole_checkpoint_in_mxfp4(tmp_path):
@@ -181,13 +229,13 @@ def test_a_whole_checkpoint_in_mxfp4(tmp_path):
 def test_stacks_of_other_shapes(tmp_path, name, values, message):
     save_file({f"{PREFIX}.{name}": values}, tmp_path / "model.safetensors")
     with pytest.raises(ModelFileError, match=message):
-        StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(), EXPERTS)
+        StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(out_first=False), EXPERTS)
 
 
 def test_mxfp4_of_another_kind(tmp_path):
     tensors = stacks(np.random.default_rng(0), mxfp4=True)
     tensors[f"{PREFIX}.down_proj_scales"] = tensors[f"{PREFIX}.down_proj_scales"].astype(ml_dtypes.bfloat16)
     save_file(tensors, tmp_path / "model.safetensors")
-    source = StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(), EXPERTS)
+    source = StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(out_first=False), EXPERTS)
     with pytest.raises(ModelFileError, match="MXFP4 must be stored as U8, got uint8 and bfloat16"):
         source.read(f"{PREFIX}.0.down_proj.weight")
