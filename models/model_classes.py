@@ -34,6 +34,7 @@ from jaxengine.models.families.dots_ocr import DotsOCRForCausalLM
 from jaxengine.models.families.electra import ElectraModel
 from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
+from jaxengine.models.families.ernie4_5_vl import Ernie4_5_VLMoeForConditionalGeneration
 from jaxengine.models.families.exaone4 import Exaone4_5_ForConditionalGeneration, Exaone4ForCausalLM
 from jaxengine.models.families.falcon_h1 import FalconH1ForCausalLM
 from jaxengine.models.families.gemma import GemmaForCausalLM
@@ -254,6 +255,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "QianfanOCRForConditionalGeneration": QianfanOCRForConditionalGeneration,
     "Lfm2VlForConditionalGeneration": Lfm2VlForConditionalGeneration,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
+    "Ernie4_5_VLMoeForConditionalGeneration": Ernie4_5_VLMoeForConditionalGeneration,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,
     "MiniCPMOcrForConditionalGeneration": MiniCPMOcrForConditionalGeneration,

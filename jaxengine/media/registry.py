@@ -10,6 +10,7 @@ from jaxengine.media.base.processor import MediaProcessor
 from jaxengine.media.processors.cohere_vision import AyaVisionProcessor, Cohere2VisionProcessor
 from jaxengine.media.processors.deepseek_ocr2 import DeepseekOcr2Processor
 from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
+from jaxengine.media.processors.ernie4_5_vl import ErnieVLProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.gemma4_sounds import gemma4
 from jaxengine.media.processors.glm4v import Glm4vProcessor, GlmOcrProcessor
@@ -79,6 +80,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "QianfanOCRForConditionalGeneration": QianfanOCRProcessor,
     "Lfm2VlForConditionalGeneration": Lfm2VlProcessor,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
+    "Ernie4_5_VLMoeForConditionalGeneration": ErnieVLProcessor,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMOcrForConditionalGeneration": MiniCPMVProcessor,

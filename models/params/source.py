@@ -54,6 +54,8 @@ class CheckpointNames(NamedTuple):
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of experts if they may be in one tensor; None for tensors per expert.
       expert_rows: matrices with the rows of all experts; None for none.
+      further_experts: name, in place of `experts`, of a module whose experts the checkpoint numbers after those of
+        `experts`; "" for none.
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the
         model's replacement.
@@ -73,6 +75,7 @@ class CheckpointNames(NamedTuple):
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
     expert_rows: ExpertRows | None = None
+    further_experts: str = ""
     plain: tuple[str, ...] = ()
     of_adapters: tuple[tuple[str, str], ...] = ()
 

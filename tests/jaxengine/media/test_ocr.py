@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -23,6 +24,7 @@ KINDS = {
     "paddleocr_vl_vision": PaddleOCRVLImageProcessorPil,
     "glm_ocr_vision": Glm46VImageProcessorPil,
     "dots_ocr_vision": Qwen2VLImageProcessorPil,
+    "ernie4_5_vl_vision": Ernie4_5_VLMoeImageProcessorPil,
     "lighton_ocr_wide_vision": PixtralImageProcessorPil,
 }
 # Kept, shrunk, less than a row of the tower, and less than a column.
@@ -88,6 +90,22 @@ def test_a_published_configuration_may_leave_out_the_token_after_an_image(tmp_pa
     del raw["vision_end_token_id"]
     with pytest.raises(ValueError, match="token ids of images must be below vocab_size 272, got 101306"):
         processor_for(folder, raw, config, Tokenizer.from_hf_folder(folder))
+
+
+def test_ernie_as_published(tmp_path):
+    """Its names of tokens, and its chat template's text in the place of an image's token."""
+    folder = whole_checkpoint("ernie4_5_vl_vision", tmp_path)
+    raw = read_config_json(folder)
+    config, tokenizer = read_folder(folder, raw), Tokenizer.from_hf_folder(folder)
+    raw["im_patch_id"] = raw.pop("image_token_id")
+    assert read_folder(folder, raw) == config
+    processor = processor_for(folder, raw, config, tokenizer)
+    assert processor.placeholder("image") == "<|vision_start|><|image_pad|><|vision_end|>"
+    for text in ("See <|vision_start|><|image@placeholder|><|vision_end|> and <|image@placeholder|>", "See it."):
+        plain = tokenizer.encode(text.replace("<|image@placeholder|>", "<|image_pad|>"), add_special_tokens=False)
+        for first in ([], [256]):
+            assert processor.encode(text, first + tokenizer.encode(text, add_special_tokens=False)) == first + plain
+    assert processor.encode("a <|image@placeholder|>", [3, 4]) == [3, 4]
 
 
 def test_what_is_refused(tmp_path):
