@@ -66,6 +66,7 @@ from jaxengine.models.families.granite_speech import GraniteSpeechForConditional
 from jaxengine.models.families.gte import GteModel
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
+from jaxengine.models.families.hunyuan_vl import HunYuanVLForConditionalGeneration
 from jaxengine.models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
 from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
 from jaxengine.models.families.internvl import InternVLForConditionalGeneration
@@ -255,6 +256,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "QianfanOCRForConditionalGeneration": QianfanOCRForConditionalGeneration,
     "Lfm2VlForConditionalGeneration": Lfm2VlForConditionalGeneration,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
+    "HunYuanVLForConditionalGeneration": HunYuanVLForConditionalGeneration,
     "Ernie4_5_VLMoeForConditionalGeneration": Ernie4_5_VLMoeForConditionalGeneration,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,

@@ -158,6 +158,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "baidu/ERNIE-4.5-VL-28B-A3B-Base-PT",
         "baidu/ERNIE-4.5-VL-28B-A3B-Thinking",
     ),
+    "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2"),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
     "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2-VL-1.6B",),

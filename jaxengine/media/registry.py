@@ -16,6 +16,7 @@ from jaxengine.media.processors.gemma4_sounds import gemma4
 from jaxengine.media.processors.glm4v import Glm4vProcessor, GlmOcrProcessor
 from jaxengine.media.processors.got_ocr2 import GotOcr2Processor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
+from jaxengine.media.processors.hunyuan_vl import HunYuanVLProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import internvl
 from jaxengine.media.processors.kimi_k25 import KimiK25Processor
@@ -80,6 +81,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "QianfanOCRForConditionalGeneration": QianfanOCRProcessor,
     "Lfm2VlForConditionalGeneration": Lfm2VlProcessor,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
+    "HunYuanVLForConditionalGeneration": HunYuanVLProcessor,
     "Ernie4_5_VLMoeForConditionalGeneration": ErnieVLProcessor,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,

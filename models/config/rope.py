@@ -202,7 +202,8 @@ class Rope:
         (HunyuanOCR); empty where all rotate by its position.
       sections_interleaved: whether pairs alternate between time, height and width while there are any of height and
         width, and the rest are of time (Qwen3-VL); otherwise the pairs of a section are adjacent.
-      time_last: whether pairs alternate between height and width, equally many, and the rest are of time (ERNIE 4.5-VL).
+      time_last: whether pairs alternate between height and width, equally many, and the rest are of time (ERNIE
+        4.5-VL).
     """
 
     rotary_dim: int

@@ -1,5 +1,5 @@
-"""ERNIE 4.5-VL (Baidu 2025, ERNIE 4.5 Technical Report): ERNIE 4.5 with experts of two kinds, of which one is for tokens
-of images and videos, with M-RoPE (rotation by positions in time, height and width) and a vision tower.
+"""ERNIE 4.5-VL (Baidu 2025, ERNIE 4.5 Technical Report): ERNIE 4.5 with experts of two kinds, of which one is for
+tokens of images and videos, with M-RoPE (rotation by positions in time, height and width) and a vision tower.
 """
 
 from __future__ import annotations

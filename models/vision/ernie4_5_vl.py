@@ -1,5 +1,5 @@
-"""Vision tower of ERNIE 4.5-VL (Baidu 2025, ERNIE 4.5 Technical Report): the layers of Qwen2-VL's over single frames, and
-a resampler, which joins squares of patches and then two frames. An image counts as two equal frames.
+"""Vision tower of ERNIE 4.5-VL (Baidu 2025, ERNIE 4.5 Technical Report): the layers of Qwen2-VL's over single frames,
+and a resampler, which joins squares of patches and then two frames. An image counts as two equal frames.
 """
 
 from __future__ import annotations

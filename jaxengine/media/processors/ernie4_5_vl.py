@@ -1,4 +1,6 @@
-"""Processor of ERNIE 4.5-VL: Qwen2-VL's for images alone, with other bounds of their pixels and patches of one frame."""
+"""Processor of ERNIE 4.5-VL: Qwen2-VL's for images alone, with other bounds of their pixels and patches of one
+frame.
+"""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def _of_step(rope: Rope, step: StepContext) -> tuple[jax.Array, jax.Array]:
     """Return `rope_table` of the positions of a step's tokens.
 
     If the rope has sections and the batch has the section "mrope_positions", the positions are those, in time, height
-    and width, i32[3, T], or i32[T] if the three are equal, after the plain ones for a rope with four sections. Otherwise
-    they are the plain positions.
+    and width, i32[3, T], or i32[T] if the three are equal, after the plain ones for a rope with four sections.
+    Otherwise they are the plain positions.
     """
     positions = step.batch.sections.get("mrope_positions") if rope.sections else None
     if positions is not None and positions.ndim == 2 and len(rope.sections) == 4:

@@ -13,7 +13,8 @@ from scripts.model_names import read_names
 from tests.tables import each_row
 
 NAMED = {name: row.config for row in read_names() for name in row.names}
-ERNIE = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"]
+ERNIE, HUNYUAN = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"], NAMED["tencent/HunyuanOCR"]
+_XD = HUNYUAN["rope_scaling"]
 
 
 def test_ernie_4_5_vl():
@@ -35,6 +36,20 @@ def test_ernie_4_5_vl():
     assert alone.experts == experts
 
 
+def test_hunyuan_ocr():
+    config, theta = read_hf(HUNYUAN), 1e4 * 1000.0 ** (128 / 126)
+    assert {layer.rope for layer in config.attention} == {Rope(128, theta, sections=(16, 16, 16, 16))}
+    tower: Any = config.tower
+    assert (tower.vit.grid, tower.vit.num_positions, tower.vit.norm_eps) == (128, 128**2 + 1, 1e-5)
+    # transformers 5
+    outer = {"architectures", "vision_config", "image_token_id"}
+    text = {name: value for name, value in HUNYUAN.items() if name not in outer | {"rope_scaling", "rope_theta"}}
+    kept = {name: value for name, value in _XD.items() if name not in ("type", "xdrope_section")}
+    rope = {**kept, "rope_type": "dynamic", "rope_theta": 1e4, "mrope_section": [16.0] * 4}
+    nested = {name: HUNYUAN[name] for name in outer} | {"text_config": text | {"rope_parameters": rope}}
+    assert read_hf(nested) == config
+
+
 @each_row(
     ("raw", "where", "change", "message"),
     [
@@ -47,6 +62,14 @@ def test_ernie_4_5_vl():
         (ERNIE, None, {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type must be "default", got None'),
         (ERNIE, None, {"temporal_conv_size": 4}, "temporal_conv_size must be 2 or absent, got 4"),
         (ERNIE, "vision_config", {"temporal_patch_size": 2}, "temporal_patch_size must be 1 or absent, got 2"),
+        (HUNYUAN, None, {"rope_scaling": _XD | {"mrope_section": [8, 24, 16, 16]}}, "xdrope_section must be that of"),
+        (HUNYUAN, None, {"rope_scaling": _XD | {"xdrope_section": [32, 32]}}, "must be three counts that sum up to"),
+        (HUNYUAN, None, {"rope_scaling": _XD | {"xdrope_section": None}}, "mrope_section is missing"),
+        (HUNYUAN, None, {"use_qk_norm": False}, "use_qk_norm must be true or absent, got False"),
+        (HUNYUAN, "vision_config", {"interpolate_mode": "bicubic"}, 'interpolate_mode must be "bilinear" or absent'),
+        (HUNYUAN, "vision_config", {"num_key_value_heads": 4}, "num_key_value_heads must be 16 or absent, got 4"),
+        (HUNYUAN, "vision_config", {"spatial_merge_size": 9}, "spatial_merge_size must be 1 to 8, got 9"),
+        (HUNYUAN, "vision_config", {"max_image_size": 8192}, "image_size must be an integer >= 1 and <= 4096"),
         (ERNIE, "vision_config", {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06 or absent"),
     ],
 )
