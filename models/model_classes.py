@@ -63,6 +63,7 @@ from jaxengine.models.families.granite_moe import (
 )
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from jaxengine.models.families.granite_speech import GraniteSpeechForConditionalGeneration
+from jaxengine.models.families.granite_vision import GraniteVisionForConditionalGeneration
 from jaxengine.models.families.gte import GteModel
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
@@ -256,6 +257,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "QianfanOCRForConditionalGeneration": QianfanOCRForConditionalGeneration,
     "Lfm2VlForConditionalGeneration": Lfm2VlForConditionalGeneration,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
+    "GraniteVisionForConditionalGeneration": GraniteVisionForConditionalGeneration,
     "HunYuanVLForConditionalGeneration": HunYuanVLForConditionalGeneration,
     "Ernie4_5_VLMoeForConditionalGeneration": Ernie4_5_VLMoeForConditionalGeneration,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,

@@ -158,6 +158,11 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "baidu/ERNIE-4.5-VL-28B-A3B-Base-PT",
         "baidu/ERNIE-4.5-VL-28B-A3B-Thinking",
     ),
+    "GraniteVisionForConditionalGeneration": (
+        "ibm-granite/granite-vision-3.1-2b-preview",
+        "ibm-granite/granite-vision-3.2-2b",
+        "ibm-granite/granite-vision-3.3-2b",
+    ),
     "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2"),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),

@@ -81,6 +81,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "QianfanOCRForConditionalGeneration": QianfanOCRProcessor,
     "Lfm2VlForConditionalGeneration": Lfm2VlProcessor,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
+    "GraniteVisionForConditionalGeneration": LlavaNextProcessor,
     "HunYuanVLForConditionalGeneration": HunYuanVLProcessor,
     "Ernie4_5_VLMoeForConditionalGeneration": ErnieVLProcessor,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,

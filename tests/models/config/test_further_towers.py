@@ -14,6 +14,7 @@ from tests.tables import each_row
 
 NAMED = {name: row.config for row in read_names() for name in row.names}
 ERNIE, HUNYUAN = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"], NAMED["tencent/HunyuanOCR"]
+GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 _XD = HUNYUAN["rope_scaling"]
 
 
@@ -50,6 +51,17 @@ def test_hunyuan_ocr():
     assert read_hf(nested) == config
 
 
+def test_granite_vision():
+    """Embeddings of images are multiplied, too; logits are divided, which transformers 5 leaves out with a tower."""
+    config = read_hf(GRANITE)
+    tower: Any = config.tower
+    assert config.architecture == "GraniteVisionForConditionalGeneration"
+    assert (config.embedding_multiplier, config.logit_scale, tower.multiplier) == (12.0, 1 / 8, 12.0)
+    assert (tower.layers, tower.num_newlines, tower.unit) == ((4, 8, 16, 27), 27, 27 * 28)
+    llama = GRANITE | {"text_config": GRANITE["text_config"] | {"model_type": "llama"}}
+    assert read_hf(llama).architecture == "LlavaNextForConditionalGeneration"
+
+
 @each_row(
     ("raw", "where", "change", "message"),
     [
@@ -65,6 +77,8 @@ def test_hunyuan_ocr():
         (HUNYUAN, None, {"rope_scaling": _XD | {"mrope_section": [8, 24, 16, 16]}}, "xdrope_section must be that of"),
         (HUNYUAN, None, {"rope_scaling": _XD | {"xdrope_section": [32, 32]}}, "must be three counts that sum up to"),
         (HUNYUAN, None, {"rope_scaling": _XD | {"xdrope_section": None}}, "mrope_section is missing"),
+        (GRANITE, None, {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy must be 'full'"),
+        (GRANITE, "text_config", {"logits_scaling": 0}, "logits_scaling must be a finite number > 0"),
         (HUNYUAN, None, {"use_qk_norm": False}, "use_qk_norm must be true or absent, got False"),
         (HUNYUAN, "vision_config", {"interpolate_mode": "bicubic"}, 'interpolate_mode must be "bilinear" or absent'),
         (HUNYUAN, "vision_config", {"num_key_value_heads": 4}, "num_key_value_heads must be 16 or absent, got 4"),
