@@ -65,6 +65,7 @@ _OTHER_NAMES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
     "AquilaModel": "LlamaForCausalLM",  # of models that generate, too
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "Ernie4_5_VL_MoeForConditionalGeneration": "Ernie4_5_VLMoeForConditionalGeneration",
     "Glm46VForConditionalGeneration": "Glm4vForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "LLaMAForCausalLM": "LlamaForCausalLM",

@@ -156,6 +156,17 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "PaddleOCRVLForConditionalGeneration": ("PaddlePaddle/PaddleOCR-VL",),
     "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
     "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
+    "Ernie4_5_VLMoeForConditionalGeneration": (
+        "baidu/ERNIE-4.5-VL-28B-A3B-PT",
+        "baidu/ERNIE-4.5-VL-28B-A3B-Base-PT",
+        "baidu/ERNIE-4.5-VL-28B-A3B-Thinking",
+    ),
+    "GraniteVisionForConditionalGeneration": (
+        "ibm-granite/granite-vision-3.1-2b-preview",
+        "ibm-granite/granite-vision-3.2-2b",
+        "ibm-granite/granite-vision-3.3-2b",
+    ),
+    "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2"),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
     "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2-VL-1.6B",),

@@ -15,6 +15,7 @@ from jaxengine.models.config.model_config import ModelConfig
 PROCESSORS = {
     "LlavaForConditionalGeneration": "pixtral:llava_or_pixtral",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
+    "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemmaProcessor",
     "PaliGemma2ForConditionalGeneration": "paligemma:PaliGemmaProcessor",
@@ -36,6 +37,8 @@ PROCESSORS = {
     "DotsOCRForCausalLM": "dots_ocr:DotsOcrProcessor",
     "GotOcr2ForConditionalGeneration": "got_ocr2:GotOcr2Processor",
     "QianfanOCRForConditionalGeneration": "qianfan_ocr:QianfanOCRProcessor",
+    "HunYuanVLForConditionalGeneration": "hunyuan_vl:HunYuanVLProcessor",
+    "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl:ErnieVLProcessor",
     "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VlProcessor",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2:DeepseekOcr2Processor",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",

@@ -43,6 +43,9 @@ class ExpertsConfig:
         arXiv:2509.01322).
       shortcut: whether experts read the hidden state of one layer and are added to that of the next (Cai et al. 2024,
         arXiv:2404.05019).
+      image_intermediate_size: feed-forward size of one of the further experts, `num_experts` of them with a router of
+        their own, to which tokens of images are routed instead; 0 for none.
+      image_tokens: ids of the tokens that are routed to these.
       latent_size: elements of an expert's input and output, which are projected from and to the hidden state; None if
         they are the hidden state itself.
     """
@@ -70,6 +73,8 @@ class ExpertsConfig:
     router_jitter_noise: float = 0.01
     num_zero_experts: int = 0
     shortcut: bool = False
+    image_intermediate_size: int = 0
+    image_tokens: tuple[int, ...] = ()
     latent_size: int | None = None
 
     @property
@@ -82,6 +87,7 @@ class ExpertsConfig:
             check_size(f"experts: {name}", getattr(self, name), MAX_EXPERTS)
         check_size("experts: intermediate_size", self.intermediate_size, MAX_INTERMEDIATE)
         check_size("experts: shared_intermediate_size", self.shared_intermediate_size, MAX_INTERMEDIATE, 0)
+        check_size("experts: image_intermediate_size", self.image_intermediate_size, MAX_INTERMEDIATE, 0)
         check_size("experts: num_zero_experts", self.num_zero_experts, MAX_EXPERTS, 0)
         if self.latent_size is not None:
             check_size("experts: latent_size", self.latent_size, MAX_HIDDEN)

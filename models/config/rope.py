@@ -198,9 +198,12 @@ class Rope:
       scaling: for long contexts; None for none.
       interleaved: whether a pair is elements 2i and 2i + 1, as in GPT-J; otherwise i and i + rotary_dim / 2.
       sections: how many of the rotary_dim / 2 pairs rotate by a token's M-RoPE position in time, in height and in width
-        (Wang et al. 2024, arXiv:2409.12191); empty where all rotate by its position.
+        (Wang et al. 2024, arXiv:2409.12191); with four counts, how many rotate by its plain position, then those three
+        (HunyuanOCR); empty where all rotate by its position.
       sections_interleaved: whether pairs alternate between time, height and width while there are any of height and
         width, and the rest are of time (Qwen3-VL); otherwise the pairs of a section are adjacent.
+      time_last: whether pairs alternate between height and width, equally many, and the rest are of time (ERNIE
+        4.5-VL).
     """
 
     rotary_dim: int
@@ -209,14 +212,22 @@ class Rope:
     interleaved: bool = False
     sections: tuple[int, ...] = ()
     sections_interleaved: bool = False
+    time_last: bool = False
 
     def __post_init__(self) -> None:
         if self.sections and (
-            len(self.sections) != 3 or sum(self.sections) != self.rotary_dim // 2 or min(self.sections) < 0
+            len(self.sections) not in (3, 4) or sum(self.sections) != self.rotary_dim // 2 or min(self.sections) < 0
         ):
             raise ModelConfigError(
                 f"mrope_section must be three counts that sum up to rotary_dim / 2 = {self.rotary_dim // 2}, got "
                 f"{list(self.sections)}"
+            )
+        if len(self.sections) == 4 and self.sections_interleaved:
+            raise ModelConfigError(f"mrope_section must be three counts if they alternate, got {list(self.sections)}")
+        if self.time_last and (len(self.sections) != 3 or self.sections[1] != self.sections[2]):
+            raise ModelConfigError(
+                "mrope_section must be three counts, of height and of width the same, if height and width alternate, "
+                f"got {list(self.sections)} of time, height and width"
             )
         if not 1 < self.theta < float("inf"):
             raise ModelConfigError(f"rope_theta must be a finite number > 1, got {self.theta!r}")
@@ -250,11 +261,14 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Return the section of each rotated pair, i32[rotary_dim / 2]: 0 for time, 1 for height, 2 for width. Valid
-        only for a rope with sections.
+        """Return the section of each rotated pair, i32[rotary_dim / 2], an index into `sections`. Valid only for a rope
+        with sections.
         """
+        if self.time_last:
+            time, height, width = self.sections
+            return np.asarray([1, 2] * height + [0] * time, np.int32)[: height + width + time]
         if not self.sections_interleaved:
-            return np.repeat(np.arange(3, dtype=np.int32), self.sections)
+            return np.repeat(np.arange(len(self.sections), dtype=np.int32), self.sections)
         sections = np.zeros(self.rotary_dim // 2, np.int32)
         for section, count in list(enumerate(self.sections))[1:]:
             sections[section : 3 * count : 3] = section

@@ -8,21 +8,11 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
-from jaxengine.models.families.granite import GraniteForCausalLM
+from jaxengine.models.families.granite import DEFAULTS, GraniteForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.granite_speech import CONVOLUTIONS, PROJECTOR, TOWER, read_granite_speech
 
 _PARTS = (f"{TOWER}.", f"{PROJECTOR}.")
-# transformers' defaults for fields of the text part that a file lacks.
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-}
 
 
 class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
@@ -48,7 +38,7 @@ class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields).with_defaults(**_DEFAULTS)
+        text = text_fields(fields).with_defaults(**DEFAULTS)
         text.require(model_type="granite")
         tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
         shared = super().read_hf(ConfigFields({**text.raw, **tied}))

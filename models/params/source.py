@@ -58,6 +58,8 @@ class CheckpointNames(NamedTuple):
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of the experts of a layer if they are in one tensor.
       expert_rows: matrices with the rows of all experts; None for none.
+      further_experts: name, in place of `experts`, of a module whose experts the checkpoint numbers after those of
+        `experts`; "" for none.
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       parts: pairs of a part of names that other versions of transformers write, and the model's replacement. The first
         match counts; a name that has the replacement already is not changed.
@@ -77,6 +79,7 @@ class CheckpointNames(NamedTuple):
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts = StackedExperts()
     expert_rows: ExpertRows | None = None
+    further_experts: str = ""
     plain: tuple[str, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
 from jaxengine.models.vision.base.layers import ACTIVATIONS, read_activation
@@ -34,6 +35,7 @@ class LlavaTowerConfig(TowerConfig):
       projector_bias: whether the projector's products have biases.
       num_newlines: positions after a unit's patches whose rows are the end-of-line embedding; their features are not
         read.
+      multiplier: factor of all embeddings.
     """
 
     vit: VitConfig
@@ -41,6 +43,7 @@ class LlavaTowerConfig(TowerConfig):
     projector_activation: str
     projector_bias: bool = True
     num_newlines: int = 0
+    multiplier: float = 1.0
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -120,12 +123,12 @@ class LlavaTower(nnx.Module):
         del columns  # there are none: all units are alike
         config = self.config
         if self.newline is None:
-            return self._project(self.encoder(patches))
+            return scaled(self._project(self.encoder(patches)), config.multiplier)
         units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
         rows = self._project(self.encoder(units.reshape(-1, patches.shape[1])))
         rows = rows.reshape(len(units), config.vit.num_patches, -1)
         ends = jnp.broadcast_to(self.newline[...], (len(units), config.num_newlines, rows.shape[-1]))
-        return jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1)
+        return scaled(jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1), config.multiplier)
 
     def _project(self, states: jax.Array) -> jax.Array:
         """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower]."""

@@ -31,6 +31,7 @@ from jaxengine.models.weights.assembly import Assembly
 from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.views.adapted import AdaptedSource
 from jaxengine.models.weights.views.expert_rows import ExpertRowsSource
+from jaxengine.models.weights.views.further_experts import FurtherExpertsSource
 from jaxengine.models.weights.views.kv_scales import KV_SCALES
 from jaxengine.models.weights.views.parts import (
     Block,
@@ -198,6 +199,8 @@ def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
     if (experts := model.config.experts) is None:
         return source
+    if names.further_experts:
+        return FurtherExpertsSource(source, names.further_experts, experts.num_experts)
     if names.expert_rows is not None:
         return ExpertRowsSource(source, names.expert_rows, experts.num_experts)
     stacked = of_shapes(names.stacked_experts, source, model.config.hidden_size)

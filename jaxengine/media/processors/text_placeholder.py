@@ -35,18 +35,9 @@ class TextPlaceholderProcessor(TilesProcessor):
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids of a prompt `text`, with image_id for each placeholder text.
 
-        token_ids: of the whole text, tokenized with or without special tokens at its beginning, which are kept. The
-        text between placeholders is tokenized again, because a placeholder's tokens may depend on the text around it.
-        Token ids that are not those of `text` are returned unchanged.
+        token_ids: of the whole text (see `with_one_token`).
         """
-        plain, pieces = self.ids(text), text.split(self._placeholder)
-        before = len(token_ids) - len(plain)
-        if before < 0 or list(token_ids[before:]) != plain:
-            return list(token_ids)
-        found = list(token_ids[:before])
-        for number, piece in enumerate(pieces):
-            found += [*([self.image_id] if number else ()), *(self.ids(piece) if piece else ())]
-        return found
+        return with_one_token(text, token_ids, self._placeholder, self.image_id, self.tokenizer)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the expanded prompt of UnitProcessor.expand, after replacing the tokens of each placeholder text by
@@ -65,3 +56,21 @@ class TextPlaceholderProcessor(TilesProcessor):
         """Return the token ids of a text, without special tokens around it."""
         tokenizer: Any = self.tokenizer
         return tokenizer.encode(text, add_special_tokens=False)
+
+
+def with_one_token(text: str, token_ids: Sequence[int], placeholder: str, token: int, tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt `text`, with `token` for each occurrence of the text `placeholder`.
+
+    token_ids: of the whole text, tokenized with or without special tokens at its beginning, which are kept. The text
+    between placeholders is tokenized again, because a placeholder's tokens may depend on the text around it. Token ids
+    that are not those of `text` are returned unchanged.
+    """
+    plain: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    before = len(token_ids) - len(plain)
+    if before < 0 or list(token_ids[before:]) != plain:
+        return list(token_ids)
+    found = list(token_ids[:before])
+    for number, piece in enumerate(text.split(placeholder)):
+        own = tokenizer.encode(piece, add_special_tokens=False) if piece else ()
+        found += [*([token] if number else ()), *own]
+    return found

@@ -120,6 +120,7 @@ _XLM = "XLMRoberta"
 # (Class that takes several kinds of text models, model_type of the text) -> class with these layers.
 _BY_TEXT = {
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
+    ("LlavaNextForConditionalGeneration", "granite"): "GraniteVisionForConditionalGeneration",
     ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
     ("PaliGemmaForConditionalGeneration", "gemma2"): "PaliGemma2ForConditionalGeneration",
 }

@@ -18,7 +18,7 @@ def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin of the rotation angles, each f32[T, R/2], multiplied by the scaling's attention factor, if
     any.
 
-    positions: i32[T]; or positions in time, height and width, i32[3, T], for a rope with sections.
+    positions: i32[T]; or one for each section of a rope with sections, i32[sections, T].
     """
     freqs = jnp.asarray(rope.frequencies(), jnp.float32)
     if positions.ndim == 2:
@@ -52,9 +52,12 @@ def _of_step(rope: Rope, step: StepContext) -> tuple[jax.Array, jax.Array]:
     """Return `rope_table` of the positions of a step's tokens.
 
     If the rope has sections and the batch has the section "mrope_positions", the positions are those, in time, height
-    and width, i32[3, T], or i32[T] if the three are equal. Otherwise they are the plain positions.
+    and width, i32[3, T], or i32[T] if the three are equal, after the plain ones for a rope with four sections.
+    Otherwise they are the plain positions.
     """
     positions = step.batch.sections.get("mrope_positions") if rope.sections else None
+    if positions is not None and positions.ndim == 2 and len(rope.sections) == 4:
+        positions = jnp.concatenate([step.batch.positions[None], positions])
     return rope_table(step.batch.positions if positions is None else positions, rope)
 
 

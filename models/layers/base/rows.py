@@ -17,10 +17,12 @@ class Rows(NamedTuple):
     Attributes:
       is_token: bool[T], False for padding.
       adapters: adapters of the rows; None if no row can have one.
+      is_image: bool[T], tokens of images, in a layer with further experts for them; None in others.
     """
 
     is_token: jax.Array
     adapters: Adapters | None = None
+    is_image: jax.Array | None = None
 
 
 def step_rows(step: StepContext) -> Rows:

@@ -6,7 +6,9 @@ import json
 
 import numpy as np
 import pytest
+from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -23,6 +25,8 @@ KINDS = {
     "paddleocr_vl_vision": PaddleOCRVLImageProcessorPil,
     "glm_ocr_vision": Glm46VImageProcessorPil,
     "dots_ocr_vision": Qwen2VLImageProcessorPil,
+    "ernie4_5_vl_vision": Ernie4_5_VLMoeImageProcessorPil,
+    "hunyuan_vl_vision": HunYuanVLImageProcessorPil,
     "lighton_ocr_wide_vision": PixtralImageProcessorPil,
 }
 # Kept, shrunk, less than a row of the tower, and less than a column.
@@ -51,6 +55,9 @@ def test_pixels_are_those_of_transformers(tmp_path):
         theirs = kind(**{key: value for key, value in settings.items() if not key.endswith("_type")})
         for size in SIZES:
             item, made = processor.process("image", picture(1, *size), {}), theirs(picture(1, *size))
+            if "mark" in tower.columns:  # behind its patches are squares for lines and both ends
+                kept = item.columns[tower.columns.index("mark")] == 0
+                item = item._replace(patches=item.patches[kept], columns=item.columns[:, kept])
             chosen = item.columns[[tower.columns.index("row"), tower.columns.index("column")]]
             ours, pixels = whole(item.patches, chosen, tower.patch_size), np.asarray(made["pixel_values"])
             if "image_grid_thw" not in made:  # a whole image
@@ -58,12 +65,13 @@ def test_pixels_are_those_of_transformers(tmp_path):
             else:
                 _, high, wide = np.asarray(made["image_grid_thw"])[0]
                 # Qwen's and GLM's patches come square by square.
-                merge = 1 if name.startswith("paddle") else tower.spatial_merge_size
+                merge = 1 if name.startswith(("paddle", "hunyuan")) else tower.spatial_merge_size
                 grid = np.indices((high // merge, wide // merge, merge, merge)).reshape(4, -1)
                 places = np.stack([grid[0] * merge + grid[2], grid[1] * merge + grid[3]])
                 expected = whole(pixels.reshape(high * wide, -1), places, tower.patch_size)
             np.testing.assert_allclose(ours, expected, atol=1e-5, err_msg=f"{name} {size}")
-            assert item.num_rows * tower.merge == len(item.patches) <= len(processor.largest("image").patches)
+            made_of = len(processor.largest("image", size).patches)
+            assert item.num_rows * tower.merge == made_of <= len(processor.largest("image").patches)
 
 
 def test_missing_settings_are_those_of_transformers(tmp_path):
@@ -88,6 +96,41 @@ def test_a_published_configuration_may_leave_out_the_token_after_an_image(tmp_pa
     del raw["vision_end_token_id"]
     with pytest.raises(ValueError, match="token ids of images must be below vocab_size 272, got 101306"):
         processor_for(folder, raw, config, Tokenizer.from_hf_folder(folder))
+
+
+def test_lines_of_hunyuan_count_for_the_largest_image(tmp_path):
+    """Tall images have more of them; no image has more patches than the largest, which one comes near."""
+    processor = opened(whole_checkpoint("hunyuan_vl_vision", tmp_path))
+    bound = processor.largest("image")
+    sides = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597)
+    sizes = [(high, wide) for high in sides for wide in sides if max(high, wide) <= 200 * min(high, wide)]
+    found = [processor.largest("image", size) for size in sizes]
+    most = max(len(each.patches) for each in found)
+    assert len(bound.patches) >= most > 0.8 * len(bound.patches)
+    assert bound.num_rows >= max(each.num_rows for each in found)
+    assert most > max(len(each.patches) for each, size in zip(found, sizes, strict=True) if size[0] == size[1])
+    shown = processor.process("image", picture(1, 34, 55), {})
+    with pytest.raises(RequestError, match=f"makes {len(shown.patches)} patches of pixels; at most"):
+        processor.process("image", picture(1, 34, 55), {}, len(shown.patches) - 1)
+    assert processor.grid_of(4 * 8 + 2, (1, 8, 14)) == (1, 8, 14)
+    with pytest.raises(RequestError, match=r"with 28 = height / 2 \* \(width / 2 \+ 1\) \+ 2 rows; got \[1, 8, 14\]"):
+        processor.grid_of(28, (1, 8, 14))
+
+
+def test_ernie_as_published(tmp_path):
+    """Its names of tokens, and its chat template's text in the place of an image's token."""
+    folder = whole_checkpoint("ernie4_5_vl_vision", tmp_path)
+    raw = read_config_json(folder)
+    config, tokenizer = read_folder(folder, raw), Tokenizer.from_hf_folder(folder)
+    raw["im_patch_id"] = raw.pop("image_token_id")
+    assert read_folder(folder, raw) == config
+    processor = processor_for(folder, raw, config, tokenizer)
+    assert processor.placeholder("image") == "<|vision_start|><|image_pad|><|vision_end|>"
+    for text in ("See <|vision_start|><|image@placeholder|><|vision_end|> and <|image@placeholder|>", "See it."):
+        plain = tokenizer.encode(text.replace("<|image@placeholder|>", "<|image_pad|>"), add_special_tokens=False)
+        for first in ([], [256]):
+            assert processor.encode(text, first + tokenizer.encode(text, add_special_tokens=False)) == first + plain
+    assert processor.encode("a <|image@placeholder|>", [3, 4]) == [3, 4]
 
 
 def test_what_is_refused(tmp_path):

@@ -88,8 +88,9 @@ def packed(config: Any, items: list[Processed], *, align: int = 1) -> tuple[np.n
         patches[span], columns[:, span] = item.patches, item.columns
         if "segment" in tower.columns:
             row = tower.columns.index("segment")
-            columns[row, span] += segments
-            segments = int(columns[row, span].max()) + 1
+            own = columns[row, span]
+            own[own >= 0] += segments
+            segments = int(own.max()) + 1
     return patches, columns, starts
 
 

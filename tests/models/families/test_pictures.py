@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.taps import routers_of
 from tests.fixtures.picture_cases import PROMPTS, SECOND_SHAPES
 from tests.fixtures.picture_checkpoints import golden_path
 from tests.models.families.pictures import Run, load, prepared, see
@@ -38,7 +41,9 @@ def test_prompts_are_those_of_transformers(case):
         expanded, items = prepared(case, prompt)
         np.testing.assert_array_equal(expanded.token_ids, case.goldens[f"{name}_ids"])
         if f"{name}_places" in case.goldens and expanded.order:
-            np.testing.assert_array_equal(expanded.rope_positions, case.goldens[f"{name}_places"])
+            *plain, time, height, width = case.goldens[f"{name}_places"]  # some have plain ones, too
+            np.testing.assert_array_equal(expanded.rope_positions, [time, height, width])
+            assert all((each == np.arange(len(each))).all() for each in plain)
         if f"{name}_pixels" in case.goldens:
             wanted = case.goldens[f"{name}_pixels"]
             shown = items["video"] or items["image"]
@@ -81,3 +86,29 @@ def test_what_a_picture_becomes_does_not_depend_on_its_neighbours(case):
     # Side by side they share blocks, whose sums are made in another order.
     for ours, apart in zip(see(case, [first, second]), forward, strict=True):
         np.testing.assert_allclose(ours, apart, rtol=1e-5, atol=1e-5 * np.abs(apart).max())
+
+
+def test_each_kind_of_experts_is_picked_for_its_own_tokens(case):
+    """Both kinds' load and picked experts count as one layer's; padding goes to none, and gets the shared MLP alone."""
+    if case.name != "ernie4_5_vl_vision":
+        pytest.skip("has experts of one kind")
+    mlp = case.model.layers[1].mlp
+    routers = routers_of(mlp)
+    for each in routers:
+        each.notes_experts = True
+    x = jnp.asarray(np.random.RandomState(0).randn(6, case.config.hidden_size), jnp.float32)
+    is_image = jnp.asarray([0, 1, 1, 0, 0, 0], bool)
+    rows = Rows(jnp.asarray([1, 1, 1, 1, 1, 0], bool), None, is_image)
+    y, picked, load = mlp(x, rows), mlp.picked[...], mlp.load[...]
+    text, images = (each.route(x)[1] for each in (mlp.of_text, mlp.of_images))
+    np.testing.assert_array_equal(picked, jnp.where(is_image[:, None], images, text))
+    np.testing.assert_array_equal(load, np.bincount(np.asarray(picked[:5]).ravel(), minlength=len(load)))
+    shared = mlp.of_text.shared(x, rows)
+    np.testing.assert_allclose(y[5], shared[5], rtol=1e-5, atol=1e-6)
+    assert np.abs(y[:5] - shared[:5]).max(axis=1).min() > 1e-3
+    for each in routers:
+        each.notes_experts = False
+        for name in ("picked", "logits"):
+            if hasattr(each, name):
+                delattr(each, name)
+    del mlp.picked, mlp.load
