@@ -453,7 +453,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._deliver(output)
 
     def _loop(self) -> None:
-        """Run commands and steps until shutdown or an error, then end all streams. Runs on the engine's thread."""
+        """Run commands and steps until shutdown or an error, on the engine's thread. Pass outputs and refusals to their
+        readers. At the end, all open streams end with EngineDeadError.
+        """
         error = EngineDeadError("the engine was shut down")
         try:
             while not self._closing:

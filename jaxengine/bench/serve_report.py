@@ -152,11 +152,11 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG chart: for one result the cumulative distribution of each latency, for several the latencies and
-    throughputs by rate.
+    """Return an SVG chart: for one result the cumulative distribution of each latency; for several the median and p99
+    of ttft and tpot, and the throughputs, by rate.
 
-    Infinite rates are left out. results: from `summary`, each with "request_rate". curves: milliseconds by metric of
-    one rate; unused for several.
+    Of several results those with an infinite rate are left out. results: from `summary`, each with "request_rate".
+    curves: milliseconds by metric of one rate; unused for several.
     """
     if len(results) == 1:
         lines = {METRICS[name]: _cumulative(values) for name, values in curves.items() if values}

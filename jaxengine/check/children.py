@@ -63,7 +63,8 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """Check targets in order until one is not too small for the model; return the result of that one, or of the last.
+    """Check targets in order until one is not too small for the model; return the result of that one, or of the last,
+    with the errors of the targets before it.
 
     places: (target, engine options that replace the job's), at least one. progress: see `check_target`.
     """

@@ -199,12 +199,14 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
 
 
 def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
-    """Return the pooling task: the one that the option convert names, else the architecture's own, else CLASSIFY if
-    has_tokens, else EMBED.
+    """Return the pooling task that the option convert asks for.
 
-    name: of the architecture, for messages. own_task: of the architecture, which may be about tokens; None for one that
-    generates. has_tokens: whether config.json names tokens that stand for labels. Raises ConfigError for a task that
-    the checkpoint does not support.
+    "auto" is the architecture's own task, or, for one that generates, CLASSIFY if has_tokens and otherwise EMBED.
+    "none" is the architecture's own task. Any other value is the task itself.
+
+    name: the architecture's name, for messages. own_task: the architecture's task, which may be a task about tokens;
+    None for an architecture that generates. has_tokens: whether config.json names tokens that stand for labels. Raises
+    ConfigError for a task that the checkpoint does not support, and for "none" with an architecture that generates.
     """
     task = {"auto": own_task or (CLASSIFY if has_tokens else EMBED), "none": own_task}.get(
         config.convert, config.convert

@@ -73,7 +73,8 @@ def chat(
     remote: RemoteModel | None = None,
     quick: str | None = None,
 ) -> int:
-    """Read messages until /exit, the end of input or Ctrl-C at the prompt, and answer each; return the exit status.
+    """Read messages until /exit, /quit, the end of input or Ctrl-C at the prompt, and answer each; return the exit
+    status. A line with another command is obeyed instead of answered.
 
     engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams; others have the model's
     defaults, and an answer may fill the context. system: text of the system message. images: files and addresses of

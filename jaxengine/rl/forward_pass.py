@@ -43,16 +43,16 @@ def forward(
         sees only its own segment up to itself. Negative ids are padding. None: each row is one segment.
       positions: int32[B, T], for rope; None to count from 0 in each segment. Windows count tokens, not positions.
       remat: compute each layer again for its gradient, instead of keeping its intermediate arrays.
-      exact: return the bits that an engine with rl_exact computes, by the programs' own kernels in the engine's one
-        form; the gradient is that of the forward pass without it, which is computed for it. On CPUs, for arrays that
-        are not split over devices. Logits of padding are meaningless.
+      exact: return bit for bit the logits that an engine with rl_exact computes. The gradient is that of the forward
+        pass with exact=False, which is then computed as well. Only on CPUs, for arrays that are not split over devices.
+        Logits of padding are meaningless.
       routed_experts: int[B, T, L, k], the experts of each token in the L layers that have some, as an engine returns
         them (rollout routing replay): only the choice is replayed, and gradients reach the router through the weights
         that its scores give the chosen. Where one is negative the router chooses. None: it always does.
 
     Tokens must be ids of the vocabulary, positions at least 0 and, for a model with learned vectors of positions, below
-    their number; padding is not checked. Under `jax.jit` the values cannot be read: if one of a token is out of range,
-    its logits are NaN.
+    their number; padding is not checked. Under `jax.jit` these values cannot be checked: a token whose id or position
+    is out of range gets logits of NaN.
 
     Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
     several devices, quantised weights), for arguments whose shape, dtype or range does not fit, for arrays over

@@ -34,10 +34,13 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Check messages, a list or tuple of at least one, and return copies without keys whose value is None.
+    """Check messages, a list or tuple of at least one, and return copies in the form that templates read.
 
-    Contents that are lists of text parts become texts, joined by line breaks; those with parts of MEDIA_TYPES stay
-    lists. Raises RequestError(param="messages") for invalid messages.
+    Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by line
+    breaks; a list with parts of MEDIA_TYPES stays a list. Reasoning under any of REASONING_NAMES is stored under the
+    first of them, too, and a refusal becomes the content where that is missing.
+
+    Raises RequestError(param="messages") for invalid messages.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)

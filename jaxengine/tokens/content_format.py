@@ -28,13 +28,16 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 def with_contents(
     messages: Sequence[Message], template: str, placeholder: Callable[[str], str] | None
 ) -> list[Message]:
-    """Return messages whose contents have the form that the template expects.
+    """Return messages whose contents have the form that the template expects: lists of parts, or texts in which
+    placeholders stand for images, videos and audio.
+
+    A template that takes parts but does not mention video or audio gets placeholders in text parts for these.
 
     Args:
-    messages: result of chat_messages.checked_messages; not changed.
-    template: Jinja source.
-    placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
-      unchanged.
+      messages: result of chat_messages.checked_messages; not changed.
+      template: Jinja source.
+      placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
+        unchanged.
 
     Raises RequestError for media if `placeholder` is None and the template takes texts.
     """

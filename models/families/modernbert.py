@@ -190,7 +190,9 @@ class ModernBertModel(Encoder):
         return TokenLabelScores(self.make_labels(Classifier(heads[0].width), build))
 
     def make_masked(self, build: Build) -> MaskedScores:
-        """Return the scores of the masked language model, after a dense layer, an activation and a norm."""
+        """Return the module that computes the scores of the masked language model: a dense layer, an activation, a norm
+        and the product with the embedding.
+        """
         return MaskedScores(
             self.config,
             ("head.dense", "decoder.bias"),

@@ -153,7 +153,7 @@ def _checked(
     """Return the checked operands, and `dtype` or its default: x's dtype, or float32 for rounded rows.
 
     rank: dimensions of codes and scales, 3 with an axis of groups. Raises ValueError, naming operation `name`, unless
-    operands have the shapes and dtypes that `quantized_matmul` documents.
+    operands have the shapes, and codes a dtype, that `quantized_matmul` documents; other dtypes are not checked.
     """
     values, x_scales, default = (*x, jnp.float32) if isinstance(x, RoundedRows) else (x, None, x.dtype)
     inputs = codes.shape[-2] * per_byte(codes.dtype) if codes.ndim == rank else 0

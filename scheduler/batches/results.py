@@ -64,7 +64,8 @@ class Results:
         no longer count as computed.
 
         Tokens after the one that ends a request are dropped. So are tokens of requests that have lost their slot,
-        unless `expect_late` was called for them.
+        unless `expect_late` was called for them. A negative token id, which the sampler returns when it cannot sample,
+        ends its request.
 
         Args:
           batch: the step's batch, from the replica's `commit`.

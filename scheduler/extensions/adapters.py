@@ -234,8 +234,8 @@ class AdapterSlots:
         return slot.ready and not kept and not is_running[self._slots.index(slot)]
 
     def _give(self, slot: _Slot, request: Request) -> None:
-        """Make the request's adapter the owner of a slot, promise the slot to the request, clear the slot's claim, and
-        add the upload to `loads`.
+        """Make the request's adapter the owner of a slot, promise the slot to the request, and add the upload to
+        `loads`. The slot is then not ready, has no claim, and counts as the most recently used.
         """
         assert request.adapter is not None
         self._clock += 1

@@ -215,7 +215,7 @@ class Offload(SchedulerExtension):
 
     def is_wanted(self, key: bytes) -> bool:
         """Whether the page or state of a key (`page_key`, `state_key`) is to be stored: it is not stored yet, and
-        requests have looked for it at least store_threshold times.
+        requests have looked for it at least store_threshold times. A threshold below 2 needs no look-up.
         """
         least = self.options.store_threshold
         return not self.store.has(key) and (least < 2 or self._num_lookups.get(key[:32], 0) >= least)

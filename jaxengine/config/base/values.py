@@ -23,7 +23,8 @@ def read_size(text: str) -> int:
     """Return the integer that a text denotes: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 *
     10**9).
 
-    A fraction of k, m, g or t is rounded down. Raises ValueError for other texts, including fractions of K, M, G or T.
+    White space around the text is allowed. Units of 1,000 (k, KB and so on) may have a fraction, as in "1.5GB", which
+    is rounded down. Raises ValueError for other texts, including fractions of units of 1,024 or without a unit.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:

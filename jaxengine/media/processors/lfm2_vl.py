@@ -139,11 +139,12 @@ class Lfm2VlProcessor(GridProcessor):
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Cut an image, uint8[H, W, 3], into crops and these into patches: its tiles line by line and the whole image,
-        or only the whole.
+        """Cut an image, uint8[H, W, 3], into crops, and the crops into patches.
 
-        options: names of option_names. most: limit of patches; None for none. Raises RequestError for other options and
-        values, extreme aspect ratios, and more patches.
+        The crops are the image's tiles line by line, and then, unless the options leave it out, the whole image. An
+        image that is not tiled is one crop. options: values by name (see option_names). most: largest number of
+        patches; None for no limit. Raises RequestError for unknown options, invalid values, extreme aspect ratios, and
+        images of more than `most` patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

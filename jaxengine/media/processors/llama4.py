@@ -45,8 +45,8 @@ class Llama4Processor(UnitProcessor):
     fills: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limit of tiles and `fills`. Raises ModelConfigError for a size other than the tower's, and
-        too many tiles.
+        """Read and set the largest number of tiles and `fills`. Raises ModelConfigError if the size is not the tower's
+        or there may be too many tiles.
         """
         size = read_size(fields, "size", ("height", "width"))
         if set(size.values()) != {self.side}:

@@ -35,10 +35,10 @@ class LlavaNextProcessor(LlavaProcessor):
     tilings: tuple[tuple[int, int], ...]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the settings of LLaVA and the tilings.
+        """Read and set the settings of LLaVA, except `pads`, which is False whatever do_pad says, and the tilings.
 
-        Raises ModelConfigError for sizes other than the tower's, tilings that differ from config.json's, and more than
-        _MAX_TILES tiles.
+        Raises ModelConfigError for sizes other than the tower's, for tilings that differ from config.json's, and for
+        more than _MAX_TILES tiles.
         """
         super().read_settings(fields)
         # do_pad makes squares in LLaVA 1.5; here it only concerns batches.

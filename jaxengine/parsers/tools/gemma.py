@@ -134,8 +134,8 @@ class GemmaToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to the opening word of a call. Reads `text` from the index `at`; returns the index after
-        the last character read.
+        """Emit content up to the opening word of a call, and skip that word. Reads `text` from the index `at`; returns
+        the index after the last character read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)

@@ -243,8 +243,8 @@ class SectionToolParser(StateParser):
         return at
 
     def _arguments(self, text: str, at: int) -> int:
-        """Emit the arguments, JSON, as they arrive. Reads `text` from the index `at`; returns the index after the last
-        character read.
+        """Emit the arguments, JSON, as they arrive. At the first character that is not valid JSON the call goes on in
+        `_broken`. Reads `text` from the index `at`; returns the index after the last character read.
         """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])

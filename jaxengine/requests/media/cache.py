@@ -53,8 +53,10 @@ class LeastRecent(Generic[T]):
         return found[0]
 
     def put(self, digest: bytes, value: T, size: int) -> None:
-        """Store a value of `size` bytes as the most recently used, in place of an earlier one of the digest; then drop
-        the least recently used until at most max_bytes are kept. A value above max_bytes by itself is not stored.
+        """Store a value of `size` bytes as the most recently used, in place of an earlier value of the digest. Then
+        drop the least recently used values until at most max_bytes are kept.
+
+        A value larger than max_bytes is not stored; the earlier value of its digest is dropped all the same.
         """
         if digest in self._values:
             self.num_bytes -= self._values.pop(digest)[1]

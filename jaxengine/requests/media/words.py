@@ -130,8 +130,10 @@ def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _with_next(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Return the words, (text, indices of its tokens), with opening punctuation joined to the following word, and
-    closing punctuation to the preceding word.
+    """Return the words, (text, indices of its tokens), with punctuation joined to the word to which it belongs.
+
+    Opening punctuation after a space is joined to the following word. Closing punctuation is joined to the preceding
+    word, unless that ends with a space.
     """
     joined: list[tuple[str, list[int]]] = []
     for text, members in reversed(words):

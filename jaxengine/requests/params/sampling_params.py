@@ -48,7 +48,7 @@ Rule = Callable[[str, Any], Any]
 
 def _int(low: int, high: int, allowed: str) -> Rule:
     """Return a rule that accepts integers from `low` to `high`, but no bool, and returns an int. allowed: what is
-    allowed, for the error's text; the error for a value above `high` says "at most" instead.
+    allowed, for the error's text. The error for an integer above `high` says "at most" that limit instead.
     """
 
     def check(name: str, value: Any) -> int:
@@ -62,7 +62,7 @@ def _int(low: int, high: int, allowed: str) -> Rule:
 
 def _float(low: float, high: float, allowed: str) -> Rule:
     """Return a rule that accepts real numbers from `low` to `high`, but no bool or NaN, and returns a float. allowed:
-    see `_int`.
+    what is allowed, for the error's text.
     """
 
     def check(name: str, value: Any) -> float:
@@ -76,7 +76,7 @@ def _float(low: float, high: float, allowed: str) -> Rule:
 
 
 def _of(kind: type, allowed: str) -> Rule:
-    """Return a rule that accepts values of the type `kind` unchanged. allowed: see `_int`."""
+    """Return a rule that accepts values of the type `kind` unchanged. allowed: what is allowed, for errors."""
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, kind):

@@ -306,10 +306,11 @@ def _same(built: Any, own: Any) -> bool:
 
 
 def _fits(name: str, built: Any, own: Any) -> bool:
-    """Whether programs that were built where a fact has the value `built` run where it has the value `own`.
+    """Whether programs built on one machine can run on another, as far as one fact about the machines tells.
 
-    Depending on the suffix of the fact's name, `own` may be a larger number (AT_LEAST) or a list with all elements of
-    `built` (AMONG); otherwise the values must be equal.
+    name: the fact's name. built, own: the fact's value where the programs were built, and where they are to run. If the
+    name ends with AT_LEAST, `own` may be a larger finite number; if it ends with AMONG, `own` may be a list that holds
+    all elements of `built`. Otherwise the two must be equal as JSON.
     """
     if name.endswith(AT_LEAST) and all(isinstance(each, int | float) for each in (built, own)):
         return built <= own < math.inf

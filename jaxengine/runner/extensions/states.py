@@ -75,8 +75,9 @@ class StatesExtension(DeviceExtension):
         """Return the row numbers at which the states of a message's rows are read, written and saved, i32[S] each, with
         the batch's lengths.
 
-        A row's state is in its slot's row. A row at position 0 reads none (-1); one that just got its slot after a
-        cached prefix reads a snapshot. If nothing is to be written or saved, the number is the total number of rows.
+        A row's state is in its slot's row. A row at position 0, or without a request, reads none (-1); one that just
+        got its slot after a cached prefix reads a snapshot. If nothing is to be written or saved, the number is the
+        total number of rows.
         """
         rows, ragged, num_slots = step.rows, step.batch.ragged[0], self.shape.num_slots
         assert ragged.num_decode is not None

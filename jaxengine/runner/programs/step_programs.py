@@ -136,7 +136,7 @@ class StepPrograms:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes on one device of all slot state, without the sections that `memory` includes."""
+        """Bytes of one device that the slots' state takes, without those sections that `memory` counts."""
         leaves = jax.tree.leaves(self.state_shapes)
         sections = self.state_shapes.slots.sections
         counted = [sections.get(each.name) for each in self.extensions if each.counts_slots]

@@ -332,8 +332,8 @@ class Upload:
 
 
 def check_lifetime(seconds: int | None, name: str) -> int | None:
-    """Return `seconds`, after which a file expires, unchanged; None stands for no limit in the request. Raises
-    RequestError, with the field `name`, unless it is None or 3600 to 2592000, both included.
+    """Return `seconds`, the time after which a file expires, unchanged; None if the request sets no limit. Raises
+    RequestError, with the field `name`, unless it is None or from 3600 to 2592000.
     """
     if seconds is not None and not 3600 <= seconds <= 2592000:
         raise RequestError(f"{name} is {show_value(seconds)}; allowed: 3600 to 2592000", param=name)

@@ -104,8 +104,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     ) -> dict[str, Any]:
         """Give up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none.
 
-        Level 0 gives up nothing and only pauses. tags: give up "weights" or "kv_cache" alone; by default, both.
-        keep_kv: with kv_offloading_size, cached pages stay in host memory and are found after /wake_up.
+        Level 0 gives up nothing and only pauses. mode: what becomes of running requests: "abort" ends them, "wait" lets
+        them finish first, and "keep" continues them after /wake_up. tags: give up "weights" or "kv_cache" alone; by
+        default, both. keep_kv: with kv_offloading_size, cached pages stay in host memory and are found after /wake_up.
         """
         await weights.sleep(engine, level, mode, tags, keep_kv=keep_kv)
         return {"status": "asleep"}

@@ -269,7 +269,7 @@ class SharedSender(KeepingSender):
         """Allocate `size` bytes for an item; return their offset, or None if there is no room.
 
         Evicts the least recently used items to which no unread messages refer, until there is room. If the free parts
-        stay too small, these items are evicted in vain.
+        stay too small, these items are evicted in vain. Nothing is evicted for a size above the arena's maximum.
         """
         if size > self._max_bytes:
             return None

@@ -181,9 +181,12 @@ class StoreClient:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, replacing its earlier state, and return None, or what is missing to store it, in which case
-        nothing has changed. While the response is running and stored, its worker is remembered for `cancel`. texts:
-        long texts by digest. Raises EngineDeadError if the store is down, OverloadedError if it has no room.
+        """Store a response, replacing its earlier state, and return None; or return what is missing to store it, in
+        which case the store has not changed.
+
+        While the response is running and stored, its worker is remembered for `cancel`; once it has finished, the
+        worker is forgotten, stored or not. texts: long texts by digest. Raises EngineDeadError if the store is down,
+        OverloadedError if it has no room.
         """
         key = stored.owner, stored.id
         is_new = stored.is_running and key not in self._workers

@@ -235,8 +235,8 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
-    """Raise ModelConfigError if rope is scaled outside of text_config, where it is not read, and not in the same way
-    inside.
+    """Raise ModelConfigError if the fields outside of text_config scale rope in a way that text_config does not. Only
+    text_config is read, so that this scaling would be ignored.
     """
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for name in ("rope_parameters", "rope_scaling"):

@@ -159,7 +159,7 @@ def _spots(places: jax.Array, sizes: jax.Array, side: int) -> jax.Array:
     """Return the centre of each patch in units of the `side` learned positions, f32[P]: (p + 0.5) * side / size - 0.5
     for index p.
 
-    places, sizes: i32[P], the patches' indices, and the number of patches along their side.
+    places, sizes: i32[P], the patches' indices, and the number of patches along their side; a size of 0 counts as 1.
     """
     return (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
 

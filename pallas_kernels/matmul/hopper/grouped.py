@@ -151,8 +151,8 @@ class _Matrix(NamedTuple):
 
 def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:
     """Return the reason why the kernel does not multiply operands of these shapes and dtypes (those of
-    QuantizedOperands of groups) in `dtype`, so that XLA does; "" if the kernel does. Reasons are those of `why_xla`,
-    and rows with more scales than the matrix.
+    QuantizedOperands of groups) in `dtype`, so that XLA does; "" if the kernel does. The reason is one of `why_xla`,
+    or that rows have more scales than the matrix.
     """
     _, num_scales, out = scales.shape
     reason = why_xla(x.shape[1], out, num_scales, codes.dtype, dtype)

@@ -95,8 +95,10 @@ def _kinds(route: APIRoute) -> tuple[Any, Any]:
 
 
 def _add_errors(operation: dict[str, Any], error: dict[str, Any]) -> None:
-    """Add the error responses to an operation, in place; those of _WITH_BODY only if the operation reads a body or
-    parameters. Remove the framework's 422 response. error: schema of an error's body.
+    """Add the error responses to an operation, in place, and remove the framework's 422 response.
+
+    Responses of _WITH_BODY are added only if the operation reads a body or parameters. A status that the operation
+    already describes keeps its description. error: schema of an error's body.
     """
     answers = operation["responses"]
     refuses = answers.pop("422", None) is not None or "requestBody" in operation

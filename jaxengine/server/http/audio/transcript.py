@@ -47,7 +47,9 @@ class Transcript:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token
-        counts unless the request excludes them. White space at the beginning is dropped. Raises the errors of `pieces`.
+        counts unless the request excludes them.
+
+        White space at the beginning is dropped, and in the whole text also at the end. Raises the errors of `pieces`.
         """
         text, pieces = "", self.pieces()
         async with contextlib.aclosing(pieces):

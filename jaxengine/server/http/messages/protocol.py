@@ -226,8 +226,8 @@ class Conversation(RequestModel):
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Iterator over the names of fields, and of parts of fields such as "thinking.display", that are accepted
-        without effect.
+        """Iterator over the names of the request's fields, and of parts of fields such as "thinking.display", that are
+        accepted without effect.
         """
         parts = {
             "context_management": self.context_management,

@@ -93,7 +93,7 @@ def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
     """
 
     def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-        """Return the entry of one answer, with its index and its vector."""
+        """Return the entry of one answer: its index, and its vector as a list of numbers or in base64."""
         data: Any = each.outputs.data
         if body.encoding_format == "base64":
             return {
