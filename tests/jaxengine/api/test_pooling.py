@@ -99,7 +99,7 @@ def test_preemption_between_two_chunks(make_pooling_llm, name):
         rank = scheduler.ranks[0]
         if number in (1, 3, 6) and rank.slots.num_active:
             rank.preempted = []
-            rank._preempt(rank.slots.last_in_line())
+            rank._preempt(rank.slots.last_in_order())
             scheduler._requeue(rank.preempted.pop())
         if not core.has_unfinished:
             break

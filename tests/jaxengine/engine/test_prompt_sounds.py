@@ -17,6 +17,7 @@ import pytest
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.media.base.samples import Sound
 from tests.fixtures import sound_checkpoints as sounds
+from tests.fixtures.model_cases.hearing import TOKEN_IDS
 from tests.fixtures.whisper_checkpoints import RATE, sound
 from tests.jaxengine.engine.test_sounds import OPTIONS
 from tests.jaxengine.server.http.test_audio import wav
@@ -162,7 +163,7 @@ def test_every_way_to_say_a_sound(llm):
     outputs = llm.chat(messages, GREEDY, use_tqdm=False)
     plain = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     outputs += llm.chat(messages[0], GREEDY, use_tqdm=False, chat_template=plain)
-    placeholder = sounds.TOKEN_IDS[sounds.marks(llm.name)[1]]
+    placeholder = TOKEN_IDS[sounds.marks(llm.name)[1]]
     counts = [output.prompt_token_ids.count(placeholder) for output in outputs]
     assert len(set(counts)) == 1 and counts[0] >= 5
     assert len({tuple(output.outputs[0].token_ids) for output in outputs[:-1]}) == 1

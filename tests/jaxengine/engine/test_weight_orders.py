@@ -195,7 +195,7 @@ def test_a_folder_is_not_read_on():
     asked: list[int] = []
     assert source.read("a") == "read"
     asked.append(1)
-    with pytest.raises(WeightUpdateError, match="given up"):
+    with pytest.raises(WeightUpdateError, match="was stopped"):
         source.read("a")
 
 

@@ -20,10 +20,11 @@ from jaxengine.models.registry import read_hf
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures import sound_checkpoints as sounds
+from tests.fixtures.model_cases.hearing import TOKEN_IDS
 
 NAME = "gemma4_sound"
 BEGIN, AUDIO, END, IMAGE = (
-    sounds.TOKEN_IDS[each] for each in ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "[BEGIN_AUDIO]")
+    TOKEN_IDS[each] for each in ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "[BEGIN_AUDIO]")
 )
 # What is read from preprocessor_config.json, with settings that published checkpoints leave out.
 SETTINGS: dict[str, Any] = {"feature_size": 20, **sounds.EMPHASIS["gemma4_wide_sound"]}
