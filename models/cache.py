@@ -140,8 +140,8 @@ class Cache(NamedTuple):
     """Memory that a model with State layers keeps between steps. Other models only have the pool.
 
     Attributes:
-    kv: the pool.
-    states: for each State layer of the stage, in order, its arrays [rows, ...].
+      kv: the pool.
+      states: for each State layer of the stage, in order, its arrays [rows, ...].
     """
 
     kv: KVPages

@@ -57,10 +57,10 @@ class MeasuredStep:
     """Step with its measured times.
 
     Attributes:
-    step: the same step in the simulator.
-    seconds: time on the device, as measured by the host.
-    dispatch, after: seconds of the host's work before and after the step, see HostCosts; after is None for the last
-      step.
+      step: the same step in the simulator.
+      seconds: time on the device, as measured by the host.
+      dispatch, after: seconds of the host's work before and after the step, see HostCosts; after is None for the last
+        step.
     """
 
     step: StepTime

@@ -41,9 +41,9 @@ class _Waiting(NamedTuple):
     """Request of a reader that waits for announced pages.
 
     Attributes:
-    reader: ZeroMQ's identity of the reader's connection.
-    keys: keys of the pages, in the order of the answer.
-    until: time.monotonic() at which it is answered without the pages that are still missing.
+      reader: ZeroMQ's identity of the reader's connection.
+      keys: keys of the pages, in the order of the answer.
+      until: time.monotonic() at which it is answered without the pages that are still missing.
     """
 
     reader: bytes
@@ -55,7 +55,7 @@ class TcpTransport(Transport):
     """Transport by TCP. One thread answers readers, which wait in their own threads.
 
     Attributes:
-    patience: seconds that an answer waits for announced pages; a reader waits half as long again for the answer.
+      patience: seconds that an answer waits for announced pages; a reader waits half as long again for the answer.
     """
 
     patience = PATIENCE_SECONDS

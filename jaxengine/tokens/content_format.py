@@ -31,10 +31,10 @@ def with_contents(
     """Return messages whose contents have the form that the template expects.
 
     Args:
-    messages: result of chat_messages.checked_messages; not changed.
-    template: Jinja source.
-    placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
-      unchanged.
+      messages: result of chat_messages.checked_messages; not changed.
+      template: Jinja source.
+      placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
+        unchanged.
 
     Raises RequestError for media if `placeholder` is None and the template takes texts.
     """

@@ -35,8 +35,8 @@ class TapError(ValueError):
     """Error of an unusable name of a tap.
 
     Attributes:
-    name: the name as given.
-    allowed: text with the names that are allowed.
+      name: the name as given.
+      allowed: text with the names that are allowed.
     """
 
     def __init__(self, name: Any, allowed: str):

@@ -36,8 +36,7 @@ class PictureOptions:
       whole: whether a step must compute all of an image's remaining tokens or none.
       mrope: whether messages carry M-RoPE positions.
       max_sound_patches: most patches of sounds that a replica encodes in one step, if a second tower encodes sounds; 0
-      if
-        one tower encodes all items.
+        if one tower encodes all items.
     """
 
     num_rows: int

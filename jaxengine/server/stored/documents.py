@@ -36,8 +36,8 @@ class _Splitter:
     """Encoder that replaces the long texts in one JSON value by their digests.
 
     Attributes:
-    texts: UTF-8 bytes of long texts by digest; may be shared with other values.
-    digests: one for each occurrence, in order.
+      texts: UTF-8 bytes of long texts by digest; may be shared with other values.
+      digests: one for each occurrence, in order.
     """
 
     def __init__(self, texts: dict[bytes, bytes]):

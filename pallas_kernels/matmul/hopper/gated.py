@@ -21,8 +21,8 @@ from jaxengine.pallas_kernels.matmul.hopper import ring
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 
 PIECE = 16  # rows of which gates and ups are in registers at a time, in addition to the sums
-# Elementwise operations that Mosaic GPU supports by warpgroup, and its interpreter too, in every jax release here.
-# Activations with others go to XLA: with an unsupported one the trace would succeed and the compilation fail.
+# Elementwise operations that Mosaic GPU and its interpreter support by warpgroup in every jax release supported here.
+# Activations with others go to XLA: the trace of an unsupported one would succeed and its compilation fail.
 _KNOWN = {"add", "sub", "mul", "div", "max", "min", "neg", "exp", "logistic", "tanh", "integer_pow", "square"}
 _AROUND = {"jit", "pjit", "convert_element_type"}
 
