@@ -54,7 +54,7 @@ class RopeFactors(NamedTuple):
 
 
 class GGUFConfig(NamedTuple):
-    """Data of a GGUF file that determine its model's configuration.
+    """Data of a GGUF file that determines its model's configuration.
 
     Attributes:
       metadata: the file's key-values.
