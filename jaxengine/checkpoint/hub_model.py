@@ -2,8 +2,7 @@
 name.
 
 Duplicate weights (`consolidated.safetensors` of a model that also has transformers' files, `original/`, pickles) are
-not downloaded. A GGUF file of a repository is
-named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
+not downloaded. A GGUF file of a repository is named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
 """
 
 from __future__ import annotations

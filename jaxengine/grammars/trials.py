@@ -1,4 +1,4 @@
-"""Trials of grammars that have not been compiled yet, apart from grammars in use, with clients served in turn.
+"""Trials of grammars that have not been compiled yet, separate from grammars in use, with clients served in turn.
 
 A grammar that takes too long is killed together with its process, which holds no other grammar, and its verdict is
 recorded, so that the next request with it is refused, or served, at once. There are two processes, and a client gets

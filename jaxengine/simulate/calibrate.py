@@ -210,7 +210,7 @@ def tiles_of(runner: ModelRunner) -> Tiles:
 
 
 def text(costs: MeasuredCosts) -> str:
-    """Return the costs as a text of several lines for people."""
+    """Return the costs as readable text of several lines."""
     host = costs.host
     lines = [f"{costs.model or 'the embedded model'}: {costs.about}"]
     for name, table in (("decode S", costs.decode), ("mixed T", costs.mixed)):

@@ -1,8 +1,8 @@
 """Offload: copies pages and recurrent states between the devices and host memory, in parallel with steps.
 
-Pages that leave are gathered into an array of their own, in the order of the steps, and copied to the host while later
-steps run. Pages that come back are first sent to the devices, and written into the pool once they are there. The
-programs have few sizes, which are compiled at start.
+Pages to offload are gathered into an array of their own, in the order of the steps, and copied to the host while later
+steps run. Pages to load are first sent to the devices, and written into the pool once they have arrived. The programs
+exist in a few sizes, all compiled at start-up.
 """
 
 from __future__ import annotations

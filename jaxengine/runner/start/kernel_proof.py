@@ -296,7 +296,7 @@ def _text(call: Call, proof: _Proof) -> str:
 
 
 def _digest(stages: Sequence[StageRunner], mode: str) -> str:
-    """Return a digest of the facts that determine an engine's calls of kernels, apart from its environment."""
+    """Return a digest of the facts that determine an engine's calls of kernels, without its environment."""
     facts = [(each.programs.description, list(each.programs.packer.buckets), each.programs.num_columns,
               each.programs.model.mesh, [own.name for own in each.programs.extensions]) for each in stages]  # fmt: skip
     return hashlib.sha256(repr((mode, facts)).encode()).hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-# Texts of at least so many characters are stored apart; a shorter one is not worth its digest.
+# Texts of at least this many characters are stored separately; a shorter one is not worth its digest.
 LONG_TEXT = 1024
 # Types of MessagePack extensions: a digest, and an integer of more than 64 bits in decimal.
 _DIGEST, _INTEGER = 1, 2

@@ -252,7 +252,7 @@ def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
     num_attention_heads. Raises ModelConfigError for an invalid value, and if the quotient is not a whole number.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if "head_dim" in fields.raw:  # null is no default
+    if "head_dim" in fields.raw:  # null does not stand for the default
         default = None
     if default is None and not fields.has("head_dim") and hidden_size % num_heads:
         raise ModelConfigError(

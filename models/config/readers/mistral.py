@@ -89,7 +89,8 @@ def _refuse_others(fields: ConfigFields, known: Any) -> None:
 
 
 def _length(fields: ConfigFields) -> int:
-    """Return the context length in tokens; _LENGTH if the file gives none. Raises ModelConfigError for an invalid one.
+    """Return the context length in tokens; _LENGTH if the file gives none. Raises ModelConfigError for an invalid
+    value.
     """
     return fields.integer("max_position_embeddings", None) or fields.integer("max_seq_len", _LENGTH)
 
@@ -158,8 +159,7 @@ def _latent(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(fields: ConfigFields) -> dict[str, Any]:
-    """Return Mixtral's fields of experts. Raises ModelConfigError for a field that is missing, wrong or not supported.
-    """
+    """Return Mixtral's fields of experts. Raises ModelConfigError for missing, wrong or unsupported fields."""
     moe, each = _moe(fields, ("num_experts", "num_experts_per_tok")), "num_experts_per_tok"
     return {"num_local_experts": moe.integer("num_experts"), each: moe.integer(each)}
 

@@ -28,7 +28,7 @@ CHUNK, SPAN, ALIGNED = 512, 4096, 64
 # Inputs and columns that matrix units of v6e and tpu7x multiply at a time. With fewer inputs they are partly idle; with
 # more columns at once they wait for sums that are scaled.
 PIECE = 256
-_LEAST = 1e-30  # stands for scales that are no unit, zeros above all
+_LEAST = 1e-30  # stands for scales that cannot be units, mostly zeros
 LANES = 128
 # Rows of bfloat16 in a register: groups begin at a register.
 SUBLANES = 16
