@@ -1,8 +1,8 @@
 """Table of tile and buffer sizes of each implementation, by chip.
 
-Owns every size that is a choice and not a fact of an implementation's structure. The rule that divides these sizes into
-tiles for a shape (heads, dtype, page, tokens) stands with its kernel, which takes its sizes as an argument. Sizes
-change how long a step takes and in which order sums are taken, never what is computed.
+Contains every size that is a choice and not a fact of an implementation's structure. The rule that divides these sizes
+into tiles for a shape (heads, dtype, page, tokens) is in the module of its kernel, which takes its sizes as an
+argument. Sizes change how long a step takes and in which order sums are taken, never what is computed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write of the new keys and values of one step into the pool: the public operation.
 
-Owns validation and the choice of implementation. There are no sequences here: a token is written where its slot says.
+Checks the arguments and chooses the implementation. Sequences do not occur here: a token is written to its slot.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Products of groups of rows, each with a matrix of its own (mixtures of experts): the public operations.
 
-Owns validation and the choice of implementation, not why rows form groups.
+Checks the arguments and chooses the implementation. Why rows form groups does not matter here.
 """
 
 from __future__ import annotations

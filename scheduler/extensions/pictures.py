@@ -63,7 +63,7 @@ class EncoderRows:
     Attributes:
       encodes: images to be encoded in the step being scheduled.
       num_queries, num_hits: number of images that chunks have reached, and of those whose rows were in the pool
-      already.
+        already.
     """
 
     def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False, max_sound_patches: int = 0):

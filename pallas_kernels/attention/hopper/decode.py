@@ -1,6 +1,6 @@
 """Decode on a Hopper GPU: split-KV attention of rows with few new tokens, in Mosaic GPU.
 
-Has the kernel that computes a partial softmax for each of `DecodeItems`; merge.py combines them into results. The
+Contains the kernel that computes a partial softmax for each of `DecodeItems`; merge.py combines them into results. The
 structure is that of FlashDecoding (Dao et al. 2023) and FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): CTAs are
 persistent; one warpgroup keeps a ring of key and value blocks filled by TMA, across the borders of items, and one
 computes. The first of the 64 rows of a wgmma are the new tokens of a row times the query heads of a kv head. The rows

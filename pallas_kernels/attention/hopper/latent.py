@@ -1,11 +1,11 @@
 """Attention over latents on a Hopper GPU: split-KV, in Mosaic GPU, of keys that begin with their values.
 
-Has the kernel that computes results from `DecodeItems` over latents, for decodes, verified tokens and prefill alike. If
-several items share a pair, each yields a part of its result, and merge.py combines the parts. A block of keys is loaded
-once and serves as keys and as values. At its width (512 + 64 in DeepSeek-AI 2024, arXiv:2405.04434) 64 rows of results
-need more registers than one warpgroup has, so two share them, as in FlashMLA (DeepSeek-AI 2025). Each computes the
-scores of half of the keys and half of the columns of the results. They exchange row maxima and weights through shared
-memory, and nothing is computed twice. A third warpgroup keeps the ring of blocks filled by TMA.
+Contains the kernel that computes results from `DecodeItems` over latents, for decodes, verified tokens and prefill
+alike. If several items share a pair, each yields a part of its result, and merge.py combines the parts. A block of keys
+is loaded once and serves as keys and as values. At its width (512 + 64 in DeepSeek-AI 2024, arXiv:2405.04434) 64 rows
+of results need more registers than one warpgroup has, so two share them, as in FlashMLA (DeepSeek-AI 2025). Each
+computes the scores of half of the keys and half of the columns of the results. They exchange row maxima and weights
+through shared memory, and nothing is computed twice. A third warpgroup keeps the ring of blocks filled by TMA.
 
 The 64 rows of a wgmma are the new tokens of a row times up to 64 query heads. More heads make several tiles, each of
 which the schedule treats as a (row, kv head) pair of its own. The pool [P, K, page * H] is viewed as rows [P * K *

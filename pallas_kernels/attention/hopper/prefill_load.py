@@ -1,9 +1,9 @@
 """Tiles of the Hopper prefill kernel, and the producer warpgroup that loads their data.
 
-Has the definition of a tile, the layout of shared memory, and the producer. The producer loads TMA boxes of queries,
-keys and values, one per page (or part of a larger page); keys and values are separate boxes so that scores can begin
-before the values arrive. It also widens one-byte pools and writes zeros to value slots that hold no value. The softmax
-is in prefill.py.
+Contains the definition of a tile, the layout of shared memory, and the producer. The producer loads TMA boxes of
+queries, keys and values, one per page (or part of a larger page); keys and values are separate boxes so that scores can
+begin before the values arrive. It also widens one-byte pools and writes zeros to value slots that hold no value. The
+softmax is in prefill.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Work list of one step's attention on a GPU: which CTA attends which keys of which rows.
 
-Owns integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window share
-one schedule; XLA computes it once per step. Two kernels read it:
+Contains integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window
+share one schedule; XLA computes it once per step. Two kernels read it:
 
 - `DecodeItems`: rows of few new tokens. All blocks of keys of all (row, kv head) pairs form one sequence, which is cut
   into equal parts, one per CTA ("stream-K", Osama et al. 2023, arXiv 2301.03598). A pair that a cut falls into has

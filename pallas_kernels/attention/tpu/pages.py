@@ -1,6 +1,6 @@
 """Pages for the TPU attention kernel: the walk over segments and blocks of keys, and the copies in flight.
 
-Owns the static `Plan` of a kernel call, the references it works on, and everything about pages and buffers; the
+Contains the static `Plan` of a kernel call, the references it works on, and everything about pages and buffers; the
 arithmetic of attention is in kernel.py.
 
 An item of work is (segment, block): up to `blocks.pages` pages of the segment's sequence, counted from its first

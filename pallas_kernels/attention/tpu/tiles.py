@@ -1,6 +1,6 @@
 """Sizes of the TPU attention kernel: the columns of each head in a row of the pool, and the blocks of work.
 
-Owns the rules that choose blocks within the sizes of `tuning.TpuAttention`. Everything here is static.
+Contains the rules that choose blocks within the sizes of `tuning.TpuAttention`. Everything here is static.
 """
 
 from __future__ import annotations

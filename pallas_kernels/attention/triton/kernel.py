@@ -1,7 +1,7 @@
 """Pallas-Triton kernels of paged attention: split-KV attention of rows of few tokens, and the merge of cut rows.
 
-Has two kernels over `attention.hopper.schedule.DecodeItems`. A program of the first computes one item: the queries of a
-row's tokens and of all query heads that share a KV head, over a range of blocks of keys. If the item is all of its
+Contains two kernels over `attention.hopper.schedule.DecodeItems`. A program of the first computes one item: the queries
+of a row's tokens and of all query heads that share a KV head, over a range of blocks of keys. If the item is all of its
 (row, kv head) pair, the program writes the result; else it writes a partial softmax. The second kernel merges these by
 log-sum-exp, in order, so that the result is the same on every run. Queries, pages and results are read and written in
 place, without copies into another layout. A prefill is cut into rows as well: each fills the tile of a tensor-core

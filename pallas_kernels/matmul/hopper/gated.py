@@ -2,7 +2,7 @@
 
 A tile has 64 outputs of each half of a group's matrix: one warpgroup's wgmma computes the gates, the other's the ups of
 the same outputs. The ups' sums go through shared memory in float32, so that only the result is rounded, and [M, 2 F] is
-never stored. Owns the list of operations that Mosaic GPU supports in activations; the activation is an argument.
+never stored. Contains the list of operations that Mosaic GPU supports in activations; the activation is an argument.
 """
 
 from __future__ import annotations
