@@ -47,7 +47,7 @@ _NEVER_SECONDS = 10**6
 
 @dataclass(eq=False)
 class _Worker:
-    """What host 0 knows about a worker process.
+    """State of a worker process, as far as host 0 knows it.
 
     Attributes:
       node_rank: its number, 1 to nnodes - 1.

@@ -40,7 +40,7 @@ from jaxengine.pallas_kernels.tuning import tuning_of
 PARTS = ("block", "edge", "tile")
 # Or start or await the copies of a block's pages. Trips are unrolled, because bundles are counted, not cycles.
 COPIES = ("fetch", "wait")
-WALK = "walk"  # or run the kernel itself, which walks all segments and blocks, without trips
+WALK = "walk"  # or run the kernel itself over all segments and blocks, without trips
 _PAGES = 64  # pages of the pool
 
 
