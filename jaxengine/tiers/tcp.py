@@ -159,7 +159,7 @@ class TcpTransport(Transport):
 
     def _answer_all(self) -> None:
         """Answer readers until the transport is closing. Runs on the transport's thread. A request is answered once
-        none of its keys is only announced, or when its time is over, with an empty frame for each page that is missing.
+        none of its keys is only announced, or when its time is up, with an empty frame for each page that is missing.
         """
         waiting: list[_Waiting] = []
         while not self._is_closing:

@@ -129,7 +129,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
         return [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in held]
 
     def trip(index, carried):
-        # The operands of the next iteration are sliced here, and so copied: a loop that slices as it goes is not vectorised.
+        # The next iteration's operands are sliced here, and so copied: a loop that slices as it goes is not vectorised.
         y, own = carried
         return y + add(*own), slices(jnp.minimum(index + 1, trips - 1))
 

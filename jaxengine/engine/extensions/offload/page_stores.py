@@ -110,7 +110,7 @@ class OffloadStats:
     Attributes:
       counts, bytes, seconds: number, size and time of moved pages and states, by direction: "load" or "store".
       sizes: histograms of the bytes of one transfer, by direction.
-      num_dropped: number of pages and states that were not copied, for want of room or because the copy failed.
+      num_dropped: number of pages and states that were not copied because there was no room or the copy failed.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class AdapterRecord:
       adapter: its identity for the scheduler.
       path: where its files are; None for one that was only given from memory.
       number: lora_int_id, its caller's number for it in addition to its name.
-      content: digest of its matrices. rank, config: as of its AdapterWeights.
+      content: digest of its matrices. rank, config: see AdapterWeights.
       given: matrices that were given from memory and are in no file; None for an adapter that can be read again.
     """
 
