@@ -359,7 +359,7 @@ class RequestMasks:
         events = MaskEvents([request for request in free if request in self._keys], [], [])
         for each in self._news():
             request = self._requests.get(each.key)
-            if request is None:  # dropped meanwhile
+            if request is None:  # dropped in the meantime
                 continue
             if isinstance(each, GrammarFailure):
                 self._fail(request, each, events)

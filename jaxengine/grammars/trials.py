@@ -158,7 +158,8 @@ class GrammarTrials:
         """Begin the next trials, one per client, until all processes are busy or no client without a running trial
         waits.
 
-        A grammar whose verdict has become known meanwhile gets it without a trial, and one without keys is dropped.
+        A grammar whose verdict has become known in the meantime gets it without a trial, and one without keys is
+        dropped.
         """
         while True:
             busy = {trial.client for trial in self._trials if trial.candidate}

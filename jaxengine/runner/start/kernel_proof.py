@@ -188,7 +188,7 @@ def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Tr
     """Compile the trial programs of several calls on several threads, because compiling is most of a proof's time.
     Return the compiled trials by the call's text; {} for fewer than two calls or on one core.
 
-    Kernels run only afterwards, so that each is timed alone. A note is stored meanwhile: if the process does not
+    Kernels run only afterwards, so that each is timed alone. A note is stored in the meantime: if the process does not
     survive, the next start compiles them one by one.
     """
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(calls))

@@ -283,7 +283,7 @@ class AdapterStore:
         and forget the ticket: True is returned only once.
 
         unload: removes a name, for a load in place. Raises RequestError if the load has failed, for a ticket that is
-        unknown or was reported, and if another adapter has taken the name or number meanwhile.
+        unknown or was reported, and if another adapter has taken the name or number in the meantime.
         """
         load = self._loads.get(ticket)
         if load is None:
