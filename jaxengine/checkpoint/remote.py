@@ -146,7 +146,7 @@ class RemoteFolder:
         except Exception as error:  # each file system has errors of its own
             raise ModelFileError(f"{self.url}/{name}", f"cannot be read: {_brief(error)}") from None
         if not isinstance(size, int):
-            raise ModelFileError(f"{self.url}/{name}", "the server does not tell its size")
+            raise ModelFileError(f"{self.url}/{name}", "the server does not report its size")
         return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
 
     def _names(self, patterns: Sequence[str]) -> list[str]:

@@ -269,10 +269,8 @@ class StagePrograms:
             own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, locations[layer], 0)), pool)
             return self._on_one_device(own)
 
-        locations = {
-            layer: location for layer, location in locations.items() if config.attention[layer].compressed is None
-        }
-        paged = {attention_spec(config.attention[layer], shared): layer for layer in sorted(locations)}
+        layers = sorted(layer for layer in locations if config.attention[layer].compressed is None)
+        paged = {attention_spec(config.attention[layer], shared): layer for layer in layers}
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._platform}
 
@@ -310,7 +308,7 @@ class StagePrograms:
 
         schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
         # All layers with pages of one size write arrays of the same shapes.
-        kinds = {locations[layer].spec: layer for layer in sorted(locations, reverse=True)}
+        kinds = {locations[layer].spec: layer for layer in reversed(layers)}
         for page, layer in kinds.items():
             attention = config.attention[layer]
             count = num_kv_heads(attention, shared)

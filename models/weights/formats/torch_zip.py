@@ -97,7 +97,7 @@ def _numbers(archive: zipfile.ZipFile, folder: str, storage: _Storage) -> np.nda
     dtype, key, size = storage
     entry = archive.getinfo(folder + key)
     if entry.file_size != size * dtype.itemsize:
-        raise TorchFileError(f"storage {key} has {entry.file_size} bytes; {size * dtype.itemsize} are said")
+        raise TorchFileError(f"storage {key} has {entry.file_size} bytes; the file says {size * dtype.itemsize}")
     return np.frombuffer(archive.read(entry), dtype)
 
 
