@@ -114,7 +114,7 @@ class _BesideBars(logging.StreamHandler):
     """Log handler on standard error that clears progress bars while it writes a line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, with progress bars cleared meanwhile if tqdm is in use."""
+        """Write a record, with progress bars cleared in the meantime if tqdm is in use."""
         tqdm = sys.modules.get("tqdm")  # without it there are no bars, and `--help` need not import it
         if tqdm is None:
             super().emit(record)

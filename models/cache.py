@@ -4,8 +4,8 @@ Layers that keep keys for the same tokens (all tokens, or those of a window) for
 groups take pages from one pool. A page holds the keys and values of `page_size` tokens in the layers of one group. Page
 p of layer number i of any group is in row i * pages + p of the pool, so groups can exchange pages without the kernels'
 knowledge. If layers differ in heads or head sizes, a row has room for the widest layer, and several narrow layers share
-a row (`LayerPlace`). CPUs and GPUs read a layer's pages through a view of the same bytes in which every row is split
-into several. On TPUs, whose tiles allow no such view, layers are side by side in the lanes of a row.
+a row (`LayerLocation`). CPUs and GPUs read a layer's pages through a view of the same bytes in which every row is
+split into several. On TPUs, whose tiles allow no such view, layers are side by side in the lanes of a row.
 
 A layer that attends to another layer's keys and values has no pages (LayerAttention.kv_source). Layers with a recurrent
 state have arrays with a row for each slot instead of pages. A quantised pool has scales for every layer with pages:
@@ -74,9 +74,9 @@ __all__ = [
     "native_code",
     "kv_partition",
     "largest_of_layer",
-    "layer_places",
+    "layer_locations",
     "num_pages_of",
-    "num_places",
+    "rows_per_page",
     "of_layer",
     "page_bytes_of_group",
     "paged_groups",
@@ -107,7 +107,7 @@ class Paged:
     nothing: KVSpec | None = None
 
 
-class LayerPlace(NamedTuple):
+class LayerLocation(NamedTuple):
     """Location of one layer's pages in the pool of a stage.
 
     Attributes:
@@ -140,8 +140,8 @@ class Cache(NamedTuple):
     """Memory that a model with State layers keeps between steps. Other models only have the pool.
 
     Attributes:
-    kv: the pool.
-    states: for each State layer of the stage, in order, its arrays [rows, ...].
+      kv: the pool.
+      states: for each State layer of the stage, in order, its arrays [rows, ...].
     """
 
     kv: KVPages
@@ -226,27 +226,27 @@ def _token_elements(spec: KVSpec) -> int:
     return spec.num_kv_heads * spec.token_width
 
 
-def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
+def layer_locations(groups: Sequence[Paged | State]) -> dict[int, LayerLocation]:
     """Return the location in the pool of each layer with pages in this stage, by its number in the model. Raises
     ValueError if pages differ and have scales of tokens.
     """
-    places, specs = {}, _specs(groups)
+    locations, specs = {}, _specs(groups)
     for group in paged_groups(groups):
         row = 0
         for spec in dict.fromkeys(group.specs):
             layers = [layer for layer, each in zip(group.layers, group.specs, strict=True) if each == spec]
             parts = specs[spec]
             for index, layer in enumerate(layers):
-                places[layer] = LayerPlace(spec, row + index // parts, parts, index % parts)
+                locations[layer] = LayerLocation(spec, row + index // parts, parts, index % parts)
             row += -(-len(layers) // parts)
-    return places
+    return locations
 
 
-def num_places(groups: Sequence[Paged | State]) -> int:
+def rows_per_page(groups: Sequence[Paged | State]) -> int:
     """Return the number of pool rows that a page takes, at least 1. These are the rows that the largest group fills:
     its number of layers if all layers have equal pages. Raises ValueError if pages differ and have scales of tokens.
     """
-    return max([1, *(1 + place.row for place in layer_places(groups).values())])
+    return max([1, *(1 + location.row for location in layer_locations(groups).values())])
 
 
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
@@ -258,7 +258,7 @@ def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     if not (specs := _specs(groups)):
         return next(group.nothing for group in paged_groups(groups) if group.nothing is not None)
     (spec, parts), *others = specs.items()
-    size = num_places(groups) * num_pages
+    size = rows_per_page(groups) * num_pages
     if not others:
         return replace(spec, num_pages=size)
     width = parts * _token_elements(spec)
@@ -270,9 +270,9 @@ def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
     """Return how many pages the pool `kv` of these groups has on one device. Raises ValueError if its number of rows is
     not a multiple of the rows of a page.
     """
-    num_pages, rest = divmod(kv.num_pages, num_places(groups))
+    num_pages, rest = divmod(kv.num_pages, rows_per_page(groups))
     if rest:
-        raise ValueError(f"num_pages must be a multiple of {num_places(groups)} layers, got {kv.num_pages}")
+        raise ValueError(f"num_pages must be a multiple of {rows_per_page(groups)} layers, got {kv.num_pages}")
     return num_pages
 
 
@@ -280,11 +280,11 @@ def page_bytes_of_group(groups: Sequence[Paged | State], *, platform: str) -> in
     """Return the bytes of a page on one device, in all layers of its group; 0 if no layer of this stage has pages.
     platform: the platform whose layout the page has. Raises ValueError if pages differ and have scales of tokens.
     """
-    return page_bytes(pool_spec(groups, 1), layout_of(platform)) * num_places(groups) if _specs(groups) else 0
+    return page_bytes(pool_spec(groups, 1), layout_of(platform)) * rows_per_page(groups) if _specs(groups) else 0
 
 
 def kv_partition(kv: KVPages) -> KVPages:
-    """Return the pool with a PartitionSpec in place of each array. Pages are split over replicas, and heads over the
+    """Return the pool with a PartitionSpec for each array. Pages are split over replicas, and heads over the
     devices of a replica.
     """
     heads = logical_to_spec((None, "kv_heads"))
@@ -300,11 +300,11 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: st
     num_pages: pages in each replica. platform: the platform whose kernels read the pool. Raises ValueError for such a
     dtype if layers differ in KV heads, and if pages differ and have scales of tokens.
     """
-    places, pool = layer_places(groups), pool_spec(groups, num_pages)
+    locations, pool = layer_locations(groups), pool_spec(groups, num_pages)
     heads = {each.num_kv_heads for each in _specs(groups)} or {pool.num_kv_heads}
     if len(heads) > 1 and has_head_scales(pool):
         raise ValueError(f"layers that differ in kv heads cannot share a pool of {pool.dtype}, which has their scales")
-    kv = jax.eval_shape(lambda: _pool(pool, platform, (len(places), max(heads))))
+    kv = jax.eval_shape(lambda: _pool(pool, platform, (len(locations), max(heads))))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
         """Return the shape over all devices of an array that is sharded by `spec`. leaf: its shape on one device."""
@@ -319,29 +319,29 @@ def device_kv(shapes: KVPages) -> KVPages:
     return _pool(shapes.spec, shapes.platform, (0, 0) if shapes.k_scale is None else part_shape(shapes.k_scale))
 
 
-def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
+def of_layer(kv: KVPages, location: LayerLocation, index: int) -> KVPages:
     """Return the pool with the spec and the scales of one layer. Its data array is unchanged; `as_viewed` gives it the
     layer's shape.
 
-    place: location of the layer. index: its index among this stage's layers with pages. Raises ValueError on TPUs for a
-    layer that shares rows and whose pages are not a whole number of tiles.
+    location: where the layer's pages are. index: its index among this stage's layers with pages. Raises ValueError on
+    TPUs for a layer that shares rows and whose pages are not a whole number of tiles.
     """
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     scaled = replace(kv, k_scale=k_scale, v_scale=v_scale)
-    if not _differs(kv, place):
+    if not _differs(kv, location):
         return scaled
     if kv.layout == TOKEN_ROWS:
-        lanes = _own_lanes(place)
-        first = place.part * lanes
-        return replace(scaled, spec=replace(place.spec, num_pages=kv.num_pages), lanes=(first, first + lanes))
-    return replace(scaled, spec=replace(place.spec, num_pages=kv.num_pages * place.parts))
+        lanes = _own_lanes(location)
+        first = location.part * lanes
+        return replace(scaled, spec=replace(location.spec, num_pages=kv.num_pages), lanes=(first, first + lanes))
+    return replace(scaled, spec=replace(location.spec, num_pages=kv.num_pages * location.parts))
 
 
-def _own_lanes(place: LayerPlace) -> int:
+def _own_lanes(location: LayerLocation) -> int:
     """Return how many lanes of a row a layer takes on a TPU. Raises ValueError if the layer's pages are not a whole
     number of tiles.
     """
-    lanes, elements = pool_shape(place.spec, TOKEN_ROWS)[2], _token_elements(place.spec)
+    lanes, elements = pool_shape(location.spec, TOKEN_ROWS)[2], _token_elements(location.spec)
     if lanes != elements:
         raise ValueError(
             "layers whose pages differ in size need tokens of a multiple of 128 elements (keys and values of all KV "
@@ -350,22 +350,22 @@ def _own_lanes(place: LayerPlace) -> int:
     return lanes
 
 
-def _differs(kv: KVPages, place: LayerPlace) -> bool:
+def _differs(kv: KVPages, location: LayerLocation) -> bool:
     """Whether the layer's pages have a different shape from the pool's rows."""
-    return replace(place.spec, num_pages=kv.num_pages) != kv.spec
+    return replace(location.spec, num_pages=kv.num_pages) != kv.spec
 
 
-def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
+def first_page(kv: KVPages, location: LayerLocation, num_pages: int) -> int:
     """Return the row of the layer's page 0 in the layer's view of the pool. Page p is `row_step` * p rows later.
     num_pages: number of pages in the pool.
     """
-    row = place.row * num_pages
-    return row if row_step(kv, place) == 1 else row * place.parts + place.part
+    row = location.row * num_pages
+    return row if row_step(kv, location) == 1 else row * location.parts + location.part
 
 
-def row_step(kv: KVPages, place: LayerPlace) -> int:
+def row_step(kv: KVPages, location: LayerLocation) -> int:
     """Return the distance in rows between successive pages of a layer, in the layer's view of the pool."""
-    return 1 if kv.layout in (TOKEN_ROWS, SEQUENCES) else place.parts
+    return 1 if kv.layout in (TOKEN_ROWS, SEQUENCES) else location.parts
 
 
 def as_viewed(kv: Any) -> Any:
@@ -391,24 +391,24 @@ def as_stored(kv: Any, like: Any) -> Any:
     return replace(kv, data=kv.data.reshape(like.data.shape))
 
 
-def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
+def largest_of_layer(kv: KVPages, location: LayerLocation, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
     """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of keys and of values in one layer's
     pages, each f32[K]; None for values that are part of the keys. num_pages: number of pages in the pool.
 
     Raises ValueError for a quantised pool, and on TPUs for a layer that shares rows and whose pages are not a whole
     number of tiles.
     """
-    first = jnp.int32(place.row * num_pages)
-    if not _differs(kv, place):
+    first = jnp.int32(location.row * num_pages)
+    if not _differs(kv, location):
         return largest(kv, first, num_pages)
     rows = lax.dynamic_slice_in_dim(kv.data, first, num_pages)
-    shape = pool_shape(replace(place.spec, num_pages=num_pages), kv.layout)
+    shape = pool_shape(replace(location.spec, num_pages=num_pages), kv.layout)
     if kv.layout == TOKEN_ROWS:
-        first = place.part * _own_lanes(place)
+        first = location.part * _own_lanes(location)
         rows = lax.slice_in_dim(rows, first, first + shape[2], axis=2)
     else:
-        rows = rows.reshape(num_pages, place.parts, *shape[1:])[:, place.part]
-    return largest(replace(kv, data=rows, spec=replace(place.spec, num_pages=num_pages)), jnp.int32(0), num_pages)
+        rows = rows.reshape(num_pages, location.parts, *shape[1:])[:, location.part]
+    return largest(replace(kv, data=rows, spec=replace(location.spec, num_pages=num_pages)), jnp.int32(0), num_pages)
 
 
 def _pool(spec: KVSpec, platform: str, scales: tuple[int, ...]) -> KVPages:

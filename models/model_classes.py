@@ -56,7 +56,7 @@ class ClassTable(MutableMapping[str, type[_Model]]):
         """Return all rows, with those of `further`."""
         for name, model in self._further().items():
             self._rows.setdefault(name, model)
-        self._further = dict  # after that: another thread may look up a name meanwhile
+        self._further = dict  # after that: another thread may look up a name in the meantime
         return self._rows
 
 

@@ -103,7 +103,7 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
     """
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
     known = list(known)
-    # The common suffix is no evidence of similarity, so names are compared without it.
+    # The common suffix is not evidence of similarity, so names are compared without it.
     stems = {_SUFFIX.sub("", name).lower(): name for name in known}
     near = difflib.get_close_matches(_SUFFIX.sub("", architecture[:100]).lower(), stems, 1, 0.7)
     nearest = f", the nearest is {stems[near[0]]}" if near else ""

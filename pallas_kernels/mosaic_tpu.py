@@ -1,6 +1,6 @@
 """Mosaic TPU helper: how a kernel is compiled.
 
-Owns the compiler's parameters, so that no kernel decides for itself what is checked while it runs.
+Contains the compiler's parameters, so that what is checked while a kernel runs is decided in one place.
 """
 
 from __future__ import annotations

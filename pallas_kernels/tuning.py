@@ -1,8 +1,8 @@
 """Table of tile and buffer sizes of each implementation, by chip.
 
-Owns every size that is a choice and not a fact of an implementation's structure. The rule that divides these sizes into
-tiles for a shape (heads, dtype, page, tokens) stands with its kernel, which takes its sizes as an argument. Sizes
-change how long a step takes and in which order sums are taken, never what is computed.
+Contains every size that is a choice and not a fact of an implementation's structure. The rule that divides these sizes
+into tiles for a shape (heads, dtype, page, tokens) is in the module of its kernel, which takes its sizes as an
+argument. Sizes change how long a step takes and in which order sums are taken, never what is computed.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class TpuAttention(_Sizes):
     single_tiles: int = 8  # single tiles of a grid step
     single_keys: int = 1024  # keys of a block of single tiles: long blocks amortise the work per block
     run_keys: int = 512  # keys of a block of run tiles: short blocks waste less on keys past the causal edge
-    max_heads: int = 8  # kv heads worked on together
+    max_heads: int = 8  # kv heads processed together
     max_buffers: int = 8  # blocks in VMEM
     # All blocks in VMEM together: three of single_keys keys of 16 heads of 128 in bfloat16, with a lane tile unused.
     buffer_bytes: int = 26 << 20
     single_parts: int = 4  # blocks of single_keys at a time, where a single kv head would wait for each of its steps
-    part_rows: int = 512  # rows of a run tile with a single kv head that are worked on at a time
-    score_bytes: int = 3 << 20  # scores and weights of the heads worked on together; twice that is alive
+    part_rows: int = 512  # rows of a run tile with a single kv head that are processed at a time
+    score_bytes: int = 3 << 20  # scores and weights of the heads processed together; twice that is alive
     # A block in flight hides the latency of the next: about 2 us at the 3 TB/s of the fastest chip.
     in_flight_bytes: int = 6 << 20
     # v5p and tpu7x have 64 MiB of VMEM a core, v5e and v6e twice that. The rest is left to XLA's own fusions.

@@ -272,6 +272,20 @@ def test_every_module_says_what_it_owns():
     assert not silent, f"no module docstring: {[str(path.relative_to(ROOT)) for path in silent]}"
 
 
+def test_sections_of_docstrings_are_indented():
+    """Entries of Args and Attributes are indented by two, and their further lines by four."""
+    entry, wrong = re.compile(r"  [\w`*]([\w`*., ]*[\w`*])?: |    "), []
+    for path, tree in sources().values():
+        for node in nodes_of(tree):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for section in (ast.get_docstring(node) or "").split("\n\n"):
+                head, *lines = section.split("\n")
+                if head in ("Args:", "Attributes:") and not all(map(entry.match, lines)):
+                    wrong.append(where(path, node.lineno))
+    assert not wrong
+
+
 @pytest.mark.parametrize("package", ["scheduler", "jaxengine"])
 def test_light_packages_import_without_jax(package):
     if package == "scheduler":

@@ -95,7 +95,7 @@ async def measure(server: ServerProcess, count: int) -> tuple[dict[str, Any], bo
     for part in (bodies[1 : 1 + count // 5], bodies[1 + count // 5 :]):
         samples += await client.ask_all(part, 4)
         grown.append(resident(server))
-    failed = sum(sample.error not in (None, "empty") for sample in samples)  # some tokens are no text
+    failed = sum(sample.error not in (None, "empty") for sample in samples)  # some tokens have no text
     row |= {"pictures": count, "failed": failed, "resident_after_a_fifth": grown[0], "resident_after_all": grown[1]}
     row["engine_bytes"] = json.loads(fetched(server, "/server_info"))["mm_cache"]["engine_bytes"]
     once = placement["kind"] in (KEY_REPLICATED, SHARED_MEMORY)

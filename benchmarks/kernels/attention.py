@@ -162,7 +162,7 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
             # As in a model, keys follow from the layer before: a write that did not would force XLA to copy the pool,
             # because nothing orders it after the reads of the layer before.
             kv = kv_cache_update(kv, q[:, :kv_heads], q[:, -kv_heads:], local.slot_mapping)
-        # Each layer waits for the one before, and its queries stay as large as the first ones.
+        # Each layer waits for the previous one, and its queries stay as large as the first ones.
         return q + ragged_paged_attention(q, kv, local, spec=spec, schedule=schedule), kv
 
     def step(q, kv, batch):

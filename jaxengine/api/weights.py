@@ -148,8 +148,8 @@ class WeightMethods(ABC):
         """Run steps until a pause is complete, then call a function with the lock held and return its result. The pause
         continues.
 
-        key: key of the pause; None for that of `pause_generation`. Raises RequestError if the pause is ended meanwhile,
-        EngineDeadError, and the function's errors.
+        key: key of the pause; None for that of `pause_generation`. Raises RequestError if the pause is ended in the
+        meantime, EngineDeadError, and the function's errors.
         """
         while True:
             with self._lock:
@@ -329,7 +329,7 @@ class AsyncWeightMethods(ABC):
         """
         weights, key = await self._weights(), object()
         try:
-            # If this task is cancelled meanwhile, the release still follows the hold, as commands run in order.
+            # If this task is cancelled in the meantime, the release still follows the hold, as commands run in order.
             await self.between_steps(lambda: weights.hold(key, mode))
             return await self._once_paused(weights, key, function)
         finally:
@@ -340,7 +340,7 @@ class AsyncWeightMethods(ABC):
         continues.
 
         weights: the engine's Weights. key: key of the pause; None for that of `pause_generation`. Raises RequestError
-        if the pause is ended meanwhile, EngineDeadError, and the function's errors.
+        if the pause is ended in the meantime, EngineDeadError, and the function's errors.
         """
         while True:
             done = await self.between_steps(lambda: (function(),) if weights.settle(key) else None)
@@ -443,7 +443,7 @@ def _read_new(
     target: Target,
     chunk_bytes: int | None,
 ) -> NewWeights:
-    """Load new weights onto the devices, without using them yet. Steps may run meanwhile.
+    """Load new weights onto the devices, without using them yet. Steps may run in the meantime.
 
     Arguments: see `LLM.update_weights`. Raises WeightUpdateError, RequestError for an argument that is not allowed, and
     ClusterError if a process is lost.
@@ -471,7 +471,7 @@ def _adapters_of(core: EngineCore) -> Any:
 
 def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, Any] | None, number: int | None) -> Any:
     """Check an adapter's tensors, and return the adapter in host memory as a GivenAdapter that is not used yet. Steps
-    may run meanwhile.
+    may run in the meantime.
 
     number: lora_int_id. Other arguments: see `LLM.update_lora`. Raises WeightUpdateError and RequestError.
     """

@@ -1,7 +1,7 @@
-"""Address and lengths of `bench serve` in the flags of vLLM's command, beside this command's own.
+"""Address and lengths of `bench serve` in the flags of vLLM's command, in addition to this command's own.
 
-vLLM's command has a base URL without /v1, or a host and a port, and the endpoint apart; its lengths are those of its
-data set "random". `settle` replaces these by --url, --route, --lengths and the others.
+vLLM's command has a base URL without /v1, or a host and a port, and a separate option for the endpoint; its lengths are
+those of its data set "random". `settle` replaces these by --url, --route, --lengths and the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_address(parser: argparse.ArgumentParser, share: Any) -> None:
 
 def settle(args: argparse.Namespace) -> None:
     """Set url and route, and lengths, range_ratio, num_prefixes and prefix_len where vLLM's flags say them. Raises
-    ValueError for flags that contradict each other, and for an endpoint that is no route.
+    ValueError for flags that contradict each other, and for an endpoint that is not a route.
     """
     if args.url is not None:
         if wrong := [name for name in ("base_url", "host", "port", "endpoint") if getattr(args, name) is not None]:

@@ -178,7 +178,7 @@ class LoadResult:
       seconds: from the start until the last response had ended.
       samples: one for each request, in their order.
       lags: seconds by which each request was sent too late; 0 with a limit of open requests.
-      cpu_seconds: CPU time of this process meanwhile.
+      cpu_seconds: CPU time of this process in the meantime.
     """
 
     seconds: float

@@ -29,7 +29,7 @@ WEIGHTS_SLACK = 1.1
 ROWS_SLACK = {"tpu": 3, "cuda": 24, "cpu": 12}
 # If states fit on the chip, XLA:TPU moves all of a layer there and back, including snapshots and unused slots.
 STATES_SLACK = 1.5
-# Limit of temporaries, apart from inputs and outputs of products, as a share of the codes: no layer's matrices are
+# Limit of temporaries, without inputs and outputs of products, as a share of the codes: no layer's matrices are
 # dequantised as a whole.
 WIDENED_SHARE = 1 / 8
 # Limit of temporaries of latent attention, as a share of its query and for small ones in bytes: it copies neither its

@@ -123,7 +123,7 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serve the request on standard input: write one line of JSON, a result as of `tune`, for each problem.
+    """Serve the request on standard input: write one line of JSON, a result like those of `tune`, for each problem.
 
     The request has "target", "problems", "log" and "dumps". Results go to standard output, the compilers' output to
     standard error. Returns 0. Raises ConfigError for an unknown target.

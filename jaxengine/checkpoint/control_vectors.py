@@ -1,6 +1,6 @@
 """Control vectors in llama.cpp's format: a GGUF file with a tensor direction.N for each layer that it steers.
 
-llama.cpp adds direction.N to the output of layer N, counted from 0, which is the tap residual:N+1.
+llama.cpp adds direction.N to the output of layer N, counted from 0, which is the tap residual:(N+1) here.
 """
 
 from __future__ import annotations

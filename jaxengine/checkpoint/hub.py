@@ -21,7 +21,7 @@ def download(
 
     Args:
       param: option that names the hub id, for the error.
-      patterns: globs, as of fnmatch.
+      patterns: globs, as in fnmatch.
       revision: branch, tag or commit; None for the main branch.
       cache_dir: folder for downloads; None for the hub's own.
       token: for the hub; None or True for the stored one, False for none.

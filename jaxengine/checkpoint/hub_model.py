@@ -2,8 +2,7 @@
 name.
 
 Duplicate weights (`consolidated.safetensors` of a model that also has transformers' files, `original/`, pickles) are
-not downloaded. A GGUF file of a repository is
-named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
+not downloaded. A GGUF file of a repository is named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def download_model(name: str, config: EngineConfig) -> Path:
         raise ConfigError.because("model", problem, f"name a GGUF file of it, as {name}/FILE.gguf or {name}:Q4_K_M")
     if config.load_format == "dummy":
         return folder
-    # All files of one commit, even if the branch moves meanwhile.
+    # All files of one commit, even if the branch moves in the meantime.
     revision = folder.name if _COMMIT.fullmatch(folder.name) else config.revision
     # An adapter for prompts with sounds.
     adapters = [WEIGHTS_FILE] if (folder / ADAPTER_FILE).exists() else []

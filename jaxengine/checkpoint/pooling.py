@@ -149,7 +149,7 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
     """Return how the model of a GGUF file pools; None for a generating model.
 
     It is an embedder if the metadata has a pooling type, or if the options make it pool. Raises ConfigError for options
-    that contradict it, and for a reranker that is to pool; ModelConfigError for a pooling type that is no number.
+    that contradict it, and for a reranker that is to pool; ModelConfigError for a pooling type that is not a number.
     """
     kind = ConfigFields(metadata).integer(f"{metadata.get('general.architecture')}.pooling_type", None, minimum=0)
     found = _GGUF_TYPES.get(kind)

@@ -1,8 +1,8 @@
 """Models in object stores and on web servers: s3://, gs://, https:// and others, through fsspec's file systems.
 
 Configuration and tokenizer files are downloaded. Weights are not: the loader reads the bytes that it needs, in ranges
-that several threads fetch at a time. What a store sends is not trusted, as a model's files never are. Credentials are
-those that its package finds, such as AWS_ACCESS_KEY_ID; a URL with some is refused, as names of models are shown.
+that several threads fetch at a time. What a store sends is not trusted, just as a model's files are not. Credentials
+are those that its package finds, such as AWS_ACCESS_KEY_ID; a URL with some is refused, as names of models are shown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SCHEMES = {
     "memory": ("fsspec", "fsspec"),
     "file": ("fsspec", "fsspec"),
 }
-# Options of file systems. s3fs tries again itself, and so do we: a store that is gone is an error after seconds.
+# Options of file systems. The AWS client's own retries are switched off, because s3fs and this module retry as well: a
+# store that is gone is then an error after seconds.
 _OPTIONS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 ADAPTER_CONFIG, ADAPTER_FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
@@ -145,7 +146,7 @@ class RemoteFolder:
         except Exception as error:  # each file system has errors of its own
             raise ModelFileError(f"{self.url}/{name}", f"cannot be read: {_brief(error)}") from None
         if not isinstance(size, int):
-            raise ModelFileError(f"{self.url}/{name}", "the server does not tell its size")
+            raise ModelFileError(f"{self.url}/{name}", "the server does not report its size")
         return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
 
     def _names(self, patterns: Sequence[str]) -> list[str]:
@@ -218,7 +219,7 @@ class RemoteFile:
     """File in an object store, read in ranges. It implements jaxengine.models.weights.formats.safetensors.ByteFile.
 
     Attributes:
-      size: in bytes.
+      size: bytes of the file.
     """
 
     by_row = False

@@ -225,7 +225,7 @@ class Channel:
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
         """Receive messages on this thread and pass them to `handle`, except heartbeats, until it returns False. Sends
-        heartbeats meanwhile.
+        heartbeats in the meantime.
 
         Raises OSError or ClusterError once the other end is gone, has sent an invalid message, or has been silent for
         SILENCE_SECONDS.

@@ -47,7 +47,7 @@ _NEVER_SECONDS = 10**6
 
 @dataclass(eq=False)
 class _Worker:
-    """What host 0 knows about a worker process.
+    """State of a worker process, as far as host 0 knows it.
 
     Attributes:
       node_rank: its number, 1 to nnodes - 1.
@@ -166,7 +166,7 @@ class Cluster(Peers):
         """Call `function` on another thread, because devices may wait forever for a lost process; return its result.
 
         Raises ClusterError once a process is lost. An error of `function` is raised after up to BLAME_SECONDS, as
-        ClusterError if the loss of a process is detected meanwhile.
+        ClusterError if the loss of a process is detected in the meantime.
         """
         outcome: Future[_T] = Future()
         self._calls.put((function, outcome))
@@ -200,7 +200,7 @@ class Cluster(Peers):
             if self._closing:
                 return
             self._closing = True
-            workers = list(self._workers.values())  # a worker that leaves before the start is removed meanwhile
+            workers = list(self._workers.values())  # a worker that leaves before the start is removed in the meantime
         for worker in workers:
             with contextlib.suppress(OSError):  # the worker may be gone already
                 if reason is None:

@@ -148,7 +148,7 @@ class Metrics:
         # Sample at which the log line's interval begins. Time without requests is added to its time.
         self._logged = self._now()
         self._stepped = self._logged[0]
-        # Samples of `_now`, at least a second apart except for the last one, which is from the latest step.
+        # Samples of `_now`, at least a second apart, except for the last one, which is from the latest step.
         self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
         self.server = ServerStats()
 

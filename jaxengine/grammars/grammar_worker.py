@@ -282,7 +282,7 @@ class GrammarWorker:
         `take`.
 
         Answers for closed sequences are dropped. If a grammar was compiled again, the tokens that were recorded
-        meanwhile are sent now.
+        in the meantime are sent now.
         """
         now = time.monotonic()
         if isinstance(message, Ready):
@@ -298,14 +298,14 @@ class GrammarWorker:
             self._masking.popleft()
             self._masking_since = now
         sequence = self._sequences.get(message.key)
-        if sequence is None:  # closed meanwhile
+        if sequence is None:  # closed in the meantime
             return
         if isinstance(message, Failed):
             del self._sequences[message.key]
             self._taken.append(GrammarFailure(message.key, sequence.compiled, message.reason))
             return
         sequence.opened = sequence.compiled = True
-        if message.num_tokens < len(sequence.tokens):  # compiled again, and tokens were appended meanwhile
+        if message.num_tokens < len(sequence.tokens):  # compiled again, and tokens were appended in the meantime
             self._send_advance(message.key, sequence.tokens[message.num_tokens :])
         elif sequence.awaited:
             sequence.awaited = False

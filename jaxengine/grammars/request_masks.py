@@ -2,11 +2,11 @@
 
 A request waits outside the queue until its grammar is compiled. From then on each mask is computed in another process
 while the device runs the forward pass before the token that the mask constrains. A new grammar is first compiled on
-trial. Grammars that take long to compile get a separate process, so that other requests do not wait for them. A grammar
-that begins after reasoning is compiled like any other, and its first mask is kept until then. If a grammar allows only
-one token, that token, the tokens that must follow it and their masks are known before they are sampled. Masks along
-proposed drafts are computed together with the mask before them. This module decides what the end or failure of a
-grammar means for its request.
+trial. Grammars that take a long time to compile get a separate process, so that other requests do not wait for them. A
+grammar that begins after reasoning is compiled like any other, and its first mask is kept until then. If a grammar
+allows only one token, that token, the tokens that must follow it and their masks are known before they are sampled.
+Masks along proposed drafts are computed together with the mask before them. This module decides what the end or failure
+of a grammar means for its request.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ class RequestMasks:
         events = MaskEvents([request for request in free if request in self._keys], [], [])
         for each in self._news():
             request = self._requests.get(each.key)
-            if request is None:  # dropped meanwhile
+            if request is None:  # dropped in the meantime
                 continue
             if isinstance(each, GrammarFailure):
                 self._fail(request, each, events)

@@ -1,4 +1,4 @@
-"""Trials of grammars that have not been compiled yet, apart from grammars in use, with clients served in turn.
+"""Trials of grammars that have not been compiled yet, separate from grammars in use, with clients served in turn.
 
 A grammar that takes too long is killed together with its process, which holds no other grammar, and its verdict is
 recorded, so that the next request with it is refused, or served, at once. There are two processes, and a client gets
@@ -158,7 +158,8 @@ class GrammarTrials:
         """Begin the next trials, one per client, until all processes are busy or no client without a running trial
         waits.
 
-        A grammar whose verdict has become known meanwhile gets it without a trial, and one without keys is dropped.
+        A grammar whose verdict has become known in the meantime gets it without a trial, and one without keys is
+        dropped.
         """
         while True:
             busy = {trial.client for trial in self._trials if trial.candidate}

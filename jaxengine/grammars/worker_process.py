@@ -387,8 +387,8 @@ def main() -> None:
             os._exit(1)
 
     def compile_all() -> None:
-        """Compile the grammars in the queue, one at a time, until the process ends. One that takes long continues with
-        a still lower priority. If the loop itself fails, the process exits with status 1.
+        """Compile the grammars in the queue, one at a time, until the process ends. One that takes a long time
+        continues with a still lower priority. If the loop itself fails, the process exits with status 1.
         """
         try:
             while True:

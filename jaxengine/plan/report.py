@@ -38,7 +38,7 @@ def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length:
 
 
 def text(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> str:
-    """Return the plans of a model on chips as lines of text for people.
+    """Return the plans of a model on chips as lines of readable text.
 
     ranked: plans of splits, the best first. length: tokens of a sequence to count. price: price of one device for an
     hour; None for no costs.

@@ -95,7 +95,7 @@ def in_order(found: Sequence[Ranked]) -> list[Ranked]:
     those that lack memory, by how much; then those that cannot be split so. Smaller pipelines come first among equals.
 
     Speeds are compared in levels: the fastest split and all that are at most _EQUAL slower, then the fastest of the
-    others with its like, and so on.
+    others with all that are at most _EQUAL slower, and so on.
     """
     levels, top = dict[float, float](), 0.0
     for speed in sorted((one.speed.decode for one in found if one.speed is not None), reverse=True):

@@ -39,7 +39,7 @@ class Difference(NamedTuple):
     place: str = ""
 
     def __str__(self) -> str:
-        """Return a line for a person: that all bits are equal, or how many numbers differ, where the most, and by how
+        """Return a readable line: that all bits are equal, or how many numbers differ, where the most, and by how
         much.
         """
         if self.is_same:

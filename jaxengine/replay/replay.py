@@ -30,7 +30,7 @@ class Report(NamedTuple):
 
     Attributes:
       status: SAME or DIFFERS, the command's exit status.
-      lines: text for a person.
+      lines: readable text.
       first: name of the first array that differs; None if none does.
     """
 
@@ -211,7 +211,8 @@ def _bucket_of(stage: StageRunner, step: RecordedStep) -> Any:
 
 
 def _damage(step: RecordedStep, name: str, entries: Sequence[int]) -> str:
-    """Describe a damaged array for a person: by its first damaged page if its entries are pages, otherwise by its name.
+    """Describe a damaged array for the report: by its first damaged page if its entries are pages, otherwise by its
+    name.
 
     entries: indices of damaged entries.
     """

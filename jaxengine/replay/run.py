@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.models.cache import num_places, paged_groups
+from jaxengine.models.cache import paged_groups, rows_per_page
 from jaxengine.models.kernel_rows import layout_of
 from jaxengine.records.step_file import RecordedStep, RecordError
 from jaxengine.replay.page_layouts import converted
@@ -255,7 +255,7 @@ class _Run:
         ranks = self._arrays[f"{name}/rank"]
         groups = paged_groups(self._programs.groups)
         index = {layer: at for group in groups for at, layer in enumerate(group.layers)}
-        num_pages = self._kv_shapes.num_pages // num_places(self._programs.groups)
+        num_pages = self._kv_shapes.num_pages // rows_per_page(self._programs.groups)
         places = zip(ranks, self._arrays[f"{name}/layer"], self._arrays[f"{name}/page"], strict=True)
         rows = [index[int(layer)] * num_pages + self._pages[rank][int(page)] for rank, layer, page in places]
         return ranks, np.array(rows, np.int64)

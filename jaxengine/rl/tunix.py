@@ -122,7 +122,7 @@ class JaxengineRollout(_tunix.BaseRollout):
           mesh: the mesh that Tunix's `with` statements use; None for none.
           rollout_config: a RolloutConfig, which is only checked here; `generate` gets its own.
           llm: the engine.
-          mapping: from parameters' paths, joined by dots, to Hugging Face names, as of `LLM.update_weights`.
+          mapping: from parameters' paths, joined by dots, to Hugging Face names, as in `LLM.update_weights`.
 
         Raises ValueError for a RolloutConfig that the engine does not support, WeightUpdateError for weights that it
         lacks or that do not fit.

@@ -21,7 +21,7 @@ class Answer(NamedTuple):
 
 
 class Orders(Protocol):
-    """Orders to the other processes, apart from steps. Order names are those of
+    """Orders to the other processes, other than steps. Order names are those of
     jaxengine.cluster.order_taker.OrderTaker.
     """
 

@@ -96,7 +96,7 @@ def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token
     ids = jnp.where(valid, token_ids, 0)[:, None]
     # One after the other: all devices that share a vocabulary must make their exchanges in the same order.
     raw, whole, left = (log_sum_exp(each) for each in (logits, adjusted, kept))
-    # The two sums are rounded apart: without the bound a share could come out as a little more than all.
+    # The two sums are rounded separately: without the bound a share could be a little more than 1.
     share = jnp.minimum(left - whole, 0.0)
     scores = [take_tokens(logits, ids) - raw, take_tokens(kept, ids) - left, share]
     return jnp.where(valid[:, None], jnp.concatenate(scores, axis=1), -jnp.inf)

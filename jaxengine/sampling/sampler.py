@@ -1,6 +1,6 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the program `sample`.
 
-Owns the order of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, truncation
+The order of operations is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, truncation
 (jaxengine.sampling.token_choice), draw. Parts that no row needs are skipped by `lax.cond`, so one executable serves
 every mix. Depends on no request or text, nor on how the parameters came to the device (jaxengine.sampling.state).
 

@@ -34,7 +34,7 @@ class SamplingState(NamedTuple):
     """Sampling parameters of every slot, R = max_num_seqs, on the device.
 
     Step programs only read them: XLA may fetch an array that passes through a program into faster memory and write it
-    back. `token_counts`, which the sampler changes, is apart: i32[R, V], 2 * (times in the output) + (1 if in the
+    back. `token_counts`, which the sampler changes, is separate: i32[R, V], 2 * (times in the output) + (1 if in the
     prompt).
     """
 

@@ -57,10 +57,10 @@ class MeasuredStep:
     """Step with its measured times.
 
     Attributes:
-    step: the same step in the simulator.
-    seconds: time on the device, as measured by the host.
-    dispatch, after: seconds of the host's work before and after the step, see HostCosts; after is None for the last
-      step.
+      step: the same step in the simulator.
+      seconds: time on the device, as measured by the host.
+      dispatch, after: seconds of the host's work before and after the step, see HostCosts; after is None for the last
+        step.
     """
 
     step: StepTime
@@ -210,7 +210,7 @@ def tiles_of(runner: ModelRunner) -> Tiles:
 
 
 def text(costs: MeasuredCosts) -> str:
-    """Return the costs as a text of several lines for people."""
+    """Return the costs as readable text of several lines."""
     host = costs.host
     lines = [f"{costs.model or 'the embedded model'}: {costs.about}"]
     for name, table in (("decode S", costs.decode), ("mixed T", costs.mixed)):

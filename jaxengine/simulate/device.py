@@ -37,12 +37,12 @@ class SimulatedStep:
     """Dispatched step with the interface of PendingStep. Its tokens are known at once, and it is ready at a known time.
 
     Attributes:
-    started, ready_at: simulated times in seconds at which its first stage begins and its last one ends.
-    tokens: sampled tokens, i32[replicas, rows].
-    attended: f64[2], keys and pairs of its rows, see `costs.Tiles.attended`.
-    num_rows: largest number of rows of a replica.
-    longest: tokens of its longest row.
-    since_prompts: see `Costs.seconds`.
+      started, ready_at: simulated times in seconds at which its first stage begins and its last one ends.
+      tokens: sampled tokens, i32[replicas, rows].
+      attended: f64[2], keys and pairs of its rows, see `costs.Tiles.attended`.
+      num_rows: largest number of rows of a replica.
+      longest: tokens of its longest row.
+      since_prompts: see `Costs.seconds`.
     """
 
     started = ready_at = 0.0
@@ -76,9 +76,9 @@ class SimulatedRunner:
     """Part of a ModelRunner that the engine's loop uses, for text requests without sampling options.
 
     Attributes:
-    time: the simulation's clock, which dispatching, waiting and the host's work advance.
-    scheduler: the engine's scheduler, to be set after construction.
-    busy: seconds in which the first stage has computed.
+      time: the simulation's clock, which dispatching, waiting and the host's work advance.
+      scheduler: the engine's scheduler, to be set after construction.
+      busy: seconds in which the first stage has computed.
     """
 
     def __init__(

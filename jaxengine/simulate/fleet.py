@@ -176,7 +176,7 @@ class _Replica:
         self.changes += [(short_digest(digest), False) for digest in digests if len(digest) == _DIGEST_BYTES]
 
     def forgotten(self) -> None:
-        """Replace all unpublished changes because the pool has dropped its whole cache: the router is to forget every
+        """Replace all unpublished changes because the pool has dropped its whole cache: the router must forget every
         digest that it knows of this replica.
         """
         self.changes = [(digest, False) for digest in self._fleet.known(self.name)]

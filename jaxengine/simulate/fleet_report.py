@@ -61,7 +61,7 @@ def _most_and_mean(values: np.ndarray) -> dict[str, float]:
 
 
 def fleet_text(outcomes: Sequence[FleetOutcome], head: Sequence[str], limits: Limits = NONE) -> str:
-    """Return runs of one trace as a text for people: `head`, lines about the fleet, and a table with a row for each
+    """Return runs of one trace as readable text: `head`, lines about the fleet, and a table with a row for each
     router. limits: times that a good request must meet.
     """
     first = outcomes[0]

@@ -183,7 +183,7 @@ def check_simulated(config: Any) -> None:
     """
     for name, what in _UNKNOWN.items():
         if getattr(config, name):
-            raise ConfigError.because(name, f"{name} is given, and a trace does not tell {what}", f"leave out {name}")
+            raise ConfigError.because(name, f"{name} is given, and a trace does not say {what}", f"leave out {name}")
     if config.runner == "pooling":
         raise ConfigError("runner", config.runner, "generate; a trace has outputs")
 

@@ -79,7 +79,7 @@ def quantiles(values: np.ndarray) -> dict[str, float | None]:
 
 
 def text(outcome: Outcome, head: Sequence[str], limits: Limits = NONE) -> str:
-    """Return a run as a text for people. head: first lines, which say what was simulated and with which costs. limits:
+    """Return a run as readable text. head: first lines, which say what was simulated and with which costs. limits:
     for goodput, which is left out if they are NONE.
     """
     return "\n".join([*head, *_lines(outcome, as_json(outcome, limits), limits)])

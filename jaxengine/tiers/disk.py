@@ -45,7 +45,7 @@ class DiskTier:
     """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
 
     Attributes:
-      is_far: False: reading waits for no other machine.
+      is_far: always False, because reading waits for no other machine.
       folder: the folder.
       num_bytes: total size of the files that this engine knows of.
       num_written: number of blocks written.

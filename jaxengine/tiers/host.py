@@ -19,9 +19,9 @@ class HostTier:
     when a key returns that was evicted from it, and shrinks when one returns that was evicted from the second.
 
     Attributes:
-    capacity: largest total size in bytes.
-    num_bytes: present total size in bytes.
-    num_evicted: number of blocks that were replaced by others.
+      capacity: largest total size in bytes.
+      num_bytes: present total size in bytes.
+      num_evicted: number of blocks that were replaced by others.
     """
 
     def __init__(self, capacity: int, policy: str = LRU):

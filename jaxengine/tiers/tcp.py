@@ -41,9 +41,9 @@ class _Waiting(NamedTuple):
     """Request of a reader that waits for announced pages.
 
     Attributes:
-    reader: ZeroMQ's identity of the reader's connection.
-    keys: keys of the pages, in the order of the answer.
-    until: time.monotonic() at which it is answered without the pages that are still missing.
+      reader: ZeroMQ's identity of the reader's connection.
+      keys: keys of the pages, in the order of the answer.
+      until: time.monotonic() at which it is answered without the pages that are still missing.
     """
 
     reader: bytes
@@ -55,7 +55,7 @@ class TcpTransport(Transport):
     """Transport by TCP. One thread answers readers, which wait in their own threads.
 
     Attributes:
-    patience: seconds that an answer waits for announced pages; a reader waits half as long again for the answer.
+      patience: seconds that an answer waits for announced pages; a reader waits half as long again for the answer.
     """
 
     patience = PATIENCE_SECONDS
@@ -159,7 +159,7 @@ class TcpTransport(Transport):
 
     def _answer_all(self) -> None:
         """Answer readers until the transport is closing. Runs on the transport's thread. A request is answered once
-        none of its keys is only announced, or when its time is over, with an empty frame for each page that is missing.
+        none of its keys is only announced, or when its time is up, with an empty frame for each page that is missing.
         """
         waiting: list[_Waiting] = []
         while not self._is_closing:

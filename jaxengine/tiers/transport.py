@@ -54,7 +54,7 @@ class Transport(Protocol):
     """Interface of a transport of pages between engines. Any thread may call it.
 
     Attributes:
-    address: host and port at which it listens; None if it does not listen.
+      address: host and port at which it listens; None if it does not listen.
     """
 
     address: tuple[str, int] | None

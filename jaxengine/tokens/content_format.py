@@ -45,7 +45,7 @@ def with_contents(
     if not has_media and placeholder is None:
         return list(messages)
     if takes_parts(template):
-        # Some templates only take parts, and would omit a text.
+        # Some templates accept only parts, and would omit a text.
         takes_texts = _ASKS_FOR_TEXT.search(template) is not None
         messages = [message if takes_texts else _as_parts(message) for message in messages]
         unknown = {_VIDEO} if _IMAGE in template and _VIDEO not in template else set[str]()

@@ -282,7 +282,7 @@ class Tokenizer:
         """Copy of the tokenizer as a transformers object, created on first use. If a tokenizer.json was read from a
         folder, it has all settings of the folder's files. Raises ImportError if transformers is not installed.
         """
-        # Imported here, as importing transformers takes long and nothing else needs it.
+        # Imported here, because importing transformers takes a long time and nothing else needs it.
         from transformers import PreTrainedTokenizerFast
 
         if self._folder is not None:

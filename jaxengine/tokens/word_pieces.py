@@ -37,10 +37,10 @@ def build_word_pieces(source: str, tokens: Mapping[str, str], config: Mapping[st
     """Return the tokenizer of a vocab.txt.
 
     Args:
-    source: the file's text; a token's id is the number of its line, from 0.
-    tokens: special tokens by role, with the keys of TOKENS.
-    config: tokenizer_config.json, of which do_lower_case, strip_accents and tokenize_chinese_chars are used.
-    folder: folder of the files, for errors.
+      source: the file's text; a token's id is the number of its line, from 0.
+      tokens: special tokens by role, with the keys of TOKENS.
+      config: tokenizer_config.json, of which do_lower_case, strip_accents and tokenize_chinese_chars are used.
+      folder: folder of the files, for errors.
 
     Raises ModelFileError for an option that is not a bool or not supported, and if unk, cls or sep is not in the
     vocabulary.
@@ -74,11 +74,11 @@ def word_piece_tokenizer(
     """Return BERT's tokenizer.
 
     Args:
-    vocab: ids by word, or by ## followed by a piece that does not begin a word.
-    tokens: special tokens by role, with the keys of TOKENS; those of the first three roles must be in `vocab`.
-    lowers: whether words are lower-cased first.
-    strips_accents: whether accents are removed; None: the same as lowers.
-    parts_chinese: whether each Chinese character is a word.
+      vocab: ids by word, or by ## followed by a piece that does not begin a word.
+      tokens: special tokens by role, with the keys of TOKENS; those of the first three roles must be in `vocab`.
+      lowers: whether words are lower-cased first.
+      strips_accents: whether accents are removed; None: the same as lowers.
+      parts_chinese: whether each Chinese character is a word.
     """
     tokenizer = Tokenizer(WordPiece(dict(vocab), unk_token=tokens["unk_token"]))
     tokenizer.normalizer = BertNormalizer(

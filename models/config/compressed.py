@@ -51,7 +51,7 @@ class CompressedKeys:
       head_dim: elements of a key, which all heads share and which is also the value.
       window: number of latest tokens that a token attends to, itself included.
       rate: tokens of a block; None for a layer that attends to the window only and has no pages.
-      overlapping: whether a block's key is also computed from the tokens of the block before it.
+      overlapping: whether a block's key is also computed from the tokens of the previous block.
       index: indexer that selects the blocks that a token attends to; None for all of them.
       q_rank: elements of the latent of queries.
       out_groups: groups of heads.

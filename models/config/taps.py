@@ -20,7 +20,7 @@ RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM = (
     "router_logits",
     "final_norm",
 )
-# The experts that a router chooses. They are no activations, so this kind has no name.
+# The experts that a router chooses. They are not activations, so this kind has no name.
 EXPERTS = "experts"
 KINDS = (RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM)
 # Kinds of taps to which a steering vector can be added.
@@ -35,8 +35,8 @@ class TapError(ValueError):
     """Error of an unusable name of a tap.
 
     Attributes:
-    name: the name as given.
-    allowed: text with the names that are allowed.
+      name: the name as given.
+      allowed: text with the names that are allowed.
     """
 
     def __init__(self, name: Any, allowed: str):
@@ -145,7 +145,7 @@ def _wanted(match: re.Match[str], layers: Sequence[int], every: Sequence[int]) -
 
 
 def describe(known: Mapping[str, Sequence[int]]) -> str:
-    """Return the names of taps as one text for people, such as "residual:0-2, router_logits:1, final_norm". Kinds
+    """Return the names of taps as one readable text, such as "residual:0-2, router_logits:1, final_norm". Kinds
     without layers are left out.
     """
     return ", ".join(

@@ -18,13 +18,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.cache import (
     Cache,
-    LayerPlace,
+    LayerLocation,
     Paged,
     State,
     as_stored,
     as_viewed,
     first_page,
-    layer_places,
+    layer_locations,
     num_pages_of,
     of_layer,
     paged_groups,
@@ -91,8 +91,8 @@ class DecoderStep:
         # [T, L, P], second input of each layer of the model, after the hidden state; None without such inputs.
         self.layer_inputs: jax.Array | None = None
         self._selected: jax.Array | None = None
-        self._places = layer_places(groups)
-        self._scale_index = {layer: index for index, layer in enumerate(sorted(self._places))}
+        self._locations = layer_locations(groups)
+        self._scale_index = {layer: index for index, layer in enumerate(sorted(self._locations))}
         self._shared = {each.kv_source for each in config.attention} - {None}
         self._unpaged: dict[int, jax.Array] = {}
         self._input_size = config.layer_input_size
@@ -105,7 +105,7 @@ class DecoderStep:
         in_windows = config.tower is not None and config.tower.in_windows_only
         step = StepContext(batch, self._pool, build, limits, in_windows_only=in_windows)
         self._inputs = _step_inputs(self._attention, step)
-        self._pages = _layer_pages(groups, self._places, batch, self._pool)
+        self._pages = _layer_pages(groups, self._locations, batch, self._pool)
         self._run_layer = layer_runner()
         for section in self._sections:
             self._run_layer = section.around_layer(self._run_layer)
@@ -157,9 +157,9 @@ class DecoderStep:
         if it has one. Raises ValueError if that layer is in another stage.
         """
         source = number if attention.kv_source is None else attention.kv_source
-        if source not in self._places:
+        if source not in self._locations:
             raise ValueError(f"layer {number} reads keys of layer {source}, which is in another stage")
-        kv = of_layer(self._pool, self._places[source], self._scale_index[source])
+        kv = of_layer(self._pool, self._locations[source], self._scale_index[source])
         if (data := self._unpaged.get(source)) is not None:
             kv = replace(kv, data=data)
         return kv, self._pages[source]
@@ -218,7 +218,7 @@ def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[La
 
 
 def _layer_pages(
-    groups: Sequence[Paged | State], places: Mapping[int, LayerPlace], batch: ForwardBatch, kv: KVPages
+    groups: Sequence[Paged | State], locations: Mapping[int, LayerLocation], batch: ForwardBatch, kv: KVPages
 ) -> dict[int, LayerPages]:
     """Return the location of the pages of each layer with pages, by the layer's number in the model.
 
@@ -231,10 +231,10 @@ def _layer_pages(
             schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.platform)
         spread = {1: ragged}
         for layer in group.layers:
-            step = row_step(kv, places[layer])
+            step = row_step(kv, locations[layer])
             if step not in spread:
                 spread[step] = _spread(ragged, step, kv.page_size)
-            first = first_page(kv, places[layer], num_pages)
+            first = first_page(kv, locations[layer], num_pages)
             pages[layer] = LayerPages(spread[step], jnp.int32(first), schedule)
     return pages
 

@@ -186,7 +186,7 @@ class Encoder(Decoder):
         """The token table, an Embedding. Families override this property; it raises NotImplementedError in the
         others.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not tell its table of tokens")
+        raise NotImplementedError(f"{type(self).__name__} does not name its table of tokens")
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:

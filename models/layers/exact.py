@@ -2,7 +2,7 @@
 
 The order of XLA's additions depends on the shape of a product, its intermediate rounding on fusions. So there is one
 shape: tokens go through the model in blocks of ROWS, each token as a sequence of its own that sees the keys before it.
-A loop runs over the blocks, and its body is the same program wherever it stands. The head computes logits in blocks of
+A loop runs over the blocks, and its body is the same program in every context. The head computes logits in blocks of
 the same size. Tokens of a block may follow one another, because all of a layer's keys are written before any is read,
 and states are updated one after the other (jaxengine.pallas_kernels.state.one_by_one).
 

@@ -203,5 +203,5 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
             weight_map |= dict.fromkeys(names, file)
         index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-    except (OSError, SafetensorError) as error:  # a full disk is the one or the other
+    except (OSError, SafetensorError) as error:  # a full disk raises either
         raise ModelFileError(folder, f"cannot be written: {error}") from error

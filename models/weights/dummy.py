@@ -1,8 +1,8 @@
 """Random weights for a model without a checkpoint: benchmarks, compile tests, memory plans (load_format="dummy").
 
-A value follows from the seed, the name of a checkpoint tensor and the index in it, by integer arithmetic: as if the
-tensors had been written to a checkpoint once and loaded, it is the same on every mesh and every platform. Each device
-computes its own part. Scaled so that activations and logits stay near 1.
+A value follows by integer arithmetic from the seed, the name of a checkpoint tensor and the index in it. It is
+therefore the same on every mesh and every platform, as if the tensors had been written to a checkpoint once and loaded.
+Each device computes its own part. The scale keeps activations and logits near 1.
 """
 
 from __future__ import annotations

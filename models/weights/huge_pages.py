@@ -47,7 +47,7 @@ class HugePages:
         if array.flags.c_contiguous or not array.size:
             placed[...] = array
             return placed
-        # XLA transposes a matrix in blocks, NumPy element by element. In bands, so that it is not held twice.
+        # XLA transposes a matrix in blocks, NumPy element by element. Bands keep the matrix from being in memory twice.
         cpu, step = jax.local_devices(backend="cpu")[0], max(1, _BAND_BYTES * len(array) // array.nbytes)
         for begin in range(0, len(array), step):
             placed[begin : begin + step] = np.asarray(jax.device_put(array[begin : begin + step], cpu))

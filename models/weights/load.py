@@ -1,8 +1,8 @@
 """Loader of declared parameters into sharded arrays: each process reads only its devices' parts.
 
-A block of a weight is assembled on the host in the checkpoint's orientation and sent to its devices already in the
-weight's own dtype; the transposition to [in, out] happens on that one copy, which a CPU keeps. Host memory in addition
-to the parts themselves stays near one weight.
+A block of a weight is assembled on the host in the checkpoint's orientation and sent to its devices in the weight's own
+dtype. It is transposed to [in, out] in that one copy, which a CPU keeps. In addition to the parts themselves, host
+memory holds about one weight at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ IGNORABLE_SUFFIXES = (
 ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-_NOT_ROTATED = 1e30  # a factor of rope with which llama.cpp leaves a pair unrotated
+_NOT_ROTATED = 1e30  # factor with which llama.cpp marks a pair of rope that is not rotated
 
 Progress = Callable[[int, int, str], None]
 

@@ -1,11 +1,12 @@
-"""Loader of tensors that come one after the other and are not all held at once.
+"""Loader of tensors that arrive one after the other and are not all in memory at once.
 
-A weight is loaded as soon as its last tensor is there; then the tensors are let go. Weights that share a tensor are
-loaded together, and so are all experts of a layer, which may come in one tensor or in many. What must be compared or
-may have further tensors waits for the end: formats of their own, such as AWQ, and an embedding that is the head too.
+A weight is loaded as soon as its last tensor has arrived; then its tensors are released. Weights that share a tensor
+are loaded together, and so are all experts of a layer, which may arrive in one tensor or in many. Tensors that must be
+compared with others, or to which others may belong, wait for the end: storage formats of their own, such as AWQ, and an
+embedding that is also the head.
 
-With chunk_bytes a tensor is copied to its place in the weight when it comes, and nothing waits but what is rounded or
-has a format of its own.
+With chunk_bytes a tensor is copied to its position in the weight when it arrives. Only tensors that are rounded, or
+have a storage format of their own, then wait.
 """
 
 from __future__ import annotations

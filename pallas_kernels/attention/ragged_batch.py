@@ -1,6 +1,6 @@
 """Arguments of attention for one step: the ragged batch and the static shape of the heads.
 
-Owns the two argument types shared by every attention implementation, and their checks.
+Contains the two argument types shared by every attention implementation, and their checks.
 
 Shape letters: T new tokens, S sequences, W page-table columns, N query heads, K kv heads, H head dim, Hv value head
 dim.

@@ -1,8 +1,8 @@
 """Sparse attention: the keys of each token's sequence that an indexer scores highest, and attention to these alone.
 
 The public operations of DeepSeek Sparse Attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"). Their arithmetic is in the
-folder of each implementation, their oracles in reference.py. Pages hold latents as keys, and in the place of values the
-keys of the indexer, which are as wide as `KVSpec.v_head_dim` says. Layers and requests are unknown here.
+folder of each implementation, their oracles in reference.py. Pages hold latents as keys. In place of values they hold
+the indexer's keys, of KVSpec.v_head_dim elements. Layers and requests do not occur here.
 
 Further shape letters: I heads of the indexer, J elements of its keys, k keys that a token selects.
 """
@@ -41,11 +41,11 @@ def select_keys(
     """Return, for each token, the positions i32 [T, k] of the k = count keys with the highest scores among those it
     sees.
 
-    The score of a key k_s is sum over i of weights[t, i] * relu(q[t, i] . k_s), in float32, of queries q [T, I, J] and
-    weights f32 [T, I]. A token sees its own key and those before it, which must be in the pool. Of equal scores the
+    The score of a key k_s is the sum over i of weights[t, i] * relu(q[t, i] . k_s), in float32, of queries q [T, I, J]
+    and weights f32 [T, I]. A token sees its own key and those before it, which must be in the pool. Of equal scores the
     lowest position comes first, whatever the step's shape. A token that sees k keys or fewer selects all, in order,
     followed by -1; a token of no sequence gets -1 alone. Slots that no token sees may hold NaN. A pool of codes has one
-    scale for all keys of the head, which changes no order and is not applied.
+    scale for all keys of the head; it does not change their order and is not applied.
 
     schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes,
     dtypes, a pool or a `count` below 1 that do not fit.

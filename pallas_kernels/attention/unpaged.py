@@ -1,7 +1,7 @@
 """Attention over whole sequences without pages: plain XLA that has a gradient (see jaxengine.pallas_kernels.runs).
 
 A token attends to tokens of its own run. Rows of more than BLOCK tokens are computed in blocks of queries, and each
-block again for its gradient: so memory grows with T and not with its square.
+block is recomputed for its gradient, so that memory grows with T and not with its square.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array)
     """
     length = q.shape[1]
     indices = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
-    # The last block repeats the last query; what it gives there is cut off, and so has no gradient.
+    # The last block repeats the last query; the repeated results are cut off and have no gradient.
     results = lax.map(jax.checkpoint(lambda block: attend(block, q[:, block])), indices)
     o, lse = (jnp.moveaxis(part, 0, 1).reshape(q.shape[0], -1, *part.shape[3:])[:, :length] for part in results)
     return o, lse

@@ -1,6 +1,6 @@
 """Write of the new keys and values of one step into the pool: the public operation.
 
-Owns validation and the choice of implementation. There are no sequences here: a token is written where its slot says.
+Checks the arguments and chooses the implementation. Sequences do not occur here: a token is written to its slot.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def kv_cache_update(
     be distinct. One-byte pools store x / scale, rounded and saturating; token scales are computed here, each from its
     own token and head alone. Donate `kv` when jitting: the update is in place.
     schedule: result of `kv_update_schedule` for the same step, None to build it here with `tuning`. `tuning` may be
-    given
-        only if schedule is None.
+        given only if schedule is None.
     Raises ValueError if shapes or dtypes do not fit the pool, and for a pool that the platform cannot write.
     """
     spec, num_tokens = kv.spec, slot_mapping.shape[0]

@@ -1,6 +1,6 @@
 """Product of rows with a matrix: the public operation.
 
-Owns the choice of implementation.
+Chooses the implementation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Epilogues of grouped products: adding a bias, and activating gates and ups that lie side by side.
+"""Epilogues of grouped products: adding a bias, and activating gates and ups that are in the same rows.
 
-Owns these steps as separate operations, for platforms without a kernel that fuses them, and the choice between the two.
-The activation is an argument.
+Contains these steps as separate operations, for platforms without a kernel that fuses them, and chooses between the
+two. The activation is an argument.
 """
 
 from __future__ import annotations

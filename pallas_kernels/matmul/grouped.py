@@ -1,6 +1,6 @@
 """Products of groups of rows, each with a matrix of its own (mixtures of experts): the public operations.
 
-Owns validation and the choice of implementation, not why rows form groups.
+Checks the arguments and chooses the implementation. Why rows form groups does not matter here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def grouped_matmul(
       w: [G, in, out] in x's dtype.
       group_sizes: i32 [G], rows of each group; their sum is at most M.
       bias: [G, out], added to the rows of each group, None for none. Kernels that add it themselves round once;
-      elsewhere
-        it is added to the rounded product.
+        elsewhere it is added to the rounded product.
 
     Raises ValueError if shapes or dtypes do not fit together.
     """

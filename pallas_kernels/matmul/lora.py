@@ -1,8 +1,8 @@
 """LoRA addition to a product, reading only the matrices of slots that rows use: the public operation.
 
-Owns which slots are read for which rows (`lora_visits`, computed once a step), validation and the choice of
-implementation, not whose adapter a slot holds. Multiplying rows of many adapters in one product over gathered matrices
-is Chen et al.'s idea (Punica, 2023, arXiv:2310.18547).
+Determines which slots are read for which rows (`lora_visits`, computed once a step), checks the arguments and chooses
+the implementation. Whose adapter a slot holds does not matter here. Multiplying rows of many adapters in one product
+over gathered matrices is Chen et al.'s idea (Punica, 2023, arXiv:2310.18547).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Low-rank addition to groups of rows, each group with a pair of matrices of its own, in plain XLA on every platform.
 
-Few of the G pairs have rows, and possibly none of the M rows has a pair. Rows are sorted by pair and cut into tiles of
-one pair each; a trip of a loop gathers the rows and the pairs of some tiles, multiplies them, and adds the products to
-those rows. So work follows the rows that have a pair, each in a tile that may be padded: at most M + G * (tile - 1)
-rows in all, and no more tiles than rows. The memory of a trip is bounded, whatever M and G are.
+Few of the G pairs have rows, and it is possible that none of the M rows has a pair. Rows are sorted by pair and cut
+into tiles of one pair each. An iteration of a loop gathers the rows and the pairs of a few tiles, multiplies them, and
+adds the products to those rows. So the work follows the number of rows that have a pair. Each of these is in a tile
+that may be padded: at most M + G * (tile - 1) rows in all, and no more tiles than rows. The memory of an iteration is
+bounded, whatever M and G are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _LEAST_TILE, _MOST_TILE = 4, 64  # rows
-# Most tiles, rows, and bytes of gathered pairs of a trip.
+# Most tiles, rows, and bytes of gathered pairs of an iteration.
 _TRIP_TILES, _TRIP_ROWS, _TRIP_BYTES = 128, 2048, 32 << 20
 
 

@@ -1,6 +1,6 @@
 """Rounding of rows to microscaled formats, four or eight bits with a scale per few inputs: the public operation.
 
-Owns validation and the choice of implementation; the arithmetic is in jaxengine.pallas_kernels.matmul.rounding.
+Checks the arguments and chooses the implementation; the arithmetic is in jaxengine.pallas_kernels.matmul.rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pairs of signed four-bit codes in a byte: those of two neighbouring inputs, the even one in the low bits.
 
-Arrays of jax's own int4 are not passed between programs: an executable compiled ahead of time refuses them (jax 0.10.2
-on a CPU reports another layout for such an argument than its own). A product with pairs is the sum of two
-products, one of the even and one of the odd inputs, so that codes need not be reordered.
+Arrays of jax's own int4 are not passed between programs, because an executable compiled ahead of time refuses them (jax
+0.10.2 on a CPU reports a layout for such an argument that differs from the array's). A product with pairs is the sum of
+two products, one of the even and one of the odd inputs, so that codes need not be reordered.
 """
 
 from __future__ import annotations

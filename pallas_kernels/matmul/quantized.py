@@ -1,6 +1,6 @@
 """Products of rows with quantised matrices, codes * scales - zeros: the public operations, dense and grouped.
 
-Owns validation and the choice of implementation. jaxengine.models.quantization owns how checkpoints store codes.
+Checks the arguments and chooses the implementation. How checkpoints store codes is in jaxengine.models.quantization.
 """
 
 from __future__ import annotations

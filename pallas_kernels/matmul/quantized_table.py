@@ -1,6 +1,6 @@
 """Product of rows with the transpose of a quantised token table, which has a row per token: the public operation.
 
-Owns the choice of implementation.
+Chooses the implementation.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from jax import lax
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
 LEAST = {"int8": -128.0, "float8_e4m3fn": -448.0, "float4_e2m1fn": -6.0}
 MOST_CODE = 512  # no code of any dtype is as large
-# For floats, bits of the mantissa and the power of two below which steps get no smaller.
+# For floats: bits of the mantissa, and the power of two below which the steps between numbers get no smaller.
 _SHORT = {"float8_e4m3fn": (3, 2.0**-6), "float4_e2m1fn": (1, 1.0)}
-# Rounding of dynamic scales: none; up to powers of two (DeepSeek-V3.1); to the power of two of the largest value over
-# that of the largest code (OCP Microscaling 1.0, 6.3, where a value that is nearly the next power counts as that, as in
-# compressed-tensors); to e4m3 with a global scale (NVFP4).
+# Rounding of dynamic scales: none; up to a power of two (DeepSeek-V3.1); to the power of two of the largest value
+# divided by that of the largest code (OCP Microscaling 1.0, 6.3; a value just below the next power counts as that
+# power, as in compressed-tensors); to e4m3 with a global scale (NVFP4).
 FLOAT32, UE8M0, E8M0, E4M3 = SCALES = "float32", "ue8m0", "e8m0", "e4m3"
 _EXPONENT = 0x7F800000  # bits of the exponent of a float32
 _LEAST_NORMAL = 2.0**-126  # of float32
@@ -75,18 +75,18 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
     """
     assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:
-        # A mantissa of one bit is nearer to the next power from 1.75 on.
+        # With one bit of mantissa, values from 1.75 on are nearer to the next power.
         largest = jnp.minimum(largest, 2.0**127)
         power = _power(largest)
         power = jnp.where(largest >= 1.75 * power, 2 * power, power)
         scales = power * 2.0 ** -(int(LARGEST[dtype]).bit_length() - 1)
         return jnp.where(scales > 0, scales, 1.0)
-    # A subnormal scale may count as 0 where it divides.
+    # A subnormal scale may count as 0 when it is a divisor.
     scales = _in_largest(largest, dtype)
     scales = jnp.where(scales < _LEAST_NORMAL, 1.0, scales)
     if kind == FLOAT32:
         return scales
-    # Up to the next number without a mantissa; one that has none stays.
+    # Round up to the next number without a mantissa; a number that has none is unchanged.
     power = _power(scales)
     return jnp.where(scales > power, 2 * power, power)
 
@@ -123,7 +123,7 @@ def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale:
     global_scale: that of E4M3 scales, by which the results are then too large; None for scales that are powers of two.
     """
     if global_scale is None:
-        # The inverse of a power of two: half of the number with the complemented exponent.
+        # The inverse of a power of two is half of the number with the complemented exponent.
         bits = lax.bitcast_convert_type(held, jnp.int32) ^ jnp.int32(_EXPONENT)
         values = values * (0.5 * lax.bitcast_convert_type(bits, jnp.float32))
     else:
@@ -143,7 +143,7 @@ def _short(values: jax.Array, dtype: str) -> jax.Array:
     even, its subnormal numbers included. The values must be in its range. Raises KeyError for another dtype.
     """
     mantissa, least = _SHORT[dtype]
-    # Adding a number this much larger leaves float32 no smaller steps.
+    # After the addition of a number this much larger, float32 has no smaller steps.
     magnifier = jnp.maximum(_power(values), least) * (1.5 * 2.0 ** (23 - mantissa))
     return (values + magnifier) - magnifier
 

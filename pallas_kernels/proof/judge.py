@@ -1,4 +1,6 @@
-"""Judgement of a kernel on the device at hand: compiled, run and timed beside plain XLA over the same inputs."""
+"""Judgement of a kernel on the present device: it is compiled, run, timed, and compared with plain XLA over the same
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ _CASES: dict[str, Maker] = {
     "lora_product": lora_case,
     **dict.fromkeys(ARGUMENTS, product_case),
 }
-# Most that a row may differ from plain XLA's, as a share of its largest value, by the bytes of an element. Results of
-# 16 bits are rounded to 1/256, and are sums of rounded factors; matrix units may round the factors of others, too.
+# Largest difference of a row from plain XLA's, relative to its largest value, by the bytes of an element. Results of 16
+# bits are rounded to 1/256 and are sums of rounded factors; matrix units may round the factors of others, too.
 LIMITS = {2: 0.04, 4: 0.02}
 _MOST = float(np.finfo(np.float32).max)
-# Runs of a measurement, launches of a run, and how much longer than plain XLA all calls of a kernel may take.
+# Runs of a measurement, launches of a run, and how many times as long as plain XLA all calls of a kernel may take.
 _RUNS, _LAUNCHES = 5, 4
 MOST_TIME = 1.25
 
@@ -67,8 +69,7 @@ class Trial(NamedTuple):
       note: why there is nothing to run, in which case all other fields have their defaults; "" otherwise.
       case, mixes: source of the inputs, and the mixes that are run.
       plain, kernel: each a jax.stages.Lowered or, once compiled, a jax.stages.Compiled, or the exception that was
-      raised
-        instead.
+        raised instead.
     """
 
     call: Call

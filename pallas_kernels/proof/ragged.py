@@ -10,7 +10,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 
 # Mixes of lengths: decodes, then runs, with padding after them; one sequence with all tokens; a single token.
 MIXES = ("ragged", "one", "least")
-# Most keys of a sequence: longer ones show nothing new, and take plain XLA long.
+# Most keys of a sequence: longer ones show nothing new, and plain XLA takes long for them.
 MOST_KEYS = 4096
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-# Values that are drawn for an array; a larger one repeats them. A prime, so that rows and columns are not alike.
+# Number of values that are drawn for an array; a larger array repeats them. A prime, so that rows and columns differ.
 _MOST_DRAWN = (1 << 20) - 3
 
 

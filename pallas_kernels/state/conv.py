@@ -1,6 +1,6 @@
 """Depthwise causal convolution along sequences: the public operation.
 
-Owns validation and the choice of implementation.
+Checks the arguments and chooses the implementation.
 """
 
 from __future__ import annotations

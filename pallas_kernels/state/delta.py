@@ -1,7 +1,7 @@
 """The gated delta rule over ragged batches (Yang et al. 2024, arXiv:2412.06464): the public operation.
 
-Owns validation and the choice of implementation. Shape letters besides those of rows.py: K heads of queries and keys,
-N heads of values, a multiple of K, with keys of H elements and values of Hv.
+Checks the arguments and chooses the implementation. Shape letters besides those of rows.py: K heads of queries and
+keys, N heads of values, a multiple of K, with keys of H elements and values of Hv.
 """
 
 from __future__ import annotations

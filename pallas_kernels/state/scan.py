@@ -1,7 +1,7 @@
 """Mamba's selective scan over ragged batches (Gu & Dao 2023, arXiv:2312.00752): the public operation.
 
-Owns validation and the choice of implementation. Shape letters besides those of rows.py: C channels, each with a state
-of H elements.
+Checks the arguments and chooses the implementation. Shape letters besides those of rows.py: C channels, each with a
+state of H elements.
 """
 
 from __future__ import annotations

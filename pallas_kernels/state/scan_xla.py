@@ -1,6 +1,6 @@
-"""XLA implementation of selective_scan: token by token, those of several sequences together where each has one.
+"""XLA implementation of selective_scan: token by token, and for several sequences at once if each has one token.
 
-Every channel fades differently, so a chunk is no product of matrices, as it is in space_xla.
+Every channel decays differently, so a chunk cannot be computed as a product of matrices, as in space_xla.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mamba-2's state space over ragged batches (Dao & Gu 2024, arXiv:2405.21060): the public operation.
 
-Owns validation and the choice of implementation. Shape letters besides those of rows.py: N heads with inputs of P
+Checks the arguments and chooses the implementation. Shape letters besides those of rows.py: N heads with inputs of P
 elements, G groups of heads that share b (writes to states) and c (reads from them), N a multiple of G, and H elements
 of a state for each of those P.
 """

@@ -15,8 +15,7 @@ class KVTransferParams:
       remote_engine_id: id of that engine.
       remote_request_id: id of the lease under which it keeps them.
       remote_block_ids: for each cache group, columns of the prompt whose pages that engine has; then those with a
-      recurrent
-        state after them, if the model has any.
+        recurrent state after them, if the model has any.
       remote_host, remote_port: address on which that engine listens; None for none.
       tp_size: its tensor_parallel_size.
     """

@@ -98,12 +98,10 @@ class Media:
       rope_positions: i32 [3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
         model that rotates queries and keys by token positions.
       prefix_length, prefix_digest: number of the prompt's first tokens that all attend to each other, images or not,
-      and
-        the SHA-256 of all of these; 0 and empty if only the tokens of one image do.
+        and the SHA-256 of all of these; 0 and empty if only the tokens of one image do.
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
       end: position after the last item, the prefix, and the last token whose M-RoPE positions are not those of text;
-      later
-        tokens need nothing from here but rope_delta.
+        later tokens need nothing from here but rope_delta.
     """
 
     items: tuple[MediaItem, ...]

@@ -1,4 +1,4 @@
-"""Temporary closure of admission: requests that arrive meanwhile wait, and earlier ones continue."""
+"""Temporary closure of admission: requests that arrive in the meantime wait, and earlier ones continue."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class PictureOptions:
       whole: whether a step must compute all of an image's remaining tokens or none.
       mrope: whether messages carry M-RoPE positions.
       max_sound_patches: most patches of sounds that a replica encodes in one step, if a second tower encodes sounds; 0
-      if
-        one tower encodes all items.
+        if one tower encodes all items.
     """
 
     num_rows: int
@@ -64,7 +63,7 @@ class EncoderRows:
     Attributes:
       encodes: images to be encoded in the step being scheduled.
       num_queries, num_hits: number of images that chunks have reached, and of those whose rows were in the pool
-      already.
+        already.
     """
 
     def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False, max_sound_patches: int = 0):

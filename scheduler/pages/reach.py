@@ -15,7 +15,7 @@ class Reach(NamedTuple):
       num_columns: columns of the prefix.
       pages: keys of the pages that it needs, in order of their columns.
       missing: keys of those pages that the pool lacks; then the key of the state, if it is needed and no snapshot has
-      it.
+        it.
     """
 
     num_columns: int

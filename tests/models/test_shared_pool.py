@@ -24,13 +24,13 @@ from jaxengine.models.cache import (
     first_page,
     group_layers,
     largest_of_layer,
-    layer_places,
-    num_places,
+    layer_locations,
     of_layer,
     page_bytes_of_group,
     paged_groups,
     pool_spec,
     row_step,
+    rows_per_page,
 )
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.registry import build_model, read_folder, read_hf
@@ -63,17 +63,17 @@ GROUPS: dict[str, list[Paged]] = {
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("name", GROUPS)
 def test_pages_share_no_bytes(name, platform):
-    groups, places = GROUPS[name], layer_places(GROUPS[name])
+    groups, locations = GROUPS[name], layer_locations(GROUPS[name])
     kv = alloc(pool_spec(groups, NUM_PAGES), platform=platform)
     assert kv.data.nbytes == NUM_PAGES * page_bytes_of_group(groups, platform=platform)
     owners = np.full((kv.data.size, len(groups)), -1)
     numbers = np.arange(kv.data.size).reshape(kv.data.shape)
     for number, group in enumerate(groups):
         for layer, index in product(group.layers, range(NUM_PAGES)):
-            own = as_viewed(replace(of_layer(kv, places[layer], 0), data=jnp.asarray(numbers)))
-            row = first_page(kv, places[layer], NUM_PAGES) + index * row_step(kv, places[layer])
+            own = as_viewed(replace(of_layer(kv, locations[layer], 0), data=jnp.asarray(numbers)))
+            row = first_page(kv, locations[layer], NUM_PAGES) + index * row_step(kv, locations[layer])
             taken = np.asarray(own.data[row][..., slice(*own.lanes_of_page)] if platform == "tpu" else own.data[row])
-            assert taken.size == math.prod((8, places[layer].spec.num_kv_heads, places[layer].spec.token_width))
+            assert taken.size == math.prod((8, locations[layer].spec.num_kv_heads, locations[layer].spec.token_width))
             assert (owners[taken.ravel(), number] == -1).all()  # nor do layers of one group
             owners[taken.ravel(), number] = index
     held = np.where(owners < 0, owners.max(axis=1, keepdims=True), owners)
@@ -82,17 +82,20 @@ def test_pages_share_no_bytes(name, platform):
 
 def test_the_largest_magnitudes_are_those_of_a_layer_alone():
     name = "several in one group"
-    groups, places = GROUPS[name], layer_places(GROUPS[name])
+    groups, locations = GROUPS[name], layer_locations(GROUPS[name])
     for platform in ("cpu", "tpu"):
         kv = alloc(pool_spec(groups, NUM_PAGES), platform=platform)
         kv = replace(kv, data=jnp.zeros(kv.data.shape, jnp.float32).view(kv.data.dtype))
-        own = as_viewed(of_layer(kv, places[3], 0))
-        row = first_page(kv, places[3], NUM_PAGES) + 2 * row_step(kv, places[3])
+        own = as_viewed(of_layer(kv, locations[3], 0))
+        row = first_page(kv, locations[3], NUM_PAGES) + 2 * row_step(kv, locations[3])
         begin = own.lanes_of_page[0] if platform == "tpu" else 0
         marked = own.data.at[row, 0, begin].set(jnp.asarray(7.0, jnp.float32).view(own.data.dtype))
         kv = replace(kv, data=marked.reshape(kv.data.shape))
-        found = {layer: largest_of_layer(kv, places[layer], NUM_PAGES) for layer in places}
-        assert {layer: float(jnp.max(k)) for layer, (k, _) in found.items()} == {**dict.fromkeys(places, 0.0), 3: 7.0}
+        found = {layer: largest_of_layer(kv, locations[layer], NUM_PAGES) for layer in locations}
+        assert {layer: float(jnp.max(k)) for layer, (k, _) in found.items()} == {
+            **dict.fromkeys(locations, 0.0),
+            3: 7.0,
+        }
 
 
 @each_row(
@@ -124,7 +127,7 @@ def test_published_models_allocate_what_their_layers_keep(raw, bytes_of_token, r
     groups, page_size = paged_groups(model.cache_groups(16, "bfloat16")), 16
     kept = [layer for group in groups for layer in group.layers]
     assert sorted(kept) == [n for n, layer in enumerate(model.config.attention) if layer.kv_source is None]
-    assert num_places(groups) == rows
+    assert rows_per_page(groups) == rows
     taken = page_bytes_of_group(groups, platform="tpu") * len(groups)
     # A page of every group is a page of every layer, but for the rows that the smallest group leaves empty.
     assert page_size * bytes_of_token <= taken <= 1.2 * page_size * bytes_of_token
@@ -206,4 +209,4 @@ def test_a_stage_has_the_layers_whose_keys_it_reads():
     with pytest.raises(ConfigError, match="layer 5 attends to keys and values of layer 3, which is in an earlier"):
         build_split(config, engine, MeshLayout(), Stage(4, 7, is_first=False))
     model = build_split(config, engine, MeshLayout(), Stage(3, 7, is_first=False))
-    assert sorted(layer_places(model.cache_groups(4, "float32"))) == [3, 4]
+    assert sorted(layer_locations(model.cache_groups(4, "float32"))) == [3, 4]

@@ -36,7 +36,7 @@ from jaxengine.check.model.sparse import sparse_attention
 from jaxengine.checkpoint.model_source import as_it_sees
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
-from jaxengine.models.cache import as_viewed, block_profile, layer_places, num_places, of_layer
+from jaxengine.models.cache import as_viewed, block_profile, layer_locations, of_layer, rows_per_page
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.attention.attention import (
@@ -133,8 +133,8 @@ def open_stages(
     opened = []
     for stage, part in zip(stages, devices_of_stages(devices, len(stages)), strict=True):
         model = build_split(model_config, resolved, layout, stage)
-        place = f"stage {len(opened)}, " if len(stages) > 1 else ""
-        opened.append(StagePrograms(model, resolved, platform, make_mesh(layout, part), place))
+        prefix = f"stage {len(opened)}, " if len(stages) > 1 else ""
+        opened.append(StagePrograms(model, resolved, platform, make_mesh(layout, part), prefix))
     return opened
 
 
@@ -146,18 +146,18 @@ class StagePrograms:
       steps: the engine's own programs.
       params: abstract weights.
       weight_bytes, page_bytes: bytes on one device of the weights, and of a page.
-      slot_bytes: bytes of the slots' state, apart from `steps.memory`.
+      slot_bytes: bytes of the slots' state, which `steps.memory` does not include.
       windows: windows of the cache groups.
     """
 
-    def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """Make the abstract weights and the engine's programs for one stage on its mesh. place: prefix of program
+    def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, prefix: str):
+        """Make the abstract weights and the engine's programs for one stage on its mesh. prefix: of the program
         names.
         """
         self.config = config
         self.model = model
         self.mesh = mesh
-        self._place = place
+        self._prefix = prefix
         self.steps = step_programs(model, config, platform, mesh)
         self._platform = platform.name
         leaves = abstract_leaves(model, mesh)
@@ -206,10 +206,10 @@ class StagePrograms:
         name, size: one of `epilogues`; size is its number of rows. num_pages: of a pool, which it must not copy.
         """
         program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
-        places = size * width
-        rows = Bucket(places, places)
+        positions = size * width
+        rows = Bucket(positions, positions)
         return CheckedProgram(
-            name=f"{self._place}{program.name}",
+            name=f"{self._prefix}{program.name}",
             mesh=self.mesh,
             is_step=True,
             is_largest=False,
@@ -217,7 +217,7 @@ class StagePrograms:
             arguments=program.arguments,
             donate=program.donate,
             work=epilogue_work(self.model, name, size, width),
-            must_not_copy=self._must_not_copy(places, self.steps.kv_shapes(num_pages)),
+            must_not_copy=self._must_not_copy(positions, self.steps.kv_shapes(num_pages)),
             expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
         )
 
@@ -232,7 +232,7 @@ class StagePrograms:
         # CPUs and GPUs pad a single row to two.
         at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
         return CheckedProgram(
-            name=f"{self._place}{program.name}",
+            name=f"{self._prefix}{program.name}",
             mesh=self.mesh,
             is_step=True,
             is_largest=bucket == self.largest,
@@ -262,15 +262,15 @@ class StagePrograms:
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self.steps.kv_shapes(num_pages)
         must_not_copy = self._must_not_copy_pool(kv)
-        pool, places = self._on_one_device(kv), layer_places(self.steps.groups)
+        pool, locations = self._on_one_device(kv), layer_locations(self.steps.groups)
 
         def pool_of(layer: int) -> Any:
             """Return the abstract pool as a layer with pages receives it."""
-            own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, places[layer], 0)), pool)
+            own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, locations[layer], 0)), pool)
             return self._on_one_device(own)
 
-        places = {layer: place for layer, place in places.items() if config.attention[layer].compressed is None}
-        paged = {attention_spec(config.attention[layer], shared): layer for layer in sorted(places)}
+        layers = sorted(layer for layer in locations if config.attention[layer].compressed is None)
+        paged = {attention_spec(config.attention[layer], shared): layer for layer in layers}
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._platform}
 
@@ -308,7 +308,7 @@ class StagePrograms:
 
         schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
         # All layers with pages of one size write arrays of the same shapes.
-        kinds = {places[layer].spec: layer for layer in sorted(places, reverse=True)}
+        kinds = {locations[layer].spec: layer for layer in reversed(layers)}
         for page, layer in kinds.items():
             attention = config.attention[layer]
             count = num_kv_heads(attention, shared)
@@ -396,8 +396,8 @@ class StagePrograms:
         abstract pool.
         """
         elements = math.prod(part_shape(kv.data))
-        parts = {place.parts for place in layer_places(self.steps.groups).values()}
-        rows = elements // num_places(self.steps.groups)
+        parts = {location.parts for location in layer_locations(self.steps.groups).values()}
+        rows = elements // rows_per_page(self.steps.groups)
         return MustNotCopy({**{rows // count: "a layer's pool" for count in parts}, elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:

@@ -1,4 +1,4 @@
-"""max_model_len that is no number: the longest context that fits."""
+"""Values of max_model_len that are not numbers: the longest context that fits."""
 
 from __future__ import annotations
 

@@ -159,9 +159,9 @@ class KVOffloadOptions:
         CPUOffloadingSpec or TieringOffloadingSpec, cpu_bytes_to_use, eviction_policy ("lru" or "arc"),
         store_threshold, and secondary_tiers of type fs. Or its NixlConnector, whose kv_role, engine_id, kv_ip, kv_port,
         kv_buffer_size and kv_load_failure_policy hand pages over between engines, see docs/disaggregation.md.
-      preemption_mode: how a request that lost its pages for want of memory gets them back: "recompute" computes them
-        again, "swap" has them kept in host memory (needs kv_offloading_size) and copied back; "auto" swaps if that is
-        faster, as measured.
+      preemption_mode: how a request that lost its pages because memory was short gets them back: "recompute" computes
+        them again, "swap" has them kept in host memory (needs kv_offloading_size) and copied back; "auto" swaps if that
+        is faster, as measured.
     """
 
     kv_offloading_size: float | None = None

@@ -69,7 +69,8 @@ class Extensions:
         self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
-        # Serialised at start-up because it takes long for a large vocabulary: the first grammar would delay others.
+        # Serialised at start-up because it takes a long time for a large vocabulary: the first grammar would delay
+        # others.
         self._tokenizer: str | None = None if tokenizer is None else tokenizer.backend.to_str()
         has_drafts = runner.config.speculative_config is not None
         started = {

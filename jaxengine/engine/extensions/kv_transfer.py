@@ -291,7 +291,7 @@ class KVTransfer(LoopExtension):
         block = copy.result().get(key)
         if block is not None:
             self.transport.offer(key, block)
-        if block is None or key not in self._keys_kept:  # the engine's thread has meanwhile ended its last lease
+        if block is None or key not in self._keys_kept:  # the engine's thread has ended its last lease
             self.transport.withdraw([key])
 
     def _end_lease(self, lease: str) -> None:

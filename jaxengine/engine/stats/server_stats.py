@@ -1,7 +1,7 @@
 """Counts of the processes of a server: HTTP requests, processes and restarts, shown with the engine's own metrics.
 
 An API process counts its HTTP requests (`HttpCounts`) and reports them now and then to the engine (`ServerStats`), so
-that every process answers /metrics alike.
+that every process gives the same answer to /metrics.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
         fps, frames_indices and total_num_frames; or a Video.
       options: limits.
       budget: the prompt's, from which the pixels of all frames are taken.
+
     Blocks while it reads and decodes. Raises MediaError for other values, a file that is damaged, of an unknown type or
     too large, too many frames or pixels, and contradictory metadata.
     """

@@ -136,7 +136,7 @@ class MediaInputs:
         options = self._options(options)
         if not any(values.values()):
             return list(token_ids), None
-        # One cache for the entire prompt: self.cache may be replaced meanwhile.
+        # One cache for the entire prompt: self.cache may be replaced in the meantime.
         cache, found, seen = self.cache, {}, dict[bytes, _Found]()
         room = self._config.max_model_len - 1
         for modality, loaded in values.items():

@@ -103,7 +103,7 @@ def captured_fields(hidden_states: bool, names: Sequence[str] | None) -> dict[st
 
 def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
     """Return the field `steer` as a tuple of Steer; None for an empty list. name: of the field, for errors. Raises
-    RequestError for values that are no list of at most MAX_STEER valid entries.
+    RequestError for values that are not a list of at most MAX_STEER valid entries.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MAX_STEER:
         raise _invalid(name, value, f"{_FORM}, at most {MAX_STEER}")

@@ -22,6 +22,7 @@ class RepetitionDetectionParams:
       max_pattern_size: tokens of the longest pattern that is looked for, at most 1024; 0 looks for none.
       min_pattern_size: tokens of the shortest one; 0 means 1.
       min_count: how often the pattern must occur, one occurrence right after the other, at least 2.
+
     Raises RequestError for other values.
     """
 

@@ -1,4 +1,4 @@
-"""State, apart from the KV pool, that devices keep between steps. It has a row for every slot.
+"""State that devices keep between steps, except the KV pool. It has a row for every slot.
 
 Because of it, the host sends only what has changed. On a mesh each replica has its own rows. Optional capabilities add
 sections (jaxengine.runner.base.extension).
@@ -46,7 +46,7 @@ class TokenState(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """All state, apart from the KV pool, that is kept between steps.
+    """All state that is kept between steps, except the KV pool.
 
     Attributes:
       slots: slot state, donated to each forward pass, which returns the new one.

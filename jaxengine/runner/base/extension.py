@@ -107,7 +107,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """Static inputs, apart from sizes, with which the epilogues of a model are built.
+    """Static inputs, other than sizes, with which the epilogues of a model are built.
 
     Attributes:
       graph, params_tree: static parts of the model, for epilogues that need its weights.

@@ -59,7 +59,7 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Static inputs of a forward pass, apart from the model.
+    """Static inputs of a forward pass other than the model.
 
     Attributes:
       bucket, layout: shape of the step, and layout of its message.

@@ -87,7 +87,7 @@ class ExecutableCache:
 
     Attributes:
       num_compiled, num_loaded: number of programs that `get` has compiled and loaded.
-      on_compile: callback before a program is compiled, which takes long.
+      on_compile: callback before a program is compiled, which may take a long time.
       unused: rows of kernels, (operation, kind), that programs are compiled without. Part of the key.
     """
 

@@ -231,7 +231,7 @@ class _Folder(NamedTuple):
             else:
                 os.unlink(_KEY, dir_fd=self.descriptor)
             temporary = self._write_temporary(secrets.token_bytes(_DIGEST_BYTES), 0o600)
-            # A link, unlike a replacement, leaves alone what another process has put there meanwhile.
+            # A link, unlike a replacement, leaves alone what another process has put there in the meantime.
             with self._removing(temporary, always=True), contextlib.suppress(FileExistsError):
                 os.link(temporary, _KEY, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         raise OSError(f"{self.path / _KEY} is not a key, and none can be made there")

@@ -86,7 +86,7 @@ class InParts:
         """
         self.chain, self.programs = chain, tuple(programs)
         self._in_tree, self._out_tree = in_tree, out_tree
-        self._constants = {place: jax.device_put(value, device) for place, value in chain.constants}
+        self._constants = {index: jax.device_put(value, device) for index, value in chain.constants}
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the chain; donated arguments are deleted. Raises TypeError for arguments of another tree structure."""
@@ -95,11 +95,11 @@ class InParts:
             raise TypeError(f"called with {tree}, compiled for {self._in_tree}")
         values = dict(enumerate(leaves)) | self._constants
         for call in self.chain.calls:
-            results = self.programs[call.program](*[values[place] for place in call.inputs])
-            for place in call.last:
-                del values[place]
+            results = self.programs[call.program](*[values[index] for index in call.inputs])
+            for index in call.last:
+                del values[index]
             values.update(zip(call.outputs, results, strict=True))
-        return jax.tree.unflatten(self._out_tree, [values[place] for place in self.chain.results])
+        return jax.tree.unflatten(self._out_tree, [values[index] for index in self.chain.results])
 
     def memory_analysis(self) -> Analysis:
         """Return an Analysis with Chain.peak_bytes."""
@@ -122,7 +122,7 @@ def serialize(compiled: Executable) -> bytes:
     chain = compiled.chain
     payloads = list(map(_serialize_one, compiled.programs))
     blobs = [value.tobytes() for _, value in chain.constants] + payloads
-    kinds = [(place, value.dtype.name, value.shape) for place, value in chain.constants]
+    kinds = [(index, value.dtype.name, value.shape) for index, value in chain.constants]
     header = json.dumps([kinds, chain.calls, chain.results, chain.peak_bytes, list(map(len, blobs))]).encode()
     return b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *blobs])
 
@@ -176,10 +176,10 @@ def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) ->
     ends = [end + sum(sizes[:number]) for number in range(len(sizes) + 1)]
     blobs = [payload[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
     constants = [
-        (place, np.frombuffer(blob, jnp.dtype(name)).reshape(shape))
-        for (place, name, shape), blob in zip(kinds, blobs, strict=False)
+        (index, np.frombuffer(blob, jnp.dtype(name)).reshape(shape))
+        for (index, name, shape), blob in zip(kinds, blobs, strict=False)
     ]
-    calls = [Call(program, *map(tuple, places)) for program, *places in calls]
+    calls = [Call(program, *map(tuple, indices)) for program, *indices in calls]
     chain = Chain(tuple(constants), tuple(calls), tuple(results), peak_bytes)
     counts = {call.program: (len(call.inputs), len(call.outputs)) for call in calls}
     programs = []
@@ -226,10 +226,10 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     smallest.
     """
     eqns = jaxpr.eqns
-    layers = [place for place, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
+    layers = [index for index, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
     if len(layers) < _LEAST_LAYERS or _shape_of(eqns[layers[0]].outvars[0]).shape[0] < LEAST_TOKENS:
         return None
-    kinds = [id(eqns[place].params["jaxpr"]) for place in layers]
+    kinds = [id(eqns[index].params["jaxpr"]) for index in layers]
 
     def cost(size: int) -> int:
         """Return the number of compiled layers plus the number of calls for groups of `size` layers."""
@@ -244,7 +244,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
 
 
 class _Plan:
-    """Chain under construction, to which parts are added one by one. The "place" of a value is its index in the chain.
+    """Chain under construction, to which parts are added one by one. A value's index says when it was added.
 
     Attributes:
       lowered: the lowered programs, without duplicates.
@@ -256,57 +256,57 @@ class _Plan:
         """
         self._jaxpr = closed.jaxpr
         self._shapes = list(leaves)
-        self._places: dict[Any, int] = {var: place for place, var in enumerate(self._jaxpr.invars)}
+        self._index_of: dict[Any, int] = {var: index for index, var in enumerate(self._jaxpr.invars)}
         self._constants: dict[int, np.ndarray] = {}
         for var, value in zip(self._jaxpr.constvars, closed.consts, strict=True):
-            self._places[var] = self._constant(np.asarray(value))
-        self._own = {place for place, may in enumerate(may_overwrite) if may}
+            self._index_of[var] = self._constant(np.asarray(value))
+        self._own = {index for index, may in enumerate(may_overwrite) if may}
         self._results: list[int] = []
         # Donated arguments are large. Values of other signatures are not overwritten, so that equal parts stay equal.
-        self._large = {_signature(leaves[place]) for place in self._own}
+        self._large = {_signature(leaves[index]) for index in self._own}
         self._calls: list[Call] = []
         self._programs: dict[Any, int] = {}
         self.lowered: list[Any] = []
 
-    def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
-        """Add part number `index` as a call, and lower its program unless an equal one has been lowered. Parts must be
-        added in order. The last one also sets the chain's results.
+    def add(self, parts: Sequence[Sequence[JaxprEqn]], part_index: int) -> None:
+        """Add part number `part_index` as a call, and lower its program unless an equal one has been lowered. Parts
+        must be added in order. The last one also sets the chain's results.
 
         parts: all parts, as `_cut` returns them.
         """
-        eqns, outer = parts[index], index in (0, len(parts) - 1)
+        eqns, outer = parts[part_index], part_index in (0, len(parts) - 1)
         # Layers may also differ in literals, so their program takes these as arguments.
         eqns = (
             list(eqns) if outer else [eqn.replace(invars=list(map(self._without_literal, eqn.invars))) for eqn in eqns]
         )
-        copied = self._copied() if index == len(parts) - 1 else {}
+        copied = self._copied() if part_index == len(parts) - 1 else {}
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal))
         read |= dict.fromkeys(copied.values())
         inputs = [var for var in read if var not in made]
-        later = {atom for part in parts[index + 1 :] for eqn in part for atom in _vars(eqn.invars)}
+        later = {atom for part in parts[part_index + 1 :] for eqn in part for atom in _vars(eqn.invars)}
         later |= _vars([atom for number, atom in enumerate(self._jaxpr.outvars) if number not in copied])
         outputs = [var for eqn in eqns for var in eqn.outvars if var in later]
         outputs += copied.values()
-        places = [self._places[var] for var in inputs]
-        kept = self._constants.keys() | {self._places[var] for var in later if var in self._places}
-        last = tuple(place for place in places if place not in kept)
-        donated = self._overwritten(places, last, outputs)
-        key = _key(eqns, inputs, outputs), tuple(_signature(self._shapes[place]) for place in places), donated
+        indices = [self._index_of[var] for var in inputs]
+        kept = self._constants.keys() | {self._index_of[var] for var in later if var in self._index_of}
+        last = tuple(index for index in indices if index not in kept)
+        donated = self._overwritten(indices, last, outputs)
+        key = _key(eqns, inputs, outputs), tuple(_signature(self._shapes[index]) for index in indices), donated
         if key not in self._programs:
             self._programs[key] = len(self.lowered)
             part = self._jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns)
             function = jax.jit(jaxpr_as_fun(ClosedJaxpr(part, ())), donate_argnums=donated)
-            self.lowered.append(function.lower(*[self._shapes[place] for place in places]))
+            self.lowered.append(function.lower(*[self._shapes[index] for index in indices]))
         new = [self._new(_shape_of(var)) for var in outputs]
         self._own.update(new)
-        self._calls.append(Call(self._programs[key], tuple(places), tuple(new), last))
+        self._calls.append(Call(self._programs[key], tuple(indices), tuple(new), last))
         num_made = len(outputs) - len(copied)
-        self._places |= zip(outputs[:num_made], new, strict=False)
-        if index == len(parts) - 1:
+        self._index_of |= zip(outputs[:num_made], new, strict=False)
+        if part_index == len(parts) - 1:
             copies = dict(zip(copied, new[num_made:], strict=True))
             outvars = self._jaxpr.outvars
-            self._results = [copies[i] if i in copies else self._places[var] for i, var in enumerate(outvars)]
+            self._results = [copies[i] if i in copies else self._index_of[var] for i, var in enumerate(outvars)]
 
     def _copied(self) -> dict[int, Var]:
         """Return {result number: variable} for the results that the last part must copy: constants, arguments that are
@@ -317,23 +317,24 @@ class _Plan:
         seen: set[Var] = set()
         for number, atom in enumerate(self._jaxpr.outvars):
             var = self._without_literal(atom)
-            place = self._places.get(var)  # None if the last part computes it
-            if var in seen or (place is not None and place not in self._own):
+            index = self._index_of.get(var)  # None if the last part computes it
+            if var in seen or (index is not None and index not in self._own):
                 found[number] = var
             seen.add(var)
         return found
 
-    def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
+    def _overwritten(self, indices: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
         """Return the numbers of a part's inputs that are donated, so that outputs with the same signature can take
         their memory.
 
-        places: value indices of all inputs. last: those that no later part reads. outputs: the part's output variables.
+        indices: of the values that are inputs. last: those that no later part reads. outputs: the part's output
+        variables.
         """
         free = Counter(_signature(_shape_of(var)) for var in outputs)
         found = []
-        for number, place in enumerate(places):
-            signature = _signature(self._shapes[place])
-            if place in last and place in self._own and signature in self._large and free[signature]:
+        for number, index in enumerate(indices):
+            signature = _signature(self._shapes[index])
+            if index in last and index in self._own and signature in self._large and free[signature]:
                 free[signature] -= 1
                 found.append(number)
         return tuple(found)
@@ -346,17 +347,17 @@ class _Plan:
         alive: dict[int, int] = {}
         peak = 0
         for call in self._calls:
-            alive |= {place: self._bytes_of(place) for place in call.outputs}
+            alive |= {index: self._bytes_of(index) for index in call.outputs}
             peak = max(peak, sum(alive.values()) + programs[call.program].memory_analysis().temp_size_in_bytes)
-            for place in call.last:
-                alive.pop(place, None)
+            for index in call.last:
+                alive.pop(index, None)
         return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)
 
-    def _bytes_of(self, place: int) -> int:
+    def _bytes_of(self, index: int) -> int:
         """Return the bytes that a new value adds to those in use. They are 0 if it has the signature of a donated
         argument, whose memory it takes.
         """
-        shape, dtype, _ = signature = _signature(self._shapes[place])
+        shape, dtype, _ = signature = _signature(self._shapes[index])
         return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
 
     def _without_literal(self, atom: Any) -> Any:
@@ -364,17 +365,17 @@ class _Plan:
         if not isinstance(atom, Literal):
             return atom
         var = Var(atom.aval)
-        self._places[var] = self._constant(np.asarray(atom.val, _shape_of(atom).dtype))
+        self._index_of[var] = self._constant(np.asarray(atom.val, _shape_of(atom).dtype))
         return var
 
     def _constant(self, value: np.ndarray) -> int:
         """Return the index of a constant among the values. It is added unless an equal one exists."""
-        for place, known in self._constants.items():
+        for index, known in self._constants.items():
             if known.dtype == value.dtype and known.shape == value.shape and known.tobytes() == value.tobytes():
-                return place
-        place = self._new(jax.ShapeDtypeStruct(value.shape, value.dtype))
-        self._constants[place] = value
-        return place
+                return index
+        index = self._new(jax.ShapeDtypeStruct(value.shape, value.dtype))
+        self._constants[index] = value
+        return index
 
     def _new(self, shape: Any) -> int:
         """Append a value of this shape to the values and return its index."""

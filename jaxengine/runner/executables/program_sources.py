@@ -2,8 +2,8 @@
 
 These are all files that can be reached by imports from the step programs, the model's family and the platform's
 kernels. Other files (loaders, other families, the server) do not count, nor do docstrings, comments and line numbers. A
-family may be a user's own file outside of jaxengine: then the files beside it that it imports count as well. Sources
-are read, never run; jax is not imported.
+family may be a user's own file outside of jaxengine: then the files in its folder that it imports count as well.
+Sources are read, never run; jax is not imported.
 
 Parsing some two hundred files takes more than a second, and reading them a hundredth of that. So a parsed source is
 cached under a digest of its bytes: in this process and, by `known_sources` and `learn_sources`, in later ones.
@@ -82,8 +82,8 @@ def num_known_sources() -> int:
 
 
 def file_digest(root: Path, file: Path) -> str:
-    """Return the `source_digest` of a user's own file, of all that it imports from jaxengine and from beside it, and of
-    the step programs.
+    """Return the `source_digest` of a user's own file, of all that it imports from jaxengine and from its folder, and
+    of the step programs.
 
     root: the folder that holds `jaxengine`. Raises SyntaxError or OSError.
     """

@@ -2,7 +2,7 @@
 
 A note with the name of a call is written before its proof begins. If the process ends in the middle, because a kernel
 has killed it or hung, the next start finds the note. One such end may have had another reason; so one note is not
-enough to fail a kernel, and a proof that takes long gets a second.
+enough to fail a kernel, and a proof that takes a long time gets a second one.
 """
 
 from __future__ import annotations

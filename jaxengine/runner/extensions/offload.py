@@ -1,8 +1,8 @@
 """Offload: copies pages and recurrent states between the devices and host memory, in parallel with steps.
 
-Pages that leave are gathered into an array of their own, in the order of the steps, and copied to the host while later
-steps run. Pages that come back are first sent to the devices, and written into the pool once they are there. The
-programs have few sizes, which are compiled at start.
+Pages to offload are gathered into an array of their own, in the order of the steps, and copied to the host while later
+steps run. Pages to load are first sent to the devices, and written into the pool once they have arrived. The programs
+exist in a few sizes, all compiled at start-up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxengine.models.cache import kv_partition, num_places, page_bytes_of_group
+from jaxengine.models.cache import kv_partition, page_bytes_of_group, rows_per_page
 from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageExtension, StageShape
 from jaxengine.runner.base.memory import workspace_bytes
 from jaxengine.runner.base.program import Program, program_on
@@ -64,7 +64,7 @@ class PageCopies(StageExtension):
         """Store the shapes of pages and states; nothing is compiled. stage: the StageRunner."""
         self._stage = stage
         self._shape: StageShape = stage.programs.shape
-        self._places = num_places(self._shape.groups)
+        self._rows_per_page = rows_per_page(self._shape.groups)
         self._compiled: dict[str, tuple[Program, Any]] = {}
         state = stage.programs.state_shapes.slots.sections.get(STATES, ())
         self._states = jax.tree.leaves(state) if self._shape.config.num_state_snapshots else []
@@ -89,7 +89,7 @@ class PageCopies(StageExtension):
         kv = self._stage.programs.kv_shapes(num_pages)
         self._data, spec = kv.data, kv_partition(kv).data
         self._spec = PartitionSpec(spec[0], None, *spec[1:])
-        self.page_shape, self.page_dtype = (self._places, *kv.data.shape[1:]), np.dtype(kv.data.dtype)
+        self.page_shape, self.page_dtype = (self._rows_per_page, *kv.data.shape[1:]), np.dtype(kv.data.dtype)
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
         if not self._compiled:
@@ -169,8 +169,8 @@ class PageCopies(StageExtension):
         """Return i32[n, rows of a page], the indices of the rows of a device's pool that the pages `ids`, i32[n], take.
         For no page (-1) they are the index after the last row.
         """
-        rows = jnp.arange(self._places)[None] * self._num_pages + ids[:, None]
-        return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
+        rows = jnp.arange(self._rows_per_page)[None] * self._num_pages + ids[:, None]
+        return jnp.where(ids[:, None] < 0, self._rows_per_page * self._num_pages, rows)
 
     def _gather(self, size: int) -> Program:
         """Return the program (pool, pages i32[replicas * size]) -> contents of these pages; undefined for -1."""

@@ -1,8 +1,8 @@
 """Recording: copies of a step's inputs and outputs, taken from the devices as it runs.
 
-Everything that a step may overwrite is copied before it: page tables, counts, the pages that its rows read, recurrent
-states. Copies are made by programs compiled at start-up and fetched at once, so steps wait for each other. A step that
-would not fit into the folder's limit is not fetched; its size follows from its page tables.
+Everything that a step may overwrite is copied before the step: page tables, counts, the pages that its rows read,
+recurrent states. Copies are made by programs compiled at start-up and fetched at once, so steps wait for each other. A
+step that would not fit into the folder's limit is not fetched; its size follows from its page tables.
 """
 
 from __future__ import annotations

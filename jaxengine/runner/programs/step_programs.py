@@ -27,7 +27,7 @@ from jaxengine.models.cache import (
     abstract_kv,
     device_kv,
     largest_of_layer,
-    layer_places,
+    layer_locations,
     num_pages_of,
     page_bytes_of_group,
     paged_groups,
@@ -310,12 +310,12 @@ class StepPrograms:
         heads]. The latter is None if values are stored within keys. The heads are those of the pool, in which a KV head
         may be stored several times. kv: result of `kv_shapes`.
         """
-        places = layer_places(self.groups)
+        locations = layer_locations(self.groups)
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
 
         def function(kv: KVPages) -> tuple[jax.Array, jax.Array | None]:
             count = num_pages_of(kv, self.groups)
-            found = [largest_of_layer(kv, places[layer], count) for layer in self.paged_layers]
+            found = [largest_of_layer(kv, locations[layer], count) for layer in self.paged_layers]
             k, v = jnp.stack([k for k, _ in found])[None], [v for _, v in found if v is not None]
             return k, jnp.stack(v)[None] if v else None
 

@@ -188,7 +188,7 @@ def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Tr
     """Compile the trial programs of several calls on several threads, because compiling is most of a proof's time.
     Return the compiled trials by the call's text; {} for fewer than two calls or on one core.
 
-    Kernels run only afterwards, so that each is timed alone. A note is stored meanwhile: if the process does not
+    Kernels run only afterwards, so that each is timed alone. A note is stored in the meantime: if the process does not
     survive, the next start compiles them one by one.
     """
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(calls))
@@ -296,7 +296,7 @@ def _text(call: Call, proof: _Proof) -> str:
 
 
 def _digest(stages: Sequence[StageRunner], mode: str) -> str:
-    """Return a digest of the facts that determine an engine's calls of kernels, apart from its environment."""
+    """Return a digest of the facts that determine an engine's calls of kernels, without its environment."""
     facts = [(each.programs.description, list(each.programs.packer.buckets), each.programs.num_columns,
               each.programs.model.mesh, [own.name for own in each.programs.extensions]) for each in stages]  # fmt: skip
     return hashlib.sha256(repr((mode, facts)).encode()).hexdigest()

@@ -44,8 +44,8 @@ def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> 
     is left out.
 
     sizes: number of devices along each axis, by the axis's name. mesh_axes: maps axes to meanings; an axis that it
-    lacks means its own name; None maps no axis. Raises ConfigError if it is no mapping, for unknown names and meanings,
-    and for an axis of several devices without a meaning.
+    lacks means its own name; None maps no axis. Raises ConfigError if it is not a mapping, for unknown names and
+    meanings, and for an axis of several devices without a meaning.
     """
     if mesh_axes is not None and not isinstance(mesh_axes, Mapping):
         raise ConfigError("mesh_axes", mesh_axes, 'a dict from axes of the mesh, such as {"tp": "tensor"}')

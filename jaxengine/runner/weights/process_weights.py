@@ -63,8 +63,8 @@ class Spread:
             yield name, held.pop()
 
     def _send(self, name: str, array: Any, most: int) -> None:
-        """Send one tensor to the other processes in pieces of at most `most` bytes, each after the one before has been
-        received. A tensor without elements is sent as one empty piece. Raises ClusterError if a process is lost.
+        """Send one tensor to the other processes in pieces of at most `most` bytes, each after the previous one has
+        been received. A tensor without elements is sent as one empty piece. Raises ClusterError if a process is lost.
         """
         source, shape = ArraySource({name: array}), tuple(array.shape)
         dtype = jnp.dtype(array.dtype)

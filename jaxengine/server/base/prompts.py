@@ -1,6 +1,6 @@
-"""Conversion of the prompts of a request to token ids, on a thread if that takes long.
+"""Conversion of the prompts of a request to token ids, on a thread if that takes a long time.
 
-Owns the accepted forms of a prompt and its truncation. Independent of sampling and answers.
+Contains the accepted forms of a prompt and its truncation. Independent of sampling and answers.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class Replicas:
 
         A replica's cost is its number of requests, plus `imbalance` times the share of the prompt that it would have to
         compute, plus `imbalance` if it would have to load the adapter, plus twice `imbalance` if another replica is the
-        session's. The session's replica, and ties, are decided by a hash of names, so that all routers decide alike.
-        Draining replicas are chosen only if all are draining. Raises ValueError if there are no replicas.
+        session's. The session's replica, and ties, are decided by a hash of names, so that all routers decide in the
+        same way. Draining replicas are chosen only if all are draining. Raises ValueError if there are no replicas.
 
         Args:
           request_digests: short digests of the prompt's full pages, in order; empty if they are not known.

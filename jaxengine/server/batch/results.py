@@ -40,10 +40,12 @@ class Results:
       path: the output file. If it is a link, the file to which the link leads is written.
       batch: identifies the batch, so that results of another one are refused.
       input_file: the file of requests, which is never overwritten.
+
     Raises:
       ConfigError: `path` cannot be an output file or is the input file, the partial file has results of another batch,
         or another process writes it.
       OSError: the files cannot be written.
+
     Attributes:
       known: location of each result, by custom_id.
     """

@@ -79,6 +79,7 @@ class BatchService:
       app: the HTTP application.
       engine: the engine that the application serves.
       config: server options, with enable_batch_api.
+
     Raises ConfigError if batch_storage_dir cannot be used.
     """
 

@@ -40,6 +40,7 @@ class OpenCalls:
       log: whether to write a log line for each call.
       most: largest number of open calls.
       read_timeout: see the attribute.
+
     Attributes:
       read_timeout: seconds within which a call's message must arrive.
     """

@@ -90,7 +90,7 @@ class GenerateRequest(NamedRequest):
     Attributes:
       token_ids: the prompt.
       sampling_params: how its answers are chosen.
-      kv_transfer_params: the pages of the prompt that another engine gets or has, as of vLLM.
+      kv_transfer_params: the pages of the prompt that another engine gets or has, as in vLLM.
       return_token_ids: also return the prompt's.
     """
 

@@ -45,7 +45,7 @@ class UpdateWeights(RequestModel):
       weight_dir: prime-rl's name for `path`; one of both must be given.
       weight_version: version of the new weights; None for the present number plus one, or, if it is a text, the
         number of updates.
-      mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
+      mode, kv, strict, chunk_bytes: see `LLM.update_weights`.
     """
 
     path: Path | None = None

@@ -16,7 +16,7 @@ def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSend
     """Return the input processor and the media sender of the API process `index`.
 
     welcome: of the engine, whose model must be readable on this machine under the same path. Reads the tokenizer and
-    the chat template from disk, which takes long, but no weights. Raises ConfigError, ModelFileError.
+    the chat template from disk, which takes a long time, but no weights. Raises ConfigError, ModelFileError.
     """
     config = ResolvedConfig(**welcome.config)
     # The weights are not read; the model is where the engine found it.

@@ -95,8 +95,8 @@ def _way_to_a_port(option: str, host: str, error: OSError) -> str:
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
     """Return a TCP socket that is bound to a port of `host` (0: a free port) and does not listen. It has SO_REUSEADDR,
-    and SO_REUSEPORT if `reuse`. Raises ConfigError that names "host" if that is no address, or `option`, the name of
-    the port's option, if the port cannot be bound.
+    and SO_REUSEPORT if `reuse`. Raises ConfigError that names "host" if that is not an address, or `option`, the name
+    of the port's option, if the port cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

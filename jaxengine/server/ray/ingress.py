@@ -91,11 +91,11 @@ class Front:
     """ASGI application of an ingress, in the attribute `app`, with its limits, traffic counters and CORS headers.
 
     Args:
-    replicas: handle of the engines' deployment.
-    names: names of the served model.
-    server: options of the server.
-    num_attempts: number of replicas on which a request is tried that has no output yet.
-    reader: reader of prompts, whose tokens serve to choose a replica; None: replicas are chosen without tokens.
+      replicas: handle of the engines' deployment.
+      names: names of the served model.
+      server: options of the server.
+      num_attempts: number of replicas on which a request is tried that has no output yet.
+      reader: reader of prompts, whose tokens serve to choose a replica; None: replicas are chosen without tokens.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ class _Reading:
     """Request whose prompt is being read.
 
     Attributes:
-    adapter: the model name in the request, if that is not a name of the model itself; otherwise None.
-    tokens: future of (token ids, cache salt).
+      adapter: the model name in the request, if that is not a name of the model itself; otherwise None.
+      tokens: future of (token ids, cache salt).
     """
 
     def __init__(self, adapter: str | None):

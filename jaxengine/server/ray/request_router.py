@@ -26,9 +26,9 @@ class _Known:
     """State of one replica as this process knows it. Its pages are recorded in `index`, under `name`.
 
     Attributes:
-    adapters: adapter name -> digest, as last published.
-    weights: digest of the weights, as last published.
-    page_size: tokens of a page, as last published; 0 before that.
+      adapters: adapter name -> digest, as last published.
+      weights: digest of the weights, as last published.
+      page_size: tokens of a page, as last published; 0 before that.
     """
 
     def __init__(self, index: Replicas, name: str):

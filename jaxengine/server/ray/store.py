@@ -30,8 +30,8 @@ class _Replica:
     """Worker in another process. Its orders to cancel responses are queued here until that process asks for them.
 
     Attributes:
-    orders: queue of (response id, owner).
-    asked: time.monotonic() of the process's last call.
+      orders: queue of (response id, owner).
+      asked: time.monotonic() of the process's last call.
     """
 
     def __init__(self):

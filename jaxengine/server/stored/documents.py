@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-# Texts of at least so many characters are stored apart; a shorter one is not worth its digest.
+# Texts of at least this many characters are stored separately; a shorter one is not worth its digest.
 LONG_TEXT = 1024
 # Types of MessagePack extensions: a digest, and an integer of more than 64 bits in decimal.
 _DIGEST, _INTEGER = 1, 2
@@ -36,8 +36,8 @@ class _Splitter:
     """Encoder that replaces the long texts in one JSON value by their digests.
 
     Attributes:
-    texts: UTF-8 bytes of long texts by digest; may be shared with other values.
-    digests: one for each occurrence, in order.
+      texts: UTF-8 bytes of long texts by digest; may be shared with other values.
+      digests: one for each occurrence, in order.
     """
 
     def __init__(self, texts: dict[bytes, bytes]):

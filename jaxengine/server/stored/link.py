@@ -141,7 +141,7 @@ class _RemoteWorker:
     """Worker at the other end of a connection.
 
     Attributes:
-    turn: lock that admits one call with a large reply at a time.
+      turn: lock that admits one call with a large reply at a time.
     """
 
     def __init__(self, writer: asyncio.StreamWriter):

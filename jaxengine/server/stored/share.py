@@ -60,8 +60,8 @@ class Share:
     """Stored responses of one owner.
 
     Attributes:
-    responses: stored responses by id, oldest first.
-    num_bytes: memory in bytes: all documents, each long text once, and RECORD_BYTES for each response and turn.
+      responses: stored responses by id, oldest first.
+      num_bytes: memory in bytes: all documents, each long text once, and RECORD_BYTES for each response and turn.
     """
 
     def __init__(self):

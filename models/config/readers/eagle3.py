@@ -61,9 +61,9 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
     """Return the Eagle3Config of these fields.
 
     Args:
-    fields: result of `head_fields`.
-    layer: fields of the head's layer, as keyword arguments of ModelConfig.
-    model: the target model, whose hidden states the head reads.
+      fields: result of `head_fields`.
+      layer: fields of the head's layer, as keyword arguments of ModelConfig.
+      model: the target model, whose hidden states the head reads.
 
     Raises ModelConfigError for a field that is missing, of a wrong type or out of its limits, and for a draft
     vocabulary larger than the vocabulary.

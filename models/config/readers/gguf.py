@@ -54,7 +54,7 @@ class RopeFactors(NamedTuple):
 
 
 class GGUFConfig(NamedTuple):
-    """Data of a GGUF file that determine its model's configuration.
+    """Data of a GGUF file that determines its model's configuration.
 
     Attributes:
       metadata: the file's key-values.
@@ -88,13 +88,13 @@ def gguf_fields(
     architecture. All layers are alike.
 
     Args:
-    partial_rotary: whether the family supports rotating a part of each head only.
-    interleaved: see Rope.
-    experts: config of a family with experts; None for a family without.
-    eps: name of the field with the epsilon of norms.
-    yarn: YaRN settings of the family that files lack, named as in a config.json. With an attention_factor among them
-      the family reads yarn_log_multiplier itself.
-    attention: further fields of every layer's LayerAttention.
+      partial_rotary: whether the family supports rotating a part of each head only.
+      interleaved: see Rope.
+      experts: config of a family with experts; None for a family without.
+      eps: name of the field with the epsilon of norms.
+      yarn: YaRN settings of the family that files lack, named as in a config.json. With an attention_factor among them
+        the family reads yarn_log_multiplier itself.
+      attention: further fields of every layer's LayerAttention.
 
     Raises ModelConfigError for a field that is missing, wrong or not supported, such as experts if `experts` is None.
     """

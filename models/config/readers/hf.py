@@ -170,15 +170,15 @@ def hf_fields(
     architecture.
 
     Args:
-    windows: window of each layer, or one for all; None for a layer that attends to all keys.
-    ropes: rope of each layer, with None for a layer without rope. None in place of the list: the file's rope in all
-      layers.
-    head_dim: default for a file without it; None for hidden_size / num_attention_heads.
-    activation: the only activation that the family supports.
-    partial_rotary: whether the family supports rotating a part of each head only.
-    tied: default of tie_word_embeddings.
-    eps: name of the field with the epsilon of norms.
-    attention: further fields of every layer's LayerAttention.
+      windows: window of each layer, or one for all; None for a layer that attends to all keys.
+      ropes: rope of each layer, with None for a layer without rope. None in place of the list: the file's rope in all
+        layers.
+      head_dim: default for a file without it; None for hidden_size / num_attention_heads.
+      activation: the only activation that the family supports.
+      partial_rotary: whether the family supports rotating a part of each head only.
+      tied: default of tie_word_embeddings.
+      eps: name of the field with the epsilon of norms.
+      attention: further fields of every layer's LayerAttention.
 
     Raises ModelConfigError for a field that is missing, wrong or not supported; ValueError if windows or ropes do not
     have one entry for each layer.
@@ -252,7 +252,7 @@ def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
     num_attention_heads. Raises ModelConfigError for an invalid value, and if the quotient is not a whole number.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if "head_dim" in fields.raw:  # null is no default
+    if "head_dim" in fields.raw:  # null does not stand for the default
         default = None
     if default is None and not fields.has("head_dim") and hidden_size % num_heads:
         raise ModelConfigError(
@@ -334,9 +334,9 @@ def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = Fal
     transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`.
 
     Args:
-    head_dim: elements of a head.
-    partial_rotary: whether partial_rotary_factor may be less than 1.
-    interleaved: see Rope.
+      head_dim: elements of a head.
+      partial_rotary: whether partial_rotary_factor may be less than 1.
+      interleaved: see Rope.
 
     Raises ModelConfigError for wrong or unsupported fields, and for a mapping per layer type.
     """

@@ -18,8 +18,8 @@ def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **option
     that includes the square of YaRN's mscale.
 
     Args:
-    interleaved: see Rope.
-    options: options of hf_fields.
+      interleaved: see Rope.
+      options: options of hf_fields.
 
     Raises ModelConfigError for a field that is missing, wrong or not supported, and for a num_key_value_heads that
     differs from num_attention_heads.

@@ -89,7 +89,9 @@ def _refuse_others(fields: ConfigFields, known: Any) -> None:
 
 
 def _length(fields: ConfigFields) -> int:
-    """Return the context length in tokens; _LENGTH if the file gives none. Raises ModelConfigError."""
+    """Return the context length in tokens; _LENGTH if the file gives none. Raises ModelConfigError for an invalid
+    value.
+    """
     return fields.integer("max_position_embeddings", None) or fields.integer("max_seq_len", _LENGTH)
 
 
@@ -143,8 +145,8 @@ def _windows(fields: ConfigFields, num_layers: int, length: int) -> list[int | N
 
 
 def _latent(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of latent attention and of experts, of which a file without `moe` has none. Raises
-    ModelConfigError.
+    """Return the fields of latent attention and of experts; a file without `moe` has no fields of experts. Raises
+    ModelConfigError for a field that is missing, wrong or not supported.
     """
     found = {name: fields.integer(name) for name in _LATENT[1:]}
     found |= {"q_lora_rank": fields.integer("q_lora_rank", None), "rope_interleave": True, "norm_topk_prob": True}
@@ -157,7 +159,7 @@ def _latent(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(fields: ConfigFields) -> dict[str, Any]:
-    """Return Mixtral's fields of experts. Raises ModelConfigError."""
+    """Return Mixtral's fields of experts. Raises ModelConfigError for missing, wrong or unsupported fields."""
     moe, each = _moe(fields, ("num_experts", "num_experts_per_tok")), "num_experts_per_tok"
     return {"num_local_experts": moe.integer("num_experts"), each: moe.integer(each)}
 
@@ -171,7 +173,7 @@ def _moe(fields: ConfigFields, known: Any) -> ConfigFields:
 
 
 def _rope(fields: ConfigFields, is_latent: bool) -> dict[str, Any]:
-    """Return `rope_parameters`. Raises ModelConfigError.
+    """Return `rope_parameters`. Raises ModelConfigError for a field that is missing, wrong or not supported.
 
     is_latent: whether attention is latent, where YaRN scales whole queries and keys. The base of a file
     without rope_theta is 10,000 with windows and 1,000,000 otherwise.

@@ -2,8 +2,8 @@
 DeepSeek-V4).
 
 A block's key is the mean of what its tokens contribute, weighed for each element by a softmax of gates; in some layers
-the tokens of the block before contribute, too, and an indexer with keys of its own, made alike, selects the blocks that
-a token attends to. A key is its value as well, one for all heads.
+the tokens of the previous block contribute, too, and an indexer with keys of its own, made alike, selects the blocks
+that a token attends to. A key is its value as well, one for all heads.
 
 What a token of the next step may need is a state of its sequence, the latest token last: the window's keys, and the
 contributions to blocks that are not complete. It is read from copies of the same numbers whether a token before is in

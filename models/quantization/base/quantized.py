@@ -2,11 +2,11 @@
 
     weight = codes * scales - zeros     codes [in, out], scales and zeros [n, out], each for in / n neighbouring inputs
 
-Codes of four bits are stored in pairs, [in / 2, out] (jaxengine.pallas_kernels.matmul.nibbles), where two inputs share
-a scale, and else as int8. n is 1 for a scale per channel; a scale of a tensor, or of a block, is repeated over its
-outputs. Where inputs are split over devices, and their groups are not, scales are repeated for smaller groups. So the
-parts of a matrix are joined and split like those of a plain one. Codes whose neighbours share scales only after a
-permutation ("act-order") are stored permuted, and rows are permuted to match; a device that holds a part of them
+Codes of four bits are stored in pairs, [in / 2, out] (jaxengine.pallas_kernels.matmul.nibbles), if two inputs share a
+scale, otherwise as int8. n is 1 for a scale per channel; a scale of a tensor, or of a block, is repeated for each of
+its outputs. If inputs are split over devices in the middle of a group, scales are repeated for smaller groups. The
+parts of a matrix are thus joined and split like those of a plain one. If codes have to be permuted before neighbours
+share scales ("act-order"), they are stored permuted, and rows are permuted to match; a device that holds a part of them
 gathers its rows' inputs from all devices. Files are read in jaxengine.models.quantization.base.stored.
 """
 
@@ -73,7 +73,8 @@ class QuantizedWeight(nnx.Module):
         def part(kind: str, rows: int, dtype: str, **init: Any) -> nnx.Param:
             axis = axes[-2] if rows > 1 else None
             tensors = tuple(source.tensor(kind) for source in sources)
-            # In the kernels' layout: a TPU would store some by outputs, or a stack by groups, where that saves padding.
+            # In the layout that kernels read: a TPU would by default store some by outputs, or a stack by groups, to
+            # save padding.
             init["row_major"] = rows > 1 and (count > 1 or num_experts is not None)
             decl = ParamDecl((*axes[:-2], axis, axes[-1]), tensors, transposed=True, num_experts=num_experts, **init)
             return declare((*stack, rows, out), jnp.dtype(dtype), decl)

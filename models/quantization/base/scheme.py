@@ -1,8 +1,8 @@
 """Scheme and Weight: the interface between layers and the storage of matrices.
 
 A layer declares a matrix by its logical shape and its checkpoint modules, and multiplies with the resulting Weight. The
-arrays that hold it, their dtypes and tensor names are the scheme's matter. Independent of layers, families and file
-formats.
+scheme determines the arrays that hold it, their dtypes and the tensor names. This module is independent of layers,
+families and file formats.
 """
 
 from __future__ import annotations

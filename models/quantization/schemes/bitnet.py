@@ -1,6 +1,6 @@
-"""BitNet b1.58 checkpoints (Ma et al. 2024, arXiv:2402.17764): weights of -1, 0 and 1 with a scale for each matrix, by
-rows that are rounded to int8 with a scale for each token. Published as pairs of bits, or as the floating-point weights
-that training rounds so in every step.
+"""BitNet b1.58 checkpoints (Ma et al. 2024, arXiv:2402.17764): weights of -1, 0 and 1 with a scale for each matrix,
+multiplied with rows that are rounded to int8 with a scale for each token. Published as packed pairs of bits, or as the
+floating-point weights that training rounds in this way in every step.
 """
 
 from __future__ import annotations

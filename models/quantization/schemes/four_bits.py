@@ -31,7 +31,7 @@ def read_awq(settings: Mapping[str, Any]) -> Quantization:
     for field in ("version", "format", "checkpoint_format"):  # AutoAWQ's name, and GPTQModel's
         one_of(settings, field, ("gemm", "GEMM"), "gemm")
     if settings.get("backend") == "llm-awq":
-        raise bad("backend", "llm-awq", "another one, for its words lie otherwise")
+        raise bad("backend", "llm-awq", "another one, because this one packs words in another order")
     bits = one_of(settings, "bits" if settings.get("w_bit") is None else "w_bit", (4,))
     group = group_size(settings, "group_size" if settings.get("q_group_size") is None else "q_group_size", 128)
     stored = AwqGemm(AWQ, bits, group, one_of(settings, "zero_point", (True, False), True))

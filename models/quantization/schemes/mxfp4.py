@@ -1,5 +1,6 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), used by gpt-oss's experts and compressed-tensors: e2m1, 32 share an
-exponent."""
+"""MXFP4 (OCP Microscaling Formats 1.0), used by gpt-oss's experts and compressed-tensors: e2m1 numbers, 32 of which
+share an exponent.
+"""
 
 from __future__ import annotations
 

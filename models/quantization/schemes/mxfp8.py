@@ -1,4 +1,6 @@
-"""MXFP8 (OCP Microscaling Formats 1.0), used by compressed-tensors and ModelOpt: e4m3 numbers, 32 share an exponent."""
+"""MXFP8 (OCP Microscaling Formats 1.0), used by compressed-tensors and ModelOpt: e4m3 numbers, 32 of which share an
+exponent.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Checkpoints in our own layout: weights as they lie on the devices; a second load neither transposes nor joins.
+"""Checkpoints in our own layout: weights as the devices hold them, so that loading neither transposes nor joins them.
 
 A folder holds layout.json (the arrangement of the weights), the configuration and tokenizer files of its origin,
-weights/ (written and read with orbax-checkpoint, each process its own parts) and kv_cache_scales.json where the
-checkpoint has scales of keys and values. The order inside joined weights depends on the number of devices they are
-split over (declare.ParamDecl): another number is refused, all else is free.
+weights/ (written and read with orbax-checkpoint, each process its own parts) and, if the checkpoint has scales of keys
+and values, kv_cache_scales.json. The order inside joined weights depends on the number of devices that they are split
+over (declare.ParamDecl), so another number is refused; nothing else about the devices matters.
 """
 
 from __future__ import annotations

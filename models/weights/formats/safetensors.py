@@ -74,7 +74,7 @@ class ByteFile(Protocol):
     Attributes:
       by_row: whether reading a piece of each of many rows costs little; otherwise whole rows are read once, and
         cached until other rows are read.
-      size: in bytes.
+      size: bytes of the file.
     """
 
     by_row: bool

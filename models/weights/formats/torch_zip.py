@@ -1,8 +1,9 @@
 """Files of `torch.save`: a zip archive of raw storages, and a pickle that says which tensors are made of them.
 
-The pickle is not unpickled. It is a program for a stack machine, of which the few instructions are read here that
-torch writes for a tensor or a dict of tensors; what they name is compared with two names and never imported or called.
-Any other instruction or name is an error. Files are untrusted: sizes are checked before anything is allocated.
+The pickle is not unpickled. It is a program for a stack machine, and the reader here carries out only the few
+instructions that torch writes for a tensor or a dict of tensors. The names that it refers to are compared with the few
+that are allowed, and never imported or called. Any other instruction or name is an error. Files are untrusted: sizes
+are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _numbers(archive: zipfile.ZipFile, folder: str, storage: _Storage) -> np.nda
     dtype, key, size = storage
     entry = archive.getinfo(folder + key)
     if entry.file_size != size * dtype.itemsize:
-        raise TorchFileError(f"storage {key} has {entry.file_size} bytes; {size * dtype.itemsize} are said")
+        raise TorchFileError(f"storage {key} has {entry.file_size} bytes; the file says {size * dtype.itemsize}")
     return np.frombuffer(archive.read(entry), dtype)
 
 

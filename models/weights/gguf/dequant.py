@@ -2,7 +2,7 @@
 
 A quantised tensor is a row-major sequence of blocks; a block is a fixed number of bytes that yields a fixed number
 of consecutive values, codes * scales - zeros, in groups of neighbours that share a scale. The layouts are those of ggml
-(`block_q4_0` and its like in ggml-common.h); all fields are little-endian and every product is taken in float32, in
+(`block_q4_0` and others in ggml-common.h); all fields are little-endian and every product is taken in float32, in
 ggml's order, so the values are bit-equal to ggml's. Below, B is the number of blocks of one call.
 """
 

@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
-Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, factors of whole
+Handles the order of the query and key rows of llama files, stacked experts as tensors of their own, factors of whole
 matrices, and matrices whose blocks are read as codes and scales. Differences between architectures are rows of
-gguf/layout.py; headers are read by gguf/header.py, block formats by gguf/dequant.py.
+gguf/layout.py. Headers are read by gguf/header.py, block formats by gguf/dequant.py.
 """
 
 from __future__ import annotations

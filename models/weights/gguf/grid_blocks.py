@@ -1,7 +1,7 @@
 """GGML blocks whose codes are points of a grid: IQ1, IQ2 and IQ3.
 
-A few bits name a point, which is four or eight values at once; signs, where the points have none, are stored apart. The
-points were chosen by llama.cpp's author (ggml-common.h) and cannot be computed: grids.npz has them, as
+A few bits name a point, which is four or eight values at once; signs, if the points have none, are stored separately.
+The points were chosen by llama.cpp's author (ggml-common.h) and cannot be computed: grids.npz has them, as
 tests/fixtures/recorders/blocks.py takes them from the `gguf` package. Below, B is the number of blocks of one call.
 """
 

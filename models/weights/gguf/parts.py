@@ -1,4 +1,4 @@
-"""Parts of GGUF blocks, and functions that take their bytes apart. Below, B is the number of blocks of one call."""
+"""Parts of GGUF blocks, and functions that unpack their bytes. Below, B is the number of blocks of one call."""
 
 from __future__ import annotations
 

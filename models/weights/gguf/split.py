@@ -1,6 +1,7 @@
-"""Models in several GGUF files, NAME-00001-of-00003.gguf and its like, as llama-gguf-split writes them.
+"""Models in several GGUF files, such as NAME-00001-of-00003.gguf, as llama-gguf-split writes them.
 
-The first file has the metadata, each has some of the tensors. The others are found beside the first by their names.
+The first file has the metadata, and each file has some of the tensors. The others are found by their names in the
+folder of the first.
 """
 
 from __future__ import annotations

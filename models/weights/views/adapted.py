@@ -1,4 +1,4 @@
-"""View of checkpoints that store low-rank adapters of several tasks beside each matrix, with one of them added.
+"""View of checkpoints that store low-rank adapters of several tasks in addition to each matrix, with one of them added.
 
     NAME.parametrizations.weight.original   [out, in]                      NAME.weight [out, in]
     NAME.parametrizations.weight.0.lora_A   [tasks, rank, in]

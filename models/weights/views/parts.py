@@ -123,7 +123,7 @@ def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
 
 
 def _runs(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield sorted spans in runs in which each span begins at the end of the one before."""
+    """Yield sorted spans in runs in which each span begins at the end of the previous one."""
     run = spans[:1]
     for span in spans[1:]:
         if span[0] != run[-1][1]:

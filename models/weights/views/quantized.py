@@ -138,7 +138,7 @@ class QuantizedSource(WrappedSource):
         stored.check(module)
         if "weight" in stored.tensors(module) and len(stored.tensors(module)) == 1:
             return  # rounded as it is read: there are no scales yet
-        with np.errstate(over="ignore", invalid="ignore"):  # the error below says it all
+        with np.errstate(over="ignore", invalid="ignore"):  # the error below reports it
             read = stored.scales(module, slice(0, module.shape[0]))
         for held, what in zip(read, ("scales", "zeros"), strict=True):
             if held is not None and (bad := int(np.sum(~np.isfinite(held)))):

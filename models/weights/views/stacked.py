@@ -5,10 +5,11 @@
     NAME.experts.down_proj           [E, F, D]           experts.{e}.down_proj.weight [D, F]
     NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
 
-or gate and up apart, in stacks `gate_proj` and `up_proj` [E, D, F]; or matrices [2F, D] and [D, F], as linear layers
-have them; or an expert's modules under other names, such as w1, w3 and w2; or, in MXFP4 (OCP Microscaling Formats 1.0),
-`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and the same for `down_proj`. In
-e4m3, as in transformers ("fp8"), matrices have scales in the same orientation, and possibly one for inputs:
+or gate and up separately, in stacks `gate_proj` and `up_proj` [E, D, F]; or matrices [2F, D] and [D, F], as linear
+layers have them; or an expert's modules under other names, such as w1, w3 and w2; or, in MXFP4 (OCP Microscaling
+Formats 1.0), `gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and the same for
+`down_proj`. In e4m3, as in transformers ("fp8"), matrices have scales in the same orientation, and possibly one for
+inputs:
 
     NAME.experts.gate_up_proj_scale_inv         [E, D / columns, 2F / rows] of blocks, or [E, 1, 1]
     NAME.experts.gate_up_proj_activation_scale  [E]

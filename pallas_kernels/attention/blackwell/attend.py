@@ -1,7 +1,7 @@
 """Paged attention on NVIDIA GPUs of compute capability 10.0 (Blackwell): the registry's functions of kind "blackwell".
 
-Work lists, loads, stores and merges are those of `attention.hopper`, which stands for what kernels support; here are
-the warpgroups that compute, in decode.py and prefill.py. Latents have no kernel.
+Work lists, loads, stores and merges are those of `attention.hopper`, and so are the limits of what the kernels support.
+Only the warpgroups that compute are here, in decode.py and prefill.py. There is no kernel for latents.
 """
 
 from __future__ import annotations

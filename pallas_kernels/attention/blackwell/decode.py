@@ -1,8 +1,8 @@
 """Computing warpgroup of the split-KV decode kernel on a Blackwell GPU: tcgen05 products, sums in tensor memory.
 
-Items, loads and stores are those of `attention.hopper.decode`. The 128 rows of a product are the new tokens of a row
-times the query heads of a kv head; those after them hold leftovers that no other row sees. The scores of the next block
-are computed during the softmax of this one, and the sums of values stay in tensor memory.
+Items, loads and stores are those of `attention.hopper.decode`. The first of the 128 rows of a product are the new
+tokens of a row times the query heads of a kv head. The rows after them hold stale data, which affects no other row. The
+scores of the next block are computed during the softmax of this one, and the sums of values stay in tensor memory.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
 def _attend_block(shape: DecodeShape, refs: Refs, item, q_slot, step, block, carry):
     """Add a block of an item to the running softmax; return the new (largest, total), `largest` in base 2.
 
-    The sums of values, in refs.o_tmem, are scaled by the decay of the maximum. On return the block's products are being
-    added (refs.added), and the scores of the item's next block have been started. q_slot: slot of the item's queries in
-    shared memory. step: number of blocks that the CTA has done before the item, minus the number of the item's first
-    block. carry: (largest, total), f32 [128] each.
+    The sums of values, in refs.o_tmem, are first scaled by the decay of the maximum. On return the block's products are
+    still being added (refs.added signals their end), and the scores of the item's next block have been started. q_slot:
+    slot of the item's queries in shared memory. step: number of blocks that the CTA has finished before the item, minus
+    the number of the item's first block. carry: (largest, total), f32 [128] each.
     """
     largest, total = carry
     first_block, end_block = refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK]
@@ -87,14 +87,14 @@ def _attend_block(shape: DecodeShape, refs: Refs, item, q_slot, step, block, car
         plgpu.tcgen05_commit_arrive(refs.scored)
 
     def wait_added():
-        """Wait for the products of weights and values of the block before, unless this block is the item's first."""
+        """Wait for the products of weights and values of the previous block, unless this block is the item's first."""
         pl.when(block > first_block)(lambda: plgpu.barrier_wait(refs.added))
 
     pl.when(block == first_block)(lambda: score(block))
     plgpu.barrier_wait(refs.scored)
     products = load_sums(refs.sums_tmem)
     plgpu.wait_load_tmem()
-    if shape.converts:  # the next block is widened in the buffer of the block before
+    if shape.converts:  # the next block is widened in the buffer of the previous one
         wait_added()
     pl.when(block + 1 < end_block)(lambda: score(block + 1))
     edges = (edge - block * DECODE_KEYS for edge in bounds)

@@ -1,9 +1,9 @@
 """Computing warpgroups of the prefill kernel on a Blackwell GPU: tcgen05 products, sums in tensor memory.
 
-Tiles, loads and stores are those of `attention.hopper`, with 128 rows for each warpgroup: the rows of a product, of
-which each lane of registers holds one, so that maxima and sums of a row need no other lane. A warpgroup starts the
-scores of the next block before it does the softmax of this one, and the sums of values stay in tensor memory, where
-they are scaled in pieces: the tensor cores have work during a softmax, and the two need not take turns. Weights go
+Tiles, loads and stores are those of `attention.hopper`, but a warpgroup has 128 rows, all rows of a product. Each lane
+holds one row in its registers, so the maximum and the sum of a row need no other lane. A warpgroup starts the scores of
+the next block before it computes the softmax of this one. The tensor cores are thus busy during a softmax, and the two
+warpgroups need not take turns. The sums of values stay in tensor memory, where they are scaled in pieces. Weights go
 through shared memory.
 """
 
@@ -77,7 +77,7 @@ def _attend_block(shape: Shape, own: Refs, step, tile: Tile, block, carry, scale
 
     The sums of values stay in own.o_tmem. Waits for the block's keys and values, releases their stages when its
     products are complete, and starts the scores of the tile's next block; after the last block it waits for the sums.
-    own: a result of `_own`. step: number of blocks done before the tile. block: index within the tile. carry: ((),
+    own: a result of `_own`. step: number of blocks finished before the tile. block: index within the tile. carry: ((),
     largest and total, f32 [128] each). scale, mask: arguments of `attention.hopper.prefill._attend_block`.
     """
     _, largest, total = carry
@@ -100,7 +100,7 @@ def _attend_block(shape: Shape, own: Refs, step, tile: Tile, block, carry, scale
 
     @pl.when(block > 0)
     def _():
-        plgpu.barrier_wait(own.added)  # the products of the block before have read its weights
+        plgpu.barrier_wait(own.added)  # the products of the previous block have read its weights
         scale_sums(own.o_tmem, decay)
 
     own.weight_smem[...] = weights.astype(shape.dtype)

@@ -5,8 +5,8 @@ prefill kernel, latents to their own kernel. Attention that no kernel supports (
 which reads the same pool.
 
 The pool's layout is [P, K, page_size * 2 * H] in its own dtype, without the factor 2 where values lie in keys; see
-decode.py for the view the kernels take. Inside shard_map `spec` counts the heads of the shard, in the schedule as in
-the attention.
+decode.py for the view that the kernels use. Inside shard_map `spec` counts the heads of the shard, for the schedule as
+for the attention.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def why_not(
     byte) or are above MAX_HEAD_DIM (MAX_ONE_BYTE_HEAD_DIM), more than 64 query heads per kv head, page sizes other than
     8, 16, 32 and multiples of 64, tree masks, slopes, chunks, a window without `causal`, queries not of two bytes, a
     pool of a dtype not in KV_DTYPES, or of two bytes and another dtype than the queries. For latents see
-    `why_not_latent`. q_dtype, kv_dtype: None if not known yet (a schedule is built before them); conditions that depend
-    on them are then not checked. tree_mask: whether there is one. latents: whether there is a kernel for values that
-    lie in keys.
+    `why_not_latent`. q_dtype, kv_dtype: None if not known yet, because a schedule is built before them; conditions that
+    depend on them are then not checked. tree_mask: whether there is one. latents: whether there is a kernel for values
+    that lie in keys.
     """
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
     if spec.values_in_keys:

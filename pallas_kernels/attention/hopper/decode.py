@@ -1,15 +1,15 @@
 """Decode on a Hopper GPU: split-KV attention of rows with few new tokens, in Mosaic GPU.
 
-Owns the kernel that computes a partial softmax for each of `DecodeItems`; merge.py combines them into results.
-Structure as in FlashDecoding (Dao et al. 2023) and FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): persistent
-CTAs, one warpgroup that keeps a ring of key and value blocks filled by TMA across the borders of items, and one that
-computes. The 64 rows of a wgmma are the new tokens of a row times the query heads of a kv head; those after them hold
-leftovers that no other row sees. Global memory has M of them, which is the number in use rounded up to 8. I, C, R and Q
-are the items, CTAs, rows and tokens of a row of `DecodeItems`.
+Contains the kernel that computes a partial softmax for each of `DecodeItems`; merge.py combines them into results. The
+structure is that of FlashDecoding (Dao et al. 2023) and FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): CTAs are
+persistent; one warpgroup keeps a ring of key and value blocks filled by TMA, across the borders of items, and one
+computes. The first of the 64 rows of a wgmma are the new tokens of a row times the query heads of a kv head. The rows
+after them hold stale data, which affects no other row. Global memory holds M rows, the number in use rounded up to a
+multiple of 8. I, C, R and Q are the numbers of items, CTAs, rows and tokens of a row of `DecodeItems`.
 
-The pool [P, K, page * 2 * H] is seen as rows [P * K * 2 * page, H], page_size rows of keys and then of values for each
-(page, kv head): a tiled TMA box has at most five dimensions. A block smaller than a page is a part of it, a larger one
-takes a box per page.
+The pool [P, K, page * 2 * H] is viewed as rows [P * K * 2 * page, H]: for each (page, kv head) page_size rows of keys,
+then as many of values, because a tiled TMA box has at most five dimensions. A block smaller than a page is a part of
+it; a larger one takes one box per page.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end,
     """
     if (cap := spec.soft_cap) is None:
         logits = products * (scale * LOG2E)
-    else:  # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is good to 11 bits
+    else:  # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is accurate to 11 bits only
         exponential = jnp.exp2(products * (scale * (2 * LOG2E / cap)))
         logits = (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + exponential)
     key = lax.broadcasted_iota(jnp.int32, logits.shape, 1)

@@ -1,15 +1,15 @@
 """Attention over latents on a Hopper GPU: split-KV, in Mosaic GPU, of keys that begin with their values.
 
-Owns the kernel that computes results from `DecodeItems` over latents, for decodes, verified tokens and prefill alike.
-Pairs that several items share give parts, which merge.py combines. A block of keys is loaded once and is keys
-and values both. Its width (512 + 64 in DeepSeek-AI 2024, arXiv:2405.04434) makes 64 rows of results more than one
-warpgroup has registers for, so two share them, as in FlashMLA (DeepSeek-AI 2025): each has the scores of half of the
-keys and half of the columns of the values, and they exchange row maxima and weights through shared
-memory. Nothing is computed twice. A third warpgroup keeps the ring of blocks filled by TMA.
+Contains the kernel that computes results from `DecodeItems` over latents, for decodes, verified tokens and prefill
+alike. If several items share a pair, each yields a part of its result, and merge.py combines the parts. A block of keys
+is loaded once and serves as keys and as values. At its width (512 + 64 in DeepSeek-AI 2024, arXiv:2405.04434) 64 rows
+of results need more registers than one warpgroup has, so two share them, as in FlashMLA (DeepSeek-AI 2025). Each
+computes the scores of half of the keys and half of the columns of the results. They exchange row maxima and weights
+through shared memory, and nothing is computed twice. A third warpgroup keeps the ring of blocks filled by TMA.
 
-The 64 rows of a wgmma are the new tokens of a row times up to 64 query heads; more heads are several tiles, each a
-(row, kv head) pair of its own to the schedule. The pool [P, K, page * H] is seen as rows [P * K * page, H]. Letters are
-those of decode.py.
+The 64 rows of a wgmma are the new tokens of a row times up to 64 query heads. More heads make several tiles, each of
+which the schedule treats as a (row, kv head) pair of its own. The pool [P, K, page * H] is viewed as rows [P * K *
+page, H]. Letters are those of decode.py.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) ->
         for column in range(own * shape.columns, (own + 1) * shape.columns, width):
             values = refs.kv_smem.at[slot, :, pl.ds(column, width)]
             values[...] = jnp.where(seen, values[...], jnp.zeros((DECODE_KEYS, width), shape.dtype))
-        _meet(refs.values_ready)  # the other's scores read these columns
+        _meet(refs.values_ready)  # the other warpgroup's scores read these columns
 
 
 def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest, total) -> None:
@@ -361,7 +361,7 @@ def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest
     def send(o, lse, index) -> None:
         if own == 0:
             plgpu.copy_smem_to_gmem(refs.statistics_smem.at[pl.ds(0, shape.rows)], lse.at[index])
-        for row in range(0, shape.rows, BOX_ROWS):  # a part of the columns is contiguous for that many rows only
+        for row in range(0, shape.rows, BOX_ROWS):  # a slice of the columns is contiguous for that many rows only
             rows = pl.ds(row, BOX_ROWS)
             plgpu.copy_smem_to_gmem(refs.q_smem.at[q_slot, rows, columns], o.at[index, rows, columns])
 

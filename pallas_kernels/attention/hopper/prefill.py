@@ -1,13 +1,15 @@
 """Attention of runs of new tokens over paged keys and values, for Hopper, in Mosaic GPU.
 
-FlashAttention-3's division of labour (Shah et al. 2024, arXiv 2407.08608) over pages: persistent CTAs of one warpgroup
-that moves data (prefill_load.py) and two that compute in turns, one at the tensor cores while the
-other does its softmax. Owns the call and the computing; schedule.py decides which tokens make an item.
+The division of labour is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608), over pages. CTAs are persistent and
+have three warpgroups: one moves data (prefill_load.py), and two compute in turns, so that one uses the tensor cores
+while the other computes its softmax. The call and the computation are here; schedule.py decides which tokens form an
+item.
 
-A tile is 128 rows: the tokens of an item times as many heads of one kv head. So short runs fill it, every block of
-keys that comes in serves 128 rows, and both compute warpgroups walk the same blocks, which keeps their turns in step.
-Queries and outputs are not copied into another layout: a tile loads from the multiple of 8 tokens before its first one,
-as a TMA box must, computes up to 7 foreign rows for nothing, and stores its own rows only.
+A tile is 128 query rows: the tokens of an item times as many heads of one kv head as make 128 rows. Short runs fill a
+tile, too, every block of keys serves 128 rows, and both computing warpgroups process the same blocks, which keeps their
+turns in step. Queries and outputs are not copied into another layout. A TMA box must begin at a multiple of 8 tokens,
+so a tile loads from the last such multiple up to its first token. It may compute up to 7 rows of other tiles, whose
+results it does not store.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS,
 from jaxengine.pallas_kernels.tuning import HopperAttention
 
 PRODUCER = 2  # the warpgroup after the two that compute
-# A kernel of three warpgroups begins with 168 registers in each lane: 65,536 of 384 lanes, in steps of 8. One warpgroup
-# may take registers that another gives up; if it asks for more than are free it waits for ever (PTX ISA, setmaxnreg).
+# A kernel of three warpgroups begins with 168 registers per lane: 65,536 divided by 384 lanes, rounded down to a
+# multiple of 8. A warpgroup may take registers that another gives up; if it asks for more than are free it waits for
+# ever (PTX ISA, setmaxnreg).
 REGISTERS = 3 * 168
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that its weights are 0 and not NaN
 
@@ -187,7 +190,7 @@ def attend_tile(
     plgpu.barrier_wait(refs.q_full.at[warpgroup])
 
     def visible(block):
-        # Read again, here and below: registers are scarcer than loads.
+        # Read again, here and below, because registers are scarcer than loads.
         return _visible(shape, read_tile(shape, refs, cta, index), warpgroup, block)
 
     def attend(masked: bool):
@@ -301,7 +304,7 @@ def _logits(spec: AttentionSpec, products, scale):
     is `scale`, which the caller's multiply-add then applies. factor is never negative, so maxima may be taken of x.
     """
     if (cap := spec.soft_cap) is not None:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)): the card's own tanh is good to 11 bits only, and its division takes long.
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): the card's own tanh is accurate to 11 bits only, and its division is slow.
         grown = jnp.exp2(products * (scale * (2 / cap)))
         return 1 - jnp.exp2(1 - jnp.log(1 + grown) * LOG2E), jnp.float32(cap * LOG2E)
     return (products, scale) if spec.sm_scale > 0 else (products * scale, jnp.float32(1))

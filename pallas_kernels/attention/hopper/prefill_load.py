@@ -1,8 +1,9 @@
 """Tiles of the Hopper prefill kernel, and the producer warpgroup that loads their data.
 
-Owns the definition of a tile, the layout of shared memory, and the producer: TMA boxes of queries, keys and values, one
-per page (or part of a larger page), keys and values separately so that scores can begin before the values arrive; the
-widening of one-byte pools; zeros for value slots that hold no value. The softmax is in prefill.py.
+Contains the definition of a tile, the layout of shared memory, and the producer. The producer loads TMA boxes of
+queries, keys and values, one per page (or part of a larger page); keys and values are separate boxes so that scores can
+begin before the values arrive. It also widens one-byte pools and writes zeros to value slots that hold no value. The
+softmax is in prefill.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxengine.pallas_kernels.mosaic_gpu import (
     tiles,
 )
 
-RAW_STAGES = 2  # blocks of a one-byte pool that arrive while one is widened
+RAW_STAGES = 2  # buffers for blocks of a one-byte pool: one is being widened while the next arrives
 OUTPUT_COLUMNS = 64  # columns of outputs are stored in multiples of this, 128 bytes
 RESERVED_BYTES = 4096  # shared memory for maxima, sinks, barriers, the compiler's reductions
 
@@ -456,7 +457,7 @@ def _widen(shape: Shape, source, target, change) -> None:
     for part in _chunks(shape, shape.kv_dtype):
         codes = source.at[part][...]
         if codes.dtype != jnp.int8:
-            codes = codes.astype(jnp.float16)  # the card converts one-byte floats to nothing else; it holds all values
+            codes = codes.astype(jnp.float16)  # the card converts them to no other type; exact
         target.at[part][...] = change(codes.astype(shape.dtype), _row_of(part))
 
 

@@ -1,7 +1,7 @@
 """Work list of one step's attention on a GPU: which CTA attends which keys of which rows.
 
-Owns integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window share
-one schedule; XLA computes it once per step. Two kernels read it:
+Contains integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window
+share one schedule; XLA computes it once per step. Two kernels read it:
 
 - `DecodeItems`: rows of few new tokens. All blocks of keys of all (row, kv head) pairs form one sequence, which is cut
   into equal parts, one per CTA ("stream-K", Osama et al. 2023, arXiv 2301.03598). A pair that a cut falls into has
@@ -10,8 +10,8 @@ one schedule; XLA computes it once per step. Two kernels read it:
 - `PrefillItems`: tiles of up to `prefill_block_q` tokens of the longer runs. Queries are not moved: a tile loads
   from the multiple of 8 tokens before its first one, as a tiled TMA box must, so tiles end at such multiples.
 
-A batch of at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel, and
-still serves any batch. So is one of fewer tokens than make a run.
+A batch with at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel,
+and still serves any batch of its shape. The same holds for a batch with too few tokens for a run.
 
 R is the number of rows of a batch, Q the most tokens of a row, I the most items, and C the number of CTAs.
 """
@@ -28,7 +28,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, Ragge
 from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from jaxengine.pallas_kernels.tuning import HopperAttention, TritonAttention, Tuning
 
-MAX_WIDE_HEAD_DIM = 128  # of prefill tiles of more than 128 rows
+MAX_WIDE_HEAD_DIM = 128  # largest head dim for prefill tiles of more than 128 rows
 DECODE_KEYS = 64  # keys of a decode block; a page is a multiple of a block, or a block of pages
 
 # Columns of `DecodeItems.items`.
@@ -76,14 +76,14 @@ class DecodeItems(NamedTuple):
 
 
 class PrefillItems(NamedTuple):
-    """Work list of tiles in descending token order, so that the long ones of a causal run start first. Each tile serves
-    all query heads.
+    """Work list of tiles in descending token order, so that the tiles of a causal run that see the most keys start
+    first. Each tile serves all query heads.
 
     The prefill_block_q tokens from (first token // 8 * 8) on include all of a tile's tokens.
     """
 
     num_items: jax.Array  # i32 [1]
-    items: jax.Array  # i32 [I, ITEM_FIELDS] columns PREFILL_...; items past num_items are junk
+    items: jax.Array  # i32 [I, ITEM_FIELDS] columns PREFILL_...; items past num_items are undefined
     token_item: jax.Array  # i32 [T] item of a token, I if no tile holds it
 
 

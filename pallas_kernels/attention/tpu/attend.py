@@ -1,7 +1,7 @@
 """Ragged paged attention for TPU: prepares the operands of the kernel and calls it for single tokens and for runs.
 
-Owns the arrangement of queries, masks and results around kernel.py. The order of the work is in schedule.py, the sizes
-in tiles.py. Reads pools of layout TOKEN_ROWS.
+Contains the arrangement of queries, masks and results around kernel.py. The order of the work is in schedule.py, the
+sizes in tiles.py. Reads pools of layout TOKEN_ROWS.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ the segments of schedule.py. One flat walk over all sequences, so that copies ne
 jax's and tpu-inference's ragged paged attention (arXiv 2604.15464).
 
 Rows of a tile are ordered (head of the group, token), so that the tokens of one head are neighbours in memory and in
-the mask, or (token, head), the order of the incoming queries, where all heads are one group of many. Owns the
-arithmetic; pages.py brings in the pages, attend.py arranges queries, and all sizes are in the `Plan`.
+the mask. Where all heads are one large group, they are ordered (token, head), as the incoming queries are. Only the
+arithmetic is here: pages.py loads the pages, attend.py arranges queries, and all sizes are in the `Plan`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ MASKED = -3e38
 
 
 def attention_kernel(*refs, plan: Plan) -> None:
-    """Run one grid step: attend the segments of `plan.blocks.tiles` tiles. Grid: (cores, steps of a core).
+    """Run one grid step: compute the attention of the segments of `plan.blocks.tiles` tiles. Grid: (cores, steps of a
+    core).
 
     refs: the fields of `Refs`, in order, of which this writes o, lse and the scratch.
     """
@@ -54,8 +55,8 @@ def attention_kernel(*refs, plan: Plan) -> None:
 
 
 def _grid_step(refs: Refs, plan: Plan) -> None:
-    """Attend all items of the grid step's tiles in order, and start the copies of the items that follow, `buffers - 1`
-    ahead.
+    """Compute the attention of all items of the grid step's tiles in order, and start the copies of the items that
+    follow, `buffers - 1` ahead.
 
     Writes o and lse of these tiles (0 and -inf for tiles without tokens) and refs.cursor, with which the next step
     continues. A core's first step also starts its copies.
@@ -66,7 +67,7 @@ def _grid_step(refs: Refs, plan: Plan) -> None:
     begin, end = segments_before(refs, first_tile), segments_before(refs, first_tile + tiles)
     end_of_all = segments_before(refs, refs.walk.tile_start.shape[0])
 
-    # Tiles with tokens are adjacent: if the first and the last one have some, so have all.
+    # Tiles with tokens are adjacent: if the first and the last tile have some, all have.
     has_empty = (segments_before(refs, first_tile + 1) == begin) | (
         segments_before(refs, first_tile + tiles - 1) == end
     )

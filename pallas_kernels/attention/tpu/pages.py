@@ -1,14 +1,14 @@
 """Pages for the TPU attention kernel: the walk over segments and blocks of keys, and the copies in flight.
 
-Owns the static `Plan` of a kernel call, the references it works on, and everything about pages and buffers; the
+Contains the static `Plan` of a kernel call, the references it works on, and everything about pages and buffers; the
 arithmetic of attention is in kernel.py.
 
 An item of work is (segment, block): up to `blocks.pages` pages of the segment's sequence, counted from its first
-visible page. Items are fetched in the order they are worked, `buffers - 1` ahead, across the ends of sequences, tiles
-and grid steps.
+visible page. Items are fetched in the order in which they are processed, `buffers - 1` ahead, across the ends of
+sequences, tiles and grid steps.
 
-Several cores take turns: core c of C works the grid steps c, C + c, 2 C + c, ... of `blocks.tiles` tiles each, with
-copies of its own.
+Several cores share the grid steps in turn: core c of C runs steps c, C + c, 2 C + c, ..., of `blocks.tiles` tiles each,
+and makes its own copies.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Segment(NamedTuple):
     num_computed: jax.Array
 
 
-# Fields of `Refs.cursor`, which one grid step passes on to the next: the item to fetch, the buffer of the item to work,
-# and the row of `Refs.table_rows` of the segment being fetched.
+# Fields of `Refs.cursor`, which one grid step passes on to the next: the item to fetch, the buffer of the item to
+# process, and the row of `Refs.table_rows` of the segment being fetched.
 FETCH_SEGMENT, FETCH_BLOCK, SLOT, TABLE_ROW = range(4)
 
 
@@ -198,7 +198,7 @@ def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
 
     step = step_of(segment + 1)
     own = segments_before(refs, (step + plan.cores - 1) * plan.blocks.tiles)
-    # Past the last segment, tiles are junk: without the maximum they could lead back.
+    # Past the last segment tiles are undefined: without the maximum the walk could go backwards.
     return jnp.where(step == step_of(segment), segment + 1, jnp.maximum(own, segment + 1))
 
 

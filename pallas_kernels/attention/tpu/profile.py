@@ -1,8 +1,8 @@
 """One block of keys of the TPU attention kernel by itself, repeated, so that a compiler can report its cost.
 
 libtpu's profile counts a loop with a dynamic trip count as about one pass, and gives up on copies that another pass
-waits for. So this is the kernel's arithmetic on one tile, at the sizes of a step, without its walk and its copies. The
-result is meaningless: the program is compiled and never run.
+waits for. So this is the kernel's arithmetic on one tile, at the sizes of a step, without the walk over segments and
+without copies. The result is meaningless: the program is compiled and never run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jaxengine.pallas_kernels.tuning import tuning_of
 PARTS = ("block", "edge", "tile")
 # Or start or await the copies of a block's pages. Trips are unrolled, because bundles are counted, not cycles.
 COPIES = ("fetch", "wait")
-WALK = "walk"  # or run the kernel itself, which walks all segments and blocks, without trips
+WALK = "walk"  # or run the kernel itself over all segments and blocks, without trips
 _PAGES = 64  # pages of the pool
 
 

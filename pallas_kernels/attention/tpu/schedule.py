@@ -1,7 +1,7 @@
 """Work list of the TPU attention kernel for one step: which tokens meet the keys of which sequence, in which order.
 
-Owns integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window share
-it.
+Contains integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window
+share it.
 
 A tile is `block_q` consecutive tokens of the flat token axis; a segment is the part of one sequence that lies in one
 tile. A kernel call works through its segments in order, each from its first page to its last. Two calls may be needed:

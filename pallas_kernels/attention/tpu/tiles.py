@@ -1,6 +1,6 @@
 """Sizes of the TPU attention kernel: the columns of each head in a row of the pool, and the blocks of work.
 
-Owns the rules that choose blocks within the sizes of `tuning.TpuAttention`. Everything here is static.
+Contains the rules that choose blocks within the sizes of `tuning.TpuAttention`. Everything here is static.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxengine.pallas_kernels.kv.pages import LANES
 from jaxengine.pallas_kernels.tuning import TpuAttention
 
 SUBLANES = 8
-MOST_COPIES = 64  # most pages, each a copy, of a block that is worked in several parts
+MOST_COPIES = 64  # most pages, each a copy, of a block that is processed in several parts
 PACKED_SUBLANES = 16  # rows of a register of bfloat16
 
 
@@ -36,9 +36,9 @@ class Blocks(NamedTuple):
     """Sizes that determine how the kernel divides keys, tiles and heads."""
 
     pages: int  # pages of one sequence per block of keys
-    buffers: int  # blocks in VMEM: one being worked, the others on their way
+    buffers: int  # blocks in VMEM: one being processed, the others in transit
     tiles: int  # tiles per grid step
-    heads: int  # kv heads worked on together: these have their softmax while the next ones have their scores
+    heads: int  # kv heads processed together: their softmax overlaps with the scores of the next ones
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
@@ -112,7 +112,7 @@ def choose_blocks(
     # Keys lie along lanes in the scores: a block is a multiple of a lane tile.
     unit = LANES // math.gcd(page_size, LANES)
     wanted = sizes.single_keys if single else sizes.run_keys
-    if single and num_kv_heads == 1:  # as long as the copies of its pages are not too many to be written out
+    if single and num_kv_heads == 1:  # longer, unless the unrolled copies of its pages would be too many
         wanted = max(wanted, min(wanted * sizes.single_parts, MOST_COPIES * page_size))
     fitting = sizes.buffer_bytes // 3 // (row_bytes * page_size)
     pages = max(min(wanted // page_size, fitting, _round_up(max_pages, unit)) // unit, 1) * unit

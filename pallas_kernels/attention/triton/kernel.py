@@ -1,12 +1,13 @@
 """Pallas-Triton kernels of paged attention: split-KV attention of rows of few tokens, and the merge of cut rows.
 
-Owns two kernels over `attention.hopper.schedule.DecodeItems`. A program of the first attends one item: the queries of
-a row's tokens and of all query heads that share a KV head, over a range of blocks of keys. If the item is all of its
-(row, kv head) pair, it writes the result; else a partial softmax, which the second kernel merges by log-sum-exp, in
-order, so that the result is the same on every run. Queries, pages and results are gathered and scattered where they
-lie. A prefill is rows, too: each fills the tile of a tensor-core product, and reads its keys from the L2 cache.
+Contains two kernels over `attention.hopper.schedule.DecodeItems`. A program of the first computes one item: the queries
+of a row's tokens and of all query heads that share a KV head, over a range of blocks of keys. If the item is all of its
+(row, kv head) pair, the program writes the result; else it writes a partial softmax. The second kernel merges these by
+log-sum-exp, in order, so that the result is the same on every run. Queries, pages and results are read and written in
+place, without copies into another layout. A prefill is cut into rows as well: each fills the tile of a tensor-core
+product and reads its keys from the L2 cache.
 
-Shapes are padded to powers of two, as Triton demands, by masks: what is masked is neither read nor written.
+Triton requires powers of two, so shapes are padded to them by masks: masked elements are neither read nor written.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ def _structs(dtype: Any, shape: tuple[int, int], width: int) -> tuple[jax.ShapeD
 
 
 def _attend(shape: Shape, refs: _Refs) -> None:
-    """Attend the item whose index is the program's number. Writes its result, sinks included, to refs.o and refs.lse,
-    or its partial softmax to refs.part_* if its pair is cut. Does nothing past the last item.
+    """Compute the attention of the item whose index is the program's number. Writes its result, sinks included, to
+    refs.o and refs.lse, or its partial softmax to refs.part_* if its pair is cut. Does nothing past the last item.
     """
     item = pl.program_id(0)
 
@@ -260,7 +261,7 @@ def _logits(spec: AttentionSpec, products, scale):
     """
     if (cap := spec.soft_cap) is None:
         return products * (scale * LOG2E)
-    # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is good to 11 bits
+    # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is accurate to 11 bits only.
     return (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + jnp.exp2(products * (scale * (2 * LOG2E / cap))))
 
 
@@ -291,7 +292,7 @@ def _finished(largest, total, acc, sink, v_scale):
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
     total = total * decay + jnp.where(sink > NOTHING, jnp.exp2(sink - new_largest), 0.0)
-    divisor = jnp.where(total == 0, 1.0, total)  # what is not a number stays so
+    divisor = jnp.where(total == 0, 1.0, total)  # NaN stays NaN
     lse = jnp.where(total == 0, -jnp.inf, (new_largest + jnp.log2(divisor)) / LOG2E)
     return acc * (decay * v_scale / divisor)[:, None], lse
 

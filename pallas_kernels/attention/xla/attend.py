@@ -1,14 +1,14 @@
-"""Paged attention for the CPU, and where a device has no kernel that works: plain XLA whose cost follows the actual
-lengths.
+"""Paged attention for the CPU, and for devices whose kernels do not support a call: plain XLA whose cost follows the
+actual lengths.
 
 Online softmax over kv blocks (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv
-2205.14135) on the work list of schedule.py: one loop with a dynamic trip count takes one (tile, kv block) at a time,
-gathers the block's pages, folds them into the running maximum, denominator and accumulator of the tile's rows and
-writes the normalised result back. Several short sequences share a tile, because on the CPU an operation costs about a
-microsecond before it does any work.
+2205.14135) on the work list of schedule.py. One loop with a dynamic trip count processes one (tile, kv block) at a
+time: it gathers the block's pages, folds them into the running maximum, denominator and accumulator of the tile's rows,
+and writes the normalised result back. Several short sequences share a tile, because on the CPU an operation costs about
+a microsecond before it does any work.
 
-The loop body is compiled once per layer and step shape, so it is written for few and large operations: lengths turn
-into masks and scalars in the schedule, not here.
+The loop body is compiled once per layer and step shape, so it consists of few and large operations: the schedule, and
+not this loop, turns lengths into masks and scalars.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Work list of one step for the XLA implementation: which tile of rows meets which blocks of keys.
 
-Owns integers only. It depends on lengths, never on page ids, queries or keys, so that all layers share one schedule. A
-row is one new token; a tile is B sequences x Q tokens, and walks the kv blocks that at least one of its rows sees.
+Contains integers only. It depends on lengths, never on page ids, queries or keys, so that all layers share one
+schedule. A row is one new token; a tile is B sequences x Q tokens, and is computed over the kv blocks that at least one
+of its rows sees.
 
 - `single`: B sequences of one token each, ordered by length, so that the rows of a tile need about equally many blocks.
 - `runs`: Q consecutive tokens of one sequence, for sequences with several new tokens. A batch of at most as many

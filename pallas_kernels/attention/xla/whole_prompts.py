@@ -1,7 +1,7 @@
 """Attention of whole prompts on a CPU: one product of all queries of a prompt with all of its keys.
 
-A prompt is padded to the next of a few lengths, so its order of sums follows from its own length; the loop over the
-prompts of one length has shapes of its own. Prompts longer than these are cut into blocks of queries and of keys, as
+A prompt is padded to the next of a few lengths, so that its order of sums follows from its own length. Each of these
+lengths has a loop over its prompts, with its own shapes. Longer prompts are cut into blocks of queries and of keys, as
 ragged_paged_attention cuts them, and use its online softmax.
 """
 

@@ -1,9 +1,9 @@
 """Tile of a product on a Blackwell GPU: tcgen05 products with their sums in tensor memory.
 
-The kernel is that of `matmul.hopper.quantized`, whose operands, ring of tiles and order of work it keeps. Here a
-product is of all 128 outputs of a tile and leaves its sums in tensor memory, so that one warpgroup issues it and goes
-on: while the products of one tile of inputs run, the sums of the one before are scaled and added up in registers.
-Codes that need conversion are widened into shared memory, as tcgen05 takes no operand from registers.
+The kernel is that of `matmul.hopper.quantized`, whose operands, ring of tiles and order of work it keeps. Here one
+product covers all 128 outputs of a tile and leaves its sums in tensor memory, so that one warpgroup issues it and does
+not wait: while the products of one tile of inputs run, the sums of the previous one are scaled and added up in
+registers. Codes that need conversion are widened into shared memory, because tcgen05 takes no operand from registers.
 
 PTX ISA, "tcgen05 instructions": 512 columns of tensor memory; a product of 128 rows has a multiple of 16 columns.
 """
@@ -66,7 +66,7 @@ def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[An
                 piece + _scaled(shape, refs, slot, index, (bank * shape.sums + index) * rows, first, piece.shape)
                 for first, piece in zip(range(0, rows, PIECE), total, strict=True)
             ]
-        plgpu.wait_load_tmem()  # by all four warps: the bank's next products may begin
+        plgpu.wait_load_tmem()  # all four warps wait; then the bank's next products may begin
         plgpu.commit_smem()  # the next tile is copied where this one was read
         plgpu.barrier_arrive(refs.free.at[slot])
         return total

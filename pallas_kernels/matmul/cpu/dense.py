@@ -1,4 +1,4 @@
-"""Dense product for the CPU: plain XLA, in the forms that XLA:CPU runs fast for a single row."""
+"""Dense product for the CPU in plain XLA, with forms of it that XLA:CPU runs fast for a single row."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from jax import lax
 
 from jaxengine.pallas_kernels.matmul.xla import dense as dense_xla
 
-# For float32. XLA:CPU (YNNPACK) adds the products of many rows in blocks of _BLOCK inputs, where there are two or more.
+# For float32. XLA:CPU (YNNPACK) adds the products of many rows in blocks of _BLOCK inputs if there are two or more.
 _BLOCK, _ROW_PARTS = 512, 4
-# Rows of bfloat16 from which on XLA:CPU adds products in one order, on processors with tiles (AMX) too. One row takes
-# it ten times as long as several.
+# Number of bfloat16 rows from which on XLA:CPU adds products in one order, also on processors with tiles (AMX). One row
+# takes it ten times as long as several.
 _FEW = 3
-# For a bfloat16 matrix, by the axis that is summed over. Fewer terms leave more sums, which take memory; more than a
-# dozen elements of a row, each times a vector, exceed the registers, vectors of both do not. Vectors must be full.
+# For a bfloat16 matrix, by the axis that is summed over. With fewer terms more sums are left, which take memory. Terms
+# that multiply an element of a row by a vector exceed the registers if there are more than a dozen; terms of two
+# vectors do not. Vectors must be full.
 _TERMS, _LANES, _MOST_SUMS_BYTES = (range(8, 13), range(8, 25)), (1, 8), 16 << 20
-# XLA:CPU writes an array of bits that more than a dozen terms read to memory first. So half of the terms read the bits
+# XLA:CPU writes an array of bits to memory first if more than a dozen terms read it. So half of the terms read the bits
 # as signed integers: the shift drops the bits that sign extension has filled in.
 _BITS = jnp.uint16, jnp.int16
 

@@ -1,7 +1,7 @@
 """Grouped products for the CPU: plain XLA whose cost follows the non-empty groups and their rows.
 
-On CPUs jax.lax.ragged_dot multiplies all rows with all matrices. Here a loop with a dynamic trip count takes one
-non-empty group at a time and reads its matrix once, and an inner one multiplies a block of the group's rows at a time.
+On CPUs jax.lax.ragged_dot multiplies all rows with all matrices. Here a loop with a dynamic trip count processes one
+non-empty group at a time and reads its matrix once; an inner loop multiplies one block of the group's rows at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def over_groups(
         def add_block(index, out):
             row = start + index * block
             y = multiply(lax.dynamic_slice_in_dim(padded, row, block))
-            # A group's last block runs over the next group's rows, which are written later: groups are in order.
+            # A group's last block may cover rows of the next group, which are written later: groups are in order.
             y = jnp.where(row + row_in_block < end, y, 0).astype(out_dtype)
             return lax.dynamic_update_slice_in_dim(out, y, row, 0)
 

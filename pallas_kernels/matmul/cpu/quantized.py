@@ -1,4 +1,4 @@
-"""Quantised products for the CPU: some columns at a time are widened, and multiplied while in cache.
+"""Quantised products for the CPU: a few columns at a time are widened, and multiplied while in cache.
 
 For a single row the codes are widened in registers, and no widened matrix is stored anywhere.
 """
@@ -17,10 +17,10 @@ from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 BLOCK_COLUMNS = 128
-# For a single row: rows of codes that one sum adds up, which are read at once. With more, in a matrix whose rows are a
-# multiple of 4 KiB apart, they would evict each other from the cache.
+# For a single row: number of rows of codes that one sum adds up, all read at the same time. With more, in a matrix
+# whose rows are a multiple of 4 KiB apart, they would evict each other from the cache.
 _MOST_TERMS = 8
-# Most bytes of such sums: of an entire matrix, else of a trip.
+# Most bytes of such sums: of an entire matrix; of one iteration, if the matrix has more.
 _MOST_SUMS_BYTES, _TRIP_SUMS_BYTES = 4 << 20, 1 << 20
 
 
@@ -129,7 +129,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
         return [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in held]
 
     def trip(index, carried):
-        # The next trip's operands are sliced here, and so copied: a loop that slices as it goes is not vectorised.
+        # The next iteration's operands are sliced here, and so copied: a loop that slices as it goes is not vectorised.
         y, own = carried
         return y + add(*own), slices(jnp.minimum(index + 1, trips - 1))
 

@@ -1,4 +1,4 @@
-"""Quantised grouped products for the CPU: group after group, with some columns widened at a time."""
+"""Quantised grouped products for the CPU: one group after the other, with a few columns widened at a time."""
 
 from __future__ import annotations
 

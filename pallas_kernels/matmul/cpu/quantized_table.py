@@ -1,4 +1,4 @@
-"""Product with a quantised token table for the CPU: some tokens at a time are widened while in cache.
+"""Product with a quantised token table for the CPU: a few tokens at a time are widened while in cache.
 
 For a single row the codes are widened in registers, a token's codes side by side, in the order of memory.
 """

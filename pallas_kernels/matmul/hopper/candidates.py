@@ -1,7 +1,8 @@
 """Candidate tiles of a quantised product on a Hopper GPU, estimated by a model of the card.
 
-ptxas reports registers and spills, which determine how many CTAs share a multiprocessor. A tile of inputs takes the
-longest of its copies, its wgmma and the widening of its codes; partial sums are written and read once more.
+ptxas reports registers and spills, which determine how many CTAs share a multiprocessor. A tile of inputs takes as long
+as the slowest of three: its copies, its wgmma and the widening of its codes. Partial sums are written and read once
+more.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from jaxengine.pallas_kernels.tuning import HopperProducts
 
-# The defaults first: of candidates with equal tiles the first is kept.
+# The defaults are first, because of candidates with equal tiles the first is kept.
 _ROWS, _SHARED, _LEAST_TILES = (128, 64, 32), (1, 2, 3), (4, 2)
-# Multiplications a cycle and registers of a multiprocessor, and cycles that a CTA waits for its first tile and its last
-# store.
+# Multiplications per cycle and registers of a multiprocessor, and the cycles for which a CTA waits for its first tile
+# and its last store.
 _PRODUCTS, _REGISTERS, _LATENCY = 2048, 65536, 1800
-_CACHE = 1.6  # bandwidth of the second-level cache, that of the memory being 1
+_CACHE = 1.6  # bandwidth of the second-level cache relative to that of memory
 # Cycles per widened code, by dtype: instructions that ptxas generates, at 128 lanes a cycle.
 _WIDENING = {"uint8": 2.9 / 128, "int8": 2.5 / 128, "float8_e4m3fn": 4 / 128}
 
@@ -65,7 +66,7 @@ def _microseconds(shape: Shape, report: dict[str, Any]) -> float | None:
     shared = max(min(fit, by_registers), 1)
     ctas = shape.row_tiles * shape.out_tiles * shape.splits
     waves = -(-ctas // (shape.sizes.num_ctas * shared))
-    # Cycles of a multiprocessor for the CTAs that share it; rows come from its cache, mostly.
+    # Cycles of a multiprocessor for the CTAs that share it; rows mostly come from its cache.
     here = min(shared, -(-ctas // shape.sizes.num_ctas))
     products = max(shape.tile_rows, 32) * OUTPUTS * shape.inputs / _PRODUCTS
     widening = OUTPUTS * shape.inputs * _WIDENING[jnp.dtype(shape.codes).name]

@@ -2,7 +2,7 @@
 
 A tile has 64 outputs of each half of a group's matrix: one warpgroup's wgmma computes the gates, the other's the ups of
 the same outputs. The ups' sums go through shared memory in float32, so that only the result is rounded, and [M, 2 F] is
-never stored. Owns the list of operations that Mosaic GPU supports in activations; the activation is an argument.
+never stored. Contains the list of operations that Mosaic GPU supports in activations; the activation is an argument.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jaxengine.pallas_kernels.matmul.hopper import ring
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 
 PIECE = 16  # rows of which gates and ups are in registers at a time, in addition to the sums
-# Elementwise operations that Mosaic GPU supports by warpgroup, and its interpreter too, in every jax release here.
-# Activations with others go to XLA: with an unsupported one the trace would succeed and the compilation fail.
+# Elementwise operations that Mosaic GPU and its interpreter support by warpgroup in every jax release supported here.
+# Activations with others go to XLA: the trace of an unsupported one would succeed and its compilation fail.
 _KNOWN = {"add", "sub", "mul", "div", "max", "min", "neg", "exp", "logistic", "tanh", "integer_pow", "square"}
 _AROUND = {"jit", "pjit", "convert_element_type"}
 

@@ -1,10 +1,10 @@
 """Grouped product on a Hopper GPU: tiles of rows, each of one group.
 
-Each group's rows are first padded to a multiple of eight, and cut into tiles, of which the last has the remaining rows,
-rounded up to eight, which a product must have: no tile reads, multiplies or stores rows of two groups. A tile's
-CTAs read its group and rows from a list; the number of tiles is known on the device only, and the CTAs of others end at
-once. XLA fuses the copies with the producer of the rows and with the consumer of the result. The kernel is that of
-`quantized`; where matrices are gates and ups it activates them, too. Products of experts by blocks are Gale et al.'s
+The rows of each group are first padded to a multiple of eight, which a product requires, and cut into tiles. The last
+tile of a group has the remaining rows, so no tile reads, multiplies or stores rows of two groups. A tile's CTAs read
+its group and rows from a list. The number of tiles is known on the device only, and CTAs without a tile end at once.
+XLA fuses the copies with the producer of the rows and with the consumer of the result. The kernel is that of
+`quantized`; if matrices are gates and ups it activates them, too. Products of experts by blocks are Gale et al.'s
 (MegaBlocks, 2022, arXiv:2211.15841).
 """
 
@@ -27,8 +27,9 @@ from jaxengine.pallas_kernels.matmul.xla import quantized_groups as quantized_gr
 from jaxengine.pallas_kernels.tuning import HopperProducts, tuning_of
 
 why_xla = partial(shape.why_xla, grouped=True)
-# Tiles of an average group from which on tiles of twice the rows pay, although a CTA then has a multiprocessor to
-# itself: a product takes longer than reading the matrix, and a group's last tile, which is not full, is one of many.
+# Number of tiles of an average group from which on tiles of twice the rows pay, although a CTA then has a
+# multiprocessor to itself: a product takes longer than reading the matrix, and only the last of many tiles of a group
+# is not full.
 _MANY_ROWS = 5
 
 

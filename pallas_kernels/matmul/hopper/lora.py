@@ -1,14 +1,14 @@
 """LoRA addition on a Hopper GPU: two Mosaic GPU kernels, rows times A and the result times B, over visits.
 
-A visit loads 128 rows of A, those of some slots, in the pool's layout, one TMA box a slot. The product is
-transposed, [slots' columns, T] = A x^T: few rows cost few columns of a wgmma, and A is read once for all rows
-of a tile. Inputs are split over CTAs where visits are few; XLA picks for each row the columns of its own slot, adds up
-the parts, rounds, and spreads them over the columns of a tile of slots.
+A visit loads 128 rows of A, those of some slots, in the pool's layout, one TMA box per slot. The product is transposed,
+[slots' columns, T] = A x^T, so that few rows take few columns of a wgmma, and A is read once for all rows of a tile. If
+there are few visits, the inputs are split over CTAs. XLA then picks for each row the columns of its own slot, adds up
+the parts, rounds, and writes the sums to the row's columns within a tile of slots.
 
-The second kernel has a CTA for each tile of the result, which adds up all visits of its rows: rows of other tiles of
-slots are cleared in registers, and B is read in its stored layout, [rank, out] a slot. The grids are as long as the
-largest number of visits; CTAs without one end at once. In both one warpgroup keeps a ring filled by TMA and two
-compute.
+The second kernel has a CTA for each tile of the result, which adds up all visits of its rows. Rows that belong to other
+tiles of slots are cleared in registers, and B is read in its stored layout, [rank, out] per slot. The grids are as long
+as the largest number of visits; CTAs without a visit end at once. In both kernels one warpgroup keeps a ring filled by
+TMA and two compute.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning, tuning_of
 
 __all__ = ["lora_product", "why_xla"]
 
-# Registers per lane of the loading and of the computing warpgroups: the first kernel's loads hold the offsets of all
-# slots, the second's products two factors.
+# Registers per lane of the loading and of the computing warpgroups. Loads of the first kernel hold the offsets of all
+# slots, products of the second one hold two factors.
 A_REGISTERS, B_REGISTERS = (72, 216), (40, 232)
 
 
@@ -271,7 +271,7 @@ def _times_b_body(shape: Shape, *given: Any) -> None:
     bs = tuple(others[:num_sources])
     refs = _OfB(slot_tile, slots, begins, tile_of_row, inner, bs, *others[num_sources:])
     cta = lax.axis_index("cta")
-    # Neighbours share B, which is more than rows are.
+    # Neighbours share B, which is larger than the rows.
     row_tile, column = lax.rem(cta, jnp.int32(shape.row_tiles)), lax.div(cta, jnp.int32(shape.row_tiles))
     visit, rows = refs.begins[row_tile], row_tile * shape.tile_rows
     count = refs.begins[row_tile + 1] - visit

@@ -1,5 +1,6 @@
-"""Shapes of the Hopper LoRA kernels: which adapters they support, and how a product is cut into tiles. Arithmetic
-only."""
+"""Shapes of the Hopper LoRA kernels: which adapters they support, and how a product is cut into tiles. There is no
+kernel here, only arithmetic.
+"""
 
 from __future__ import annotations
 

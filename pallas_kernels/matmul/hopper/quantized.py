@@ -1,15 +1,15 @@
-"""Quantised product on a Hopper GPU, in Mosaic GPU: codes are widened in registers, nowhere else.
+"""Quantised product on a Hopper GPU, in Mosaic GPU: codes are widened only in registers.
 
 The same kernel multiplies tiles of rows with the matrices of their groups, which may be bfloat16: see grouped.
 
-The product is transposed, out^T [out, M] = codes^T x^T: the 64 rows of a wgmma are outputs, so that few rows
-cost few columns, and codes are its operand in registers, as in Machete (Neural Magic, 2024) and Marlin (Frantar et al.
-2024, arXiv:2408.11743). Codes are multiplied unscaled, which bfloat16 and e4m3 hold exactly, and the float32 sum of
-each group of inputs is scaled ("promotion", DeepSeek-V3, arXiv:2412.19437): only the result is rounded.
-Where both operands are e4m3, wgmma reads the codes from shared memory directly.
+The product is transposed, out^T [out, M] = codes^T x^T. The 64 rows of a wgmma are outputs, so that few rows take few
+columns, and codes are its operand in registers, as in Machete (Neural Magic, 2024) and Marlin (Frantar et al. 2024,
+arXiv:2408.11743). Codes are multiplied unscaled, which bfloat16 and e4m3 represent exactly, and the float32 sum of each
+group of inputs is scaled ("promotion", DeepSeek-V3, arXiv:2412.19437), so that only the result is rounded. If both
+operands are e4m3, wgmma reads the codes directly from shared memory.
 
-One warpgroup keeps a ring of tiles filled by TMA, two compute 64 outputs each. Where the tiles of the result are fewer
-than the card has multiprocessors, several CTAs share one: each adds up a part of the inputs, and XLA adds the parts.
+One warpgroup keeps a ring of tiles filled by TMA, two compute 64 outputs each. If the result has fewer tiles than the
+card has multiprocessors, several CTAs share a tile: each adds up a part of the inputs, and XLA adds the parts.
 
 On a Blackwell card the tiles are multiplied by `matmul.blackwell.tile`; everything else is the same.
 
@@ -160,7 +160,7 @@ def multiply(
     x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     parts = row_parts(x, codes.dtype)
     if shape.packed == 2:
-        parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes are widened without a shift, times 16
+        parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes, widened without a shift, are times 16
     wide = padded - shape.step + shape.vector_rows
     by_outputs = (shape.out,) if shape.gating is None else (2, shape.out)
     stacked = [vector if vector is None else vector.reshape(-1, *by_outputs) for vector in (scales, zeros)]
@@ -217,7 +217,7 @@ def multiply(
     )
     y = y[0] if shape.splits == 1 else jnp.sum(y, axis=0)
     whole = shape.out // shape.outputs * shape.outputs
-    if whole != shape.out:  # the last tile overlaps the one before
+    if whole != shape.out:  # the last tile overlaps the previous one
         y = jnp.concatenate([y[:, :whole], y[:, whole + shape.outputs - (shape.out - whole) :]], axis=1)
     return y[:rows].astype(shape.out_dtype)
 
@@ -233,7 +233,7 @@ def _body(shape: Shape, refs: _Refs) -> None:
     """
     cta = lax.axis_index("cta")
     if shape.tiles:
-        # Neighbours share rows, and those a little further apart a group's matrix, which the card's cache holds.
+        # Neighbours share rows. CTAs a little further apart share a group's matrix, which the card's cache holds.
         tile, out_tile = lax.div(cta, jnp.int32(shape.out_tiles)), lax.rem(cta, jnp.int32(shape.out_tiles))
         matrix, first, steps = (refs.tiles[TILE * tile + index] for index in range(TILE))
         work = _Work(first * shape.step, steps, out_tile, jnp.int32(0), matrix)
@@ -398,5 +398,5 @@ def _widened(codes) -> list[Any]:
         low = lax.bitcast_convert_type((codes & 15) ^ 8, jnp.int8).astype(jnp.bfloat16) - jnp.bfloat16(8)
         return [low, lax.bitcast_convert_type(codes & 0xF0, jnp.int8).astype(jnp.bfloat16)]
     if codes.dtype == E4M3:
-        codes = codes.astype(jnp.float16)  # the card converts it to nothing else
+        codes = codes.astype(jnp.float16)  # the card converts them to no other type
     return [codes.astype(jnp.bfloat16)]

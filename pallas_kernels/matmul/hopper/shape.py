@@ -1,4 +1,6 @@
-"""Shapes of the Hopper product kernel: which products it supports, and how they are cut into tiles. Arithmetic only."""
+"""Shapes of the Hopper product kernel: which products it supports, and how they are cut into tiles. There is no kernel
+here, only arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ RESERVED_BYTES = 4 * 1024  # shared memory for barriers
 TILES, SMALLEST = (128, 64), {"uint8": 32, "int8": 16, "float8_e4m3fn": 32}
 E4M3, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
 MOST_SHARED_ROWS = 64  # rows of a tile up to which about 80 registers per thread suffice
-# Columns of a product, which are rows here, must be a multiple of this, on Hopper and on Blackwell cards.
+# Columns of a product, which are the operation's rows, must be a multiple of this, on Hopper and on Blackwell cards.
 PRODUCT_COLUMNS = 8, 16
 TENSOR_COLUMNS = 512  # columns of a Blackwell multiprocessor's tensor memory
-FEWER_ROWS = 96  # most rows of a tile of pairs of codes with more than two sums: their factors take registers, too
+FEWER_ROWS = 96  # most rows of a tile of pairs of codes with more than two sums, whose factors take registers, too
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, grouped: bool = False) -> str:

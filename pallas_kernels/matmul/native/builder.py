@@ -10,7 +10,7 @@ import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 LANES = 16
 TILE = 4 * LANES  # the outputs of a block are a multiple of this
-ROWS = (4, 2, 1)  # rows of x that are multiplied at once
+ROWS = (4, 2, 1)  # numbers of rows of x that can be multiplied at once
 # Kind -> (inputs in an element of the matrix, its bytes).
 KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2)}
 

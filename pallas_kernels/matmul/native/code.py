@@ -1,12 +1,12 @@
 """LLVM IR of products of few rows with a stored matrix, and of the XLA FFI handlers that run them.
 
-A handler cuts the outputs into blocks, which the threads of XLA's pool take one after another, its own thread included.
-Of a matrix [in, out], a block is computed panel by panel: some rows of the matrix, in tiles of TILE columns, whose sums
-stay in registers and are then scaled and added to the result. So a panel's rows are read side by side, each from its
-begin to its end. Of a table [out, in], it is computed token by token.
+A handler cuts the outputs into blocks, which the threads of XLA's pool, and the calling thread, take one after another.
+A block of a matrix [in, out] is computed panel by panel. A panel is a few rows of the matrix, in tiles of TILE columns,
+whose sums stay in registers and are then scaled and added to the result; its rows are read in parallel, each from its
+beginning to its end. A block of a table [out, in] is computed token by token.
 
-The order of additions to an element follows from the matrix's shape alone: a row has the same bits whatever rows are
-beside it, and however many threads there are.
+The order of additions to an element follows from the matrix's shape alone: a row has the same bits whatever other rows
+are multiplied with it, and for any number of threads.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from jaxengine.pallas_kernels.matmul.native.sums import Sums
 
 _MOST_PANEL = 32  # rows of a matrix whose sums are added up before they are scaled
 _SUM_LANES = 8  # inputs of a panel are a multiple, if there are zeros
-# Bytes of a matrix up to which one thread is as fast as several, and tiles of a thread from which on it takes two
-# blocks, because threads begin at different times.
+# Bytes of a matrix up to which one thread is as fast as several; and number of tiles per thread from which on a thread
+# takes two blocks, because threads begin at different times.
 _ONE_THREAD, _MANY_TILES = 48 << 10, 64
 _PATIENCE = 2000  # checks of the other threads' progress before the core is yielded
 

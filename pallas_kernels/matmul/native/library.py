@@ -1,6 +1,6 @@
 """Machine code of the handlers for this processor: compiled by llvmlite, tested, and registered with XLA.
 
-A program that calls a handler, also one from a cache, can only be loaded after `load`.
+A program that calls a handler can only be loaded after `load`, also if it comes from a cache.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Grouped product on TPUs: a Mosaic kernel that reads the matrices of non-empty groups only.
 
-Its work is a list of visits, (group, tile of rows) for each pair that has rows in common, in the order of the rows,
-computed on the device; the grid is as long as the list, so that time follows the rows and the groups that have some.
-Groups meet inside of tiles: a visit multiplies the smallest of a few sizes of blocks that holds its group's rows, and
-leaves other rows of the block unchanged; blocks begin at multiples of eight rows. The list ends with the tiles after
-the last row, which are cleared. Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
+Its work is a list of visits, computed on the device: one (group, tile of rows) for each pair that has rows in common,
+in the order of the rows. The grid is as long as the list, so the time follows the number of rows and of groups that
+have rows. A tile may hold rows of several groups: a visit multiplies the smallest of a few block sizes that holds its
+group's rows, and leaves other rows of the block unchanged. Blocks begin at multiples of eight rows. The list ends with
+the tiles after the last row, which are cleared. Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022,
+arXiv:2211.15841).
 
-Gated, a visit multiplies with the same columns of both halves of the matrix and stores the activated sums: [M, 2 F] is
-never stored.
+With gates and ups, a visit multiplies with the same columns of both halves of the matrix and stores the activated sums,
+so that [M, 2 F] is never stored.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from jaxengine.pallas_kernels.matmul.xla.grouped import tile_rows_of
 from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuProducts, tuning_of
 
-_MOST_ROWS = 256  # most rows of one product: more would be more instructions, and little faster
-STEP = 8  # rows that blocks begin and end at multiples of
-_BIASES = 16  # biases in VMEM at once: a register of bfloat16 has as many rows
+_MOST_ROWS = 256  # most rows of one product: more take more instructions and are hardly faster
+STEP = 8  # blocks begin and end at multiples of this number of rows
+_BIASES = 16  # number of biases in VMEM at once, as a register of bfloat16 has that many rows
 
 
 def quantized_grouped_matmul(

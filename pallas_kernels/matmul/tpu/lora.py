@@ -1,9 +1,9 @@
 """LoRA addition on TPUs: two Mosaic kernels, rows times A and the result times B, over visits of `lora_visits`.
 
-A visit stacks the matrices of some slots, as many as fill a matrix unit's columns, and multiplies a tile of
-rows with all of them; a row keeps the columns of its own slot, and zeros meet the others' B. The grids are as long as
-the list of visits, so that time follows the rows and the slots that they have; the second kernel adds to y in place,
-and tiles of rows that have no adapters are not touched.
+A visit stacks the matrices of as many slots as fill the columns of a matrix unit, and multiplies a tile of rows with
+all of them. A row keeps the columns of its own slot; the others become zeros, which then multiply the other slots' B.
+The grids are as long as the list of visits, so that the time follows the number of rows and of slots that they use. The
+second kernel adds to y in place and does not touch tiles of rows without adapters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Microscaled rounding on TPUs: a Mosaic kernel that reads rows once and writes them once.
 
-XLA:TPU reorders rows to have the inputs of a group adjacent, and writes float32 values to memory and back. Here
-groups keep their order, among a register's 128 lanes. As many columns of registers as a group has inputs are
-combined, pair by pair with half as many left each time, until one register has the largest values of all their groups;
-scales are computed in it, and each column picks its own from it.
+XLA:TPU reorders rows so that the inputs of a group are adjacent, and writes float32 values to memory and back. Here
+groups keep their order among a register's 128 lanes. As many columns of registers as a group has inputs are combined
+pair by pair, which halves their number each time, until one register holds the largest values of all their groups. The
+scales are computed in that register, and each column picks its own from it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxengine.pallas_kernels.matmul.rounding import held_scales, microscaled
 from jaxengine.pallas_kernels.matmul.tpu.widened import LANES
 from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 
-# Rows of a tile, and rows that are rounded at a time, while the scales of the next ones are computed: the latter waits
-# for permutations of lanes, the former has none.
+# Rows of a tile, and rows that are rounded at a time while the scales of the next ones are computed: scales wait for
+# permutations of lanes, and rounding has none.
 ROWS, STEP = 256, 64
 _ALIGNED = 8  # rows of a full register, of float32 and of bfloat16 as XLA stores it
 

@@ -1,6 +1,6 @@
 """Alignment of rows of one-byte numbers in VMEM to the beginning of registers.
 
-Memory lays 32 such rows out as a register, four to a word: unaligned rows are read as words, and rotated.
+Memory holds 32 such rows as a register, four to a word. Unaligned rows are read as words and rotated.
 """
 
 from __future__ import annotations

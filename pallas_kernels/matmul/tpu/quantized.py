@@ -1,7 +1,8 @@
 """Quantised product with scales that vary along the inputs: a Mosaic kernel that widens the matrix tile by tile.
 
-No widened matrix is in memory: codes, scales and zeros are read once for each tile of rows. With one scale per channel
-the product is XLA's own, which then runs at the memory's bandwidth (jaxengine.pallas_kernels.matmul.xla.quantized).
+The widened matrix is never in memory: codes, scales and zeros are read once for each tile of rows. With one scale per
+channel the product is XLA's own, which then runs at the memory's bandwidth
+(jaxengine.pallas_kernels.matmul.xla.quantized).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
     Times zeros as high, high, low bits, this gives a product in 16 bits of mantissa in one pass.
     """
     size = rows.values.shape[1]
-    # A product with ones: XLA would transpose rows that are reshaped to groups, in float32.
+    # A product with ones, because XLA would transpose rows that are reshaped to groups, in float32.
     of_scale = group = size // num_scales
     if rows.scales is not None and not rows.by_sums:
         of_scale = chunk_of(group)

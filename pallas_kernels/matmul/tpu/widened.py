@@ -1,11 +1,11 @@
 """Product of rows with a tile of a quantised matrix in VMEM, shared by the dense and the grouped kernel.
 
-It has two forms, of which a tuning table chooses by the chip and the number of rows. "sums", for half a group's rows at
-most: codes are multiplied directly and the sum of each group of inputs is scaled, which is exact but costs an operation
-per element of the result for each group. "weights": codes are widened and scaled first, rounded to bfloat16, which
-costs an operation per element of the matrix, once. A piece of a few groups is scaled in units of its first one's scale,
-which its sums get: so codes of the first are exact, and two groups of 128 inputs are rounded 0.7 times as far as all of
-them would be.
+It has two forms; a tuning table chooses one by the chip and the number of rows. "sums" is for rows that number at most
+half a group's inputs: codes are multiplied directly and the sum of each group of inputs is scaled, which is exact but
+costs an operation per element of the result for each group. "weights": codes are first widened, scaled and rounded to
+bfloat16, which costs one operation per element of the matrix. A piece of a few groups is scaled in units of the scale
+of its first group, which is applied to the piece's sums. Codes of the first group are thus exact, and the error of two
+groups of 128 inputs is 0.7 times what it would be if all of them were rounded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
 
-# Inputs that are widened at a time, about, and inputs of a pass of the loop where sums are scaled. Four-bit codes fill
-# register tiles from 64 inputs on.
+# Approximate number of inputs that are widened at a time, and number of inputs of a pass of the loop if sums are
+# scaled. Four-bit codes fill register tiles from 64 inputs on.
 CHUNK, SPAN, ALIGNED = 512, 4096, 64
-# Inputs and columns that matrix units multiply at a time, of v6e and tpu7x. Fewer inputs leave them idle; more columns
-# at once wait for sums that are scaled.
+# Inputs and columns that matrix units of v6e and tpu7x multiply at a time. With fewer inputs they are partly idle; with
+# more columns at once they wait for sums that are scaled.
 PIECE = 256
-_LEAST = 1e-30  # stands for scales that are no unit, zeros above all
+_LEAST = 1e-30  # stands for scales that cannot be units, mostly zeros
 LANES = 128
 # Rows of bfloat16 in a register: groups begin at a register.
 SUBLANES = 16

@@ -1,10 +1,10 @@
-"""Quantised product on an Ampere or Ada GPU, in Pallas-Triton: codes are widened in registers, nowhere else.
+"""Quantised product on an Ampere or Ada GPU, in Pallas-Triton: codes are widened only in registers.
 
-A program multiplies a tile of rows with a tile of outputs. A step loads the codes of some inputs of each output, packed
-as they are stored, widens them to bfloat16, which holds them exactly, and multiplies; the float32 sum of each group of
-inputs is scaled, and its zeros are subtracted times the sum of the rows: only the result is rounded.
-Where the tiles are fewer than half of the card's multiprocessors, several programs share one: each adds up a part of
-the inputs, and XLA adds the parts in order, so that the result is the same on every run.
+A program multiplies a tile of rows with a tile of outputs. A step loads the codes of a few inputs of each output,
+packed as they are stored, widens them to bfloat16, which represents them exactly, and multiplies. The float32 sum of
+each group of inputs is scaled, and the zeros times the sum of the row's inputs are subtracted, so that only the result
+is rounded. If there are fewer tiles than half of the card's multiprocessors, several programs share a tile: each adds
+up a part of the inputs, and XLA adds the parts in order, so that the result is the same on every run.
 
 Codes are read as [out, in]: `models` stores them so on CUDA cards, where the transposition in the program is free.
 """

@@ -1,9 +1,10 @@
 """Grouped products for CUDA cards: plain XLA over tiles of rows, several tiles in one batched product.
 
-XLA:GPU (jax 0.10.2) turns jax.lax.ragged_dot into one product of [M, G * in] with all matrices: G times the operations
-and x once per matrix in memory. Here every group's rows are cut into tiles; a trip of a loop gathers the rows and the
-matrices of some tiles and multiplies them. The trip count follows the tiles of the groups, so that rows of no
-group cost nothing. A matrix is read, and written and read once more, for each of its tiles: a kernel would save that.
+XLA:GPU (jax 0.10.2) turns jax.lax.ragged_dot into one product of [M, G * in] with all matrices, which takes G times the
+operations and stores x once per matrix. Here the rows of every group are cut into tiles; an iteration of a loop gathers
+the rows and the matrices of a few tiles and multiplies them. The trip count follows the tiles of the groups, so that
+rows of no group cost nothing. A matrix is read, written and read once more for each of its tiles, which a kernel would
+save.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from jax import lax
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 _MIN_TILE, _MAX_TILE = 16, 1024  # rows: least of a tensor core, and enough to amortise reading a matrix
-_TRIP_BYTES = 64 << 20  # most bytes of the matrices that a trip gathers
-_TRIP_ROWS = 8192  # most rows of a trip
+_TRIP_BYTES = 64 << 20  # most bytes of the matrices that an iteration gathers
+_TRIP_ROWS = 8192  # most rows of an iteration
 
 
 def grouped_matmul(

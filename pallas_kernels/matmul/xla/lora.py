@@ -42,7 +42,7 @@ def lora_product(
         slots = lax.dynamic_slice_in_dim(visits.slots, tile, each)
         start = jnp.minimum(first, num_rows - tile_rows)
         slot_index = lax.dynamic_slice_in_dim(visits.slot_index, start, tile_rows)
-        # The last tile begins among rows of the one before, whose visits have added theirs.
+        # The last tile begins among the rows of the previous one, whose visits have already been added.
         slot_index = jnp.where(start + in_tile >= first, slot_index, -1)
         own = slot_index[:, None] == tile + slot_of_column
         rows = lax.dynamic_slice_in_dim(x, start, tile_rows)

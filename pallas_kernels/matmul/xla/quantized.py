@@ -1,9 +1,9 @@
 """Quantised products as plain XLA, for TPUs and CUDA cards.
 
 With one scale per channel the codes are operands of the product, and no widened matrix exists. Scales that vary along
-the inputs are applied to the sums of their groups where rows are few; with many rows some columns at a time are
+the inputs are applied to the sums of their groups if there are few rows. With many rows, some columns at a time are
 widened. Rounded rows are then widened as well, and rounded once more, as the matrix is. bfloat16 has too few bits for
-both: they are multiplied in float16, which a card does as fast, each row and each column in units of its own.
+both, so they are multiplied in float16, which is as fast on a card, each row and each column in units of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quantised grouped products as plain XLA, for TPUs and CUDA cards, over tiles of rows.
 
-As in `matmul.xla.grouped`, a trip gathers the codes of a few matrices. With one scale per channel the codes are
-multiplied directly, otherwise those of the trip are widened. jax.lax.ragged_dot would widen all matrices.
+As in `matmul.xla.grouped`, an iteration gathers the codes of a few matrices. With one scale per channel the codes are
+multiplied directly, otherwise those of the iteration are widened. jax.lax.ragged_dot would widen all matrices.
 """
 
 from __future__ import annotations

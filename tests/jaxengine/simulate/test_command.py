@@ -168,7 +168,7 @@ def test_planted_costs_are_found_among_steps_that_were_held_up():
             ["chat", "--chips=l4", "--replicas=2", "--optimise=buckets"],
             "optimise is 'buckets'; allowed: absent with --replicas",
         ),
-        (["chat", "--chips=l4", "--enable-lora"], "a trace does not tell which adapters"),
+        (["chat", "--chips=l4", "--enable-lora"], "a trace does not say which adapters"),
         (
             ["chat", "--chips=l4", '--speculative-config={"method": "ngram", "num_speculative_tokens": 2}'],
             "how many drafts",

@@ -110,7 +110,7 @@ class OffloadStats:
     Attributes:
       counts, bytes, seconds: number, size and time of moved pages and states, by direction: "load" or "store".
       sizes: histograms of the bytes of one transfer, by direction.
-      num_dropped: number of pages and states that were not copied, for want of room or because the copy failed.
+      num_dropped: number of pages and states that were not copied because there was no room or the copy failed.
     """
 
     def __init__(self) -> None:
@@ -174,11 +174,12 @@ class PageStores:
 
     def keep(self) -> None:
         """Store the copies that have arrived in host memory and the folder, in the order of their dispatch, and count
-        them. Stops at the first that has not arrived. Keys dropped meanwhile are left out.
+        them. Stops at the first that has not arrived. Keys dropped in the meantime are left out.
         """
         while self._leaving and self._leaving[0][1].done():
             leaving, future, start = self._leaving.popleft()
-            # Keys dropped meanwhile are left out, but not removed from the result, which a load may be about to read.
+            # Keys dropped in the meantime are left out, but not removed from the result, which a load may be about to
+            # read.
             own = [key for key, _ in leaving.entries if self._tiers.arriving.get(key) is future]
             for key in own:
                 del self._tiers.arriving[key]

@@ -1,6 +1,6 @@
 """Automatic sleep of an engine without requests (`sleep_idle_seconds`); the next request wakes it.
 
-A sleep or pause that a caller has requested is not ended by a request. An automatic sleep is no pause: a call that
+A sleep or pause that a caller has requested is not ended by a request. An automatic sleep is not a pause: a call that
 pauses the engine, replaces its weights or puts it to sleep finds it awake.
 """
 

@@ -105,7 +105,8 @@ class Pauses(LoopExtension):
         not wait.
 
         On True, all pauses become "keep" and the scheduler is paused. The caller must act on True before another call
-        that may begin a pause. key: the one given to `hold`. Raises RequestError if its pause has been ended meanwhile.
+        that may begin a pause. key: the one given to `hold`. Raises RequestError if its pause has been ended in the
+        meantime.
         """
         if key not in self._pauses:
             raise RequestError("the pause has been ended before it was complete; request it again", param="mode")

@@ -38,7 +38,7 @@ class AdapterRecord:
       adapter: its identity for the scheduler.
       path: where its files are; None for one that was only given from memory.
       number: lora_int_id, its caller's number for it in addition to its name.
-      content: digest of its matrices. rank, config: as of its AdapterWeights.
+      content: digest of its matrices. rank, config: see AdapterWeights.
       given: matrices that were given from memory and are in no file; None for an adapter that can be read again.
     """
 
@@ -283,7 +283,7 @@ class AdapterStore:
         and forget the ticket: True is returned only once.
 
         unload: removes a name, for a load in place. Raises RequestError if the load has failed, for a ticket that is
-        unknown or was reported, and if another adapter has taken the name or number meanwhile.
+        unknown or was reported, and if another adapter has taken the name or number in the meantime.
         """
         load = self._loads.get(ticket)
         if load is None:

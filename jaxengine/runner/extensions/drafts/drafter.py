@@ -1,4 +1,4 @@
-"""Draft model or draft head at work on the devices of its target model: weights, KV pool and compiled programs."""
+"""Draft model or draft head on the devices of its target model: weights, KV pool and compiled programs."""
 
 from __future__ import annotations
 

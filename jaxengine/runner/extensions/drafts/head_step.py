@@ -1,4 +1,4 @@
-"""Work of a draft head (EAGLE, MTP) in a step, as pure functions.
+"""Computation of a draft head (EAGLE, MTP) in a step, as pure functions.
 
 A head takes the target model's hidden state at a position and the token that came next, and predicts the token after
 it; from its own hidden state and that token it continues. So it runs once a step's tokens have been sampled, over all
@@ -7,7 +7,7 @@ the slot's next step are made (`draft`). Its keys and values lie where a draft m
 (jaxengine.runner.extensions.drafts.step).
 
 The key of a page's last position depends on the token after the page. If a cached prefix is continued with a different
-token, that one key belongs to another text, which can cost a draft and nothing more.
+token, that one key belongs to another text, which can only make a draft wrong.
 """
 
 from __future__ import annotations

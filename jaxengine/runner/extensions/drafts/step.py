@@ -1,4 +1,4 @@
-"""Work of a draft model in a step, as pure functions: write its keys and values, and propose the next tokens.
+"""Computation of a draft model in a step, as pure functions: write its keys and values, and propose the next tokens.
 
 A draft model sees the same tokens as its target. Its keys and values lie in a pool of its own under the target's page
 ids, those of a cache group that keeps all keys. So prefix caching, preemption and restarts treat both alike. Every
@@ -6,7 +6,7 @@ token whose keys a step writes for the target is also written for the draft mode
 by `draft` in those with some.
 
 Drafts are sampled like tokens, with the request's parameters and its noise (jaxengine.sampling.verification): a draft
-model that is sure of the same tokens proposes them at any temperature. This module knows no requests.
+model that is sure of the same tokens proposes them at any temperature. Requests do not occur in this module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Token pooling: the rows that a pooling model gives for each token of a prompt, for requests that ask for them.
 
-They are an epilogue of their own, which runs in steps with such requests only.
+A separate epilogue computes them. It runs only in steps with such requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Alignment: where the tokens of a prompt are said in its sound, computed by a pass that no other request pays for."""
+"""Alignment: where the tokens of a prompt are said in its sound. A separate pass computes it, for requests that need
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rules of a transcript's tokens, applied to logits inside samplers: no blank transcript, and timestamps in order.
 
-A timestamp is a token, and with timestamps a transcript is a sequence of segments between two of them. So timestamps
-come in pairs, except at the end; they never decrease; the first token is one; and where timestamps together are
+A timestamp is a token, and with timestamps a transcript is a sequence of segments between two of them. Timestamps
+therefore come in pairs, except at the end; they never decrease; the first token is one; and if timestamps together are
 likelier than any text token, one of them is chosen (Radford et al. 2022, arXiv:2212.04356, and its published code).
 """
 

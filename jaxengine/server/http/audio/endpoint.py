@@ -122,8 +122,8 @@ class _Transcript(Transcript):
 
     async def said(self) -> AsyncIterator[Said]:
         """Yield the transcript's segments, those of a window when its request is finished. A window begins where the
-        last complete segment of the one before ends; after _MOST_WINDOWS times as many windows as cover the sound, it
-        begins at the end of the one before.
+        last complete segment of the previous one ends; after _MOST_WINDOWS times as many windows as cover the sound, it
+        begins at the end of the previous one.
 
         Raises the errors of `last`.
         """

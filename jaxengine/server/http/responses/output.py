@@ -26,6 +26,7 @@ class ResponseWriter:
       response: its fields except status, output and usage.
       origins: for each function that the model may call, the tool of the request from which it was made.
       encrypted: add encrypted_content to reasoning items, from which `input.read_input` restores their text.
+
     Attributes:
       response: its current state.
       parts: all parser events of the answer so far.

@@ -91,7 +91,7 @@ def test_views_of_a_storage():
         (archive(b"\x80\x02" + b"K\x01" * 70_000 + b"."), "has an instruction that no tensor needs|damaged"),
         (archive(tensor(offset=1)), "reads past the end of storage 0"),
         (archive(tensor(strides=b"K\x04K\x01\x86")), "reads past the end of storage 0"),
-        (archive(tensor(), bytes(20)), "storage 0 has 20 bytes; 24 are said"),
+        (archive(tensor(), bytes(20)), "storage 0 has 20 bytes; the file says 24"),
         (archive(tensor(shape=b"M\xff\xffM\xff\xff\x86", strides=b"K\0K\0\x86")), "bytes; allowed: 1000"),
         (archive(tensor(), compressed=True), "must be stored as they are"),
         (archive(tensor(), order=b"big"), "must be little-endian"),
