@@ -9,6 +9,7 @@ _QWEN2 = ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qw
 # Field -> default -> values of model_type whose class has it. For fields whose default is the same in most families,
 # such as as many key/value heads as query heads; classes with latent attention, which has none, are left out.
 _DEFAULTS: dict[str, dict[int, tuple[str, ...]]] = {
+    "head_dim": {64: ("sarvam_moe",)},
     "num_key_value_heads": {
         2: (
             *("ernie4_5", "glm", "glm4", "glm4v_text", "internlm3", "paddleocr_vl_text", "qwen3_5_moe_text"),
@@ -17,7 +18,8 @@ _DEFAULTS: dict[str, dict[int, tuple[str, ...]]] = {
         4: (
             *("ernie4_5_moe", "ernie4_5_vl_moe_text", "flint", "gemma2", "gemma3_text", "gemma4_text"),
             *("gemma4_unified_text", "granite_swa", "kolibri1", "lara_mini", "lfm3", "mellum", "mimo_v2_flash"),
-            *("qwen3_5_text", "qwen3_moe", "smollm3", "vaultgemma"),
+            *("qwen2_5_omni_text", "qwen3_5_text", "qwen3_moe", "qwen3_omni_moe_text", "sarvam_moe", "smollm3"),
+            "vaultgemma",
         ),
         5: ("bitnet",),
         8: (

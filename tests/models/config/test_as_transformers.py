@@ -74,6 +74,7 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),
         ("llama4", {"attention_chunk_size": 8192}),
         ("mistral", {"sliding_window": 4096}),
+        ("bailing_moe", {"head_dim": 64}),
         ("qwen2", {**_WINDOWED, "max_window_layers": 0, "layer_types": None, "sliding_window": 4096}),
         ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         ("helium", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
@@ -89,7 +90,7 @@ def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
     ("name", "count"),
     [
         *((name, 2) for name in ("glm", "qwen3_next", "qwen3_5_moe_vision")),
-        *((name, 4) for name in ("gemma2", "qwen3_moe", "qwen3_5_vision")),
+        *((name, 4) for name in ("gemma2", "qwen3_moe", "qwen3_5_vision", "bailing_moe")),
         *((name, 8) for name in ("mistral", "mixtral", "qwen2_5_vl_vision", "glm4v_moe_vision")),
         ("qwen3_vl_vision", 32),
     ],

@@ -21,6 +21,7 @@ from jaxengine.models.params.source import StackedExperts
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import check_source, load_params
+from jaxengine.models.weights.views.further_experts import FurtherExpertsSource
 from jaxengine.models.weights.views.stacked import FP4, StackedSource, mxfp4_values, of_shapes
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.weights.test_load import ArraySource
@@ -271,6 +272,22 @@ def test_stacks_of_other_shapes(tmp_path, name, values, message):
     save_file({f"{PREFIX}.{name}": values}, tmp_path / "model.safetensors")
     with pytest.raises(ModelFileError, match=message):
         StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(out_first=False), EXPERTS)
+
+
+def test_an_expert_that_is_there_twice():
+    """Alone and in a stack, in either order, in two stacks, or under two numbers."""
+    both, gate = np.zeros((EXPERTS, 2 * FFN, SIZE), np.float32), np.zeros((EXPERTS, FFN, SIZE), np.float32)
+    tensors = {f"{PREFIX}.gate_up_proj": both, f"{PREFIX}.1.gate_proj.weight": gate[0], f"{PREFIX}.gate_proj": gate}
+    for names in ((0, 1), (1, 0), (0, 2), (2, 1)):
+        held = {name: tensors[name] for name in (list(tensors)[each] for each in names)}
+        with pytest.raises(ModelFileError, match=r"stands for .*\.gate_proj.weight, as does another tensor"):
+            StackedSource(ArraySource(held), StackedExperts(), EXPERTS)
+    further = {
+        f"{PREFIX}.{EXPERTS}.up_proj.weight": gate[0],
+        PREFIX.replace("experts", "image.0.up_proj.weight"): gate[0],
+    }
+    with pytest.raises(ModelFileError, match=r"stands for .*\.image.0.up_proj.weight, as does"):
+        FurtherExpertsSource(ArraySource(further), "image", EXPERTS)
 
 
 def test_mxfp4_of_another_kind(tmp_path):
