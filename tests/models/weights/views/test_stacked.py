@@ -17,11 +17,12 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import StackedExperts
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import check_source, load_params
 from jaxengine.models.weights.views.further_experts import FurtherExpertsSource
+from jaxengine.models.weights.views.joined_rows import JoinedRowsSource
 from jaxengine.models.weights.views.stacked import FP4, StackedSource, mxfp4_values, of_shapes
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.weights.test_load import ArraySource
@@ -288,6 +289,27 @@ def test_an_expert_that_is_there_twice():
     }
     with pytest.raises(ModelFileError, match=r"stands for .*\.image.0.up_proj.weight, as does"):
         FurtherExpertsSource(ArraySource(further), "image", EXPERTS)
+
+
+def test_joined_rows_that_do_not_fit():
+    names = CheckpointNames(joined={".conv.weight": (".q_conv.weight", ".k_conv.weight")})
+    shapes = {"a.q_conv.weight": (4, 3), "a.k_conv.weight": (2, 3)}
+    rows = np.arange(18, dtype=np.float32).reshape(6, 3)
+    fits = JoinedRowsSource(ArraySource({"a.conv.weight": rows, "b.conv.weight": rows}), names, shapes)
+    assert {name: fits.shape(name) for name in fits.names()} == shapes | {"b.conv.weight": (6, 3)}
+    np.testing.assert_array_equal(fits.read("a.k_conv.weight", slice(1, 2), slice(0, 2)), rows[5:, :2])
+    for held, message in (
+        ({"a.conv.weight": rows[:5]}, "must have the 6 rows of a.q_conv.weight, a.k_conv.weight, got shape"),
+        ({"a.k_conv.weight": rows[:2], "a.conv.weight": rows}, "stands for a.k_conv.weight, as does another tensor"),
+    ):
+        with pytest.raises(ModelFileError, match=message):
+            JoinedRowsSource(ArraySource(held), names, shapes)
+
+
+def test_an_expert_of_more_digits_than_numbers_have():
+    name = f"{PREFIX}.{'9' * 5000}.up_proj.weight"
+    held = {name: np.zeros((FFN, SIZE), np.float32)}
+    assert list(FurtherExpertsSource(ArraySource(held), "image", EXPERTS).names()) == [name]
 
 
 def test_mxfp4_of_another_kind(tmp_path):
