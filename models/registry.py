@@ -130,16 +130,25 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_base(names))
     if isinstance(stored, Mapping) and fields.has("expert_dtype"):  # as DeepSeek-V4 has it
         stored = {"expert_dtype": fields.text("expert_dtype"), **stored}
-    quantization = read_quantization(stored, prefixes, names.suffixes)
+    quantization = read_quantization(stored, prefixes, names.suffixes, names.parts)
     if quantization is not None and names.plain:
         quantization = replace(quantization, listed=(*quantization.listed, *names.plain))
-    shape = model.read_hf(fields.with_defaults(**left_out(hf_architecture(fields))))
+    shape = _with_ids_of_tokens(model.read_hf(fields.with_defaults(**left_out(hf_architecture(fields)))))
     if pooler is not None and sees_all(fields):
         shape["attention"] = _seeing_all(fields, shape["attention"])
     config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
     if pooler is None and not config.is_causal:
         raise fields.fail("use_bidirectional_attention", "false or absent for a model that generates")
     return config
+
+
+def _with_ids_of_tokens(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of ModelConfig without ids at or above vocab_size among bos_token_id and eos_token_ids: no token
+    has them, and transformers accepts them.
+    """
+    size, bos = shape["vocab_size"], shape.get("bos_token_id")
+    ends = tuple(end for end in shape.get("eos_token_ids", ()) if end < size)
+    return {**shape, "bos_token_id": bos if bos is not None and bos < size else None, "eos_token_ids": ends}
 
 
 def sees_all(fields: ConfigFields) -> bool:

@@ -428,16 +428,14 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     adds.
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
-    the tokenizer is; without a file nothing is added. path: of the model. Raises ModelFileError for an invalid file,
-    and for ids beyond the vocabulary.
+    the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out.
+    path: of the model. Raises ModelFileError for an invalid file.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path
     fields = ConfigFields(read_object(folder, GENERATION) or {})
     try:
-        ends = fields.token_ids("eos_token_id")
-        if any(end >= model.vocab_size for end in ends):
-            raise fields.fail("eos_token_id", f"token ids below vocab_size, {model.vocab_size}")
+        ends = [end for end in fields.token_ids("eos_token_id") if end < model.vocab_size]
         tower = None if model.tower is None else model.tower.with_generation(fields)
     except ModelConfigError as error:
         raise ModelFileError(folder / GENERATION, str(error)) from error

@@ -238,16 +238,15 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
 
 
 def turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
-    """Return eos_token_id of the folder's generation_config.json as a tuple of ids; () if it is absent. Raises
-    ModelFileError for ids outside the vocabulary, and for more than MAX_TURN_ENDS.
+    """Return eos_token_id of the folder's generation_config.json as a tuple of ids, without those that the vocabulary
+    lacks; () if it is absent. Raises ModelFileError for values that are not ids, and for more than MAX_TURN_ENDS.
     """
     value = (read_object(folder, GENERATION) or {}).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    size = tokenizer.get_vocab_size(with_added_tokens=True)
-    if len(ids) > MAX_TURN_ENDS or not all(type(number) is int and 0 <= number < size for number in ids):
-        text = f"must be token ids below {size}, at most {MAX_TURN_ENDS}, got {repr(value)[:100]}"
+    if len(ids) > MAX_TURN_ENDS or not all(type(number) is int and number >= 0 for number in ids):
+        text = f"must be token ids >= 0, at most {MAX_TURN_ENDS}, got {repr(value)[:100]}"
         raise ModelFileError(folder / GENERATION, text, "eos_token_id")
-    return tuple(ids)
+    return tuple(number for number in ids if number < tokenizer.get_vocab_size(with_added_tokens=True))
 
 
 def own_template(folder: Path) -> str | None:

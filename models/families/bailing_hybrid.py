@@ -18,13 +18,13 @@ from jaxengine.models.config.readers.hf import FULL
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.families.kimi_linear import CONVS, LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds
+from jaxengine.models.families.kimi_linear import LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.experts.moe import ExpertNames
-from jaxengine.models.layers.states.delta_net import APART, GatedDeltaNet
+from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
@@ -73,9 +73,14 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
         suffixes=tuple((f".attention.dense.{part}", f".attention.o_proj.{part}") for part in ("weight", "bias")),
-        squeezed=CONVS,
+        squeezed=(*CONVS, *JOINED),
         raveled=(".A_log",),
-        parts=((".self_attn.forget_gate.", ".attention."), (".self_attn.", ".attention.")),
+        joined=JOINED,
+        parts=(
+            (".self_attn.forget_gate.", ".attention."),
+            (".self_attn.", ".attention."),
+            (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
+        ),
     )
     experts_module: ClassVar[tuple[str, ExpertNames]] = (
         f"{LAYER}.mlp",

@@ -30,7 +30,7 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import ExpertNames, GivenExperts, MixtureOfExperts
 from jaxengine.models.layers.hyper_connections import HyperConnection, JoinedStreams
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 # transformers' defaults for fields that a file lacks.
@@ -49,8 +49,19 @@ DEFAULTS: dict[str, Any] = {
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _RATES = {SPARSE: 4, HEAVY: 128}
 _HASHED, _ROUTED = "hash_moe", "moe"
-# Modules as transformers names them -> as published checkpoints do.
+# Modules and tensors as transformers names them -> as published checkpoints do.
 _PARTS = (
+    (".self_attn.compressor.indexer.kv_norm", ".attn.indexer.compressor.norm"),
+    (".self_attn.compressor.indexer.position_bias", ".attn.indexer.compressor.ape"),
+    (".self_attn.compressor.kv_norm", ".attn.compressor.norm"),
+    (".self_attn.compressor.position_bias", ".attn.compressor.ape"),
+    (".self_attn.q_a_norm", ".attn.q_norm"),
+    (".self_attn.kv_norm", ".attn.kv_norm"),
+    (".self_attn.sinks", ".attn.attn_sink"),
+    (".input_layernorm", ".attn_norm"),
+    (".post_attention_layernorm", ".ffn_norm"),
+    (".attn_hc.", ".hc_attn_"),
+    (".ffn_hc.", ".hc_ffn_"),
     (".self_attn.compressor.indexer.scorer.weights_proj", ".attn.indexer.weights_proj"),
     (".self_attn.compressor.indexer.q_b_proj", ".attn.indexer.wq_b"),
     (".self_attn.compressor.indexer.kv_proj", ".attn.indexer.compressor.wkv"),
@@ -63,6 +74,7 @@ _PARTS = (
     (".mlp.shared_experts.gate_proj", ".ffn.shared_experts.w1"),
     (".mlp.shared_experts.up_proj", ".ffn.shared_experts.w3"),
     (".mlp.shared_experts.down_proj", ".ffn.shared_experts.w2"),
+    (".mlp.gate.e_score_correction_bias", ".ffn.gate.bias"),
     (".mlp.", ".ffn."),
 )
 NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="gate.bias")
@@ -128,10 +140,12 @@ class DeepseekV4ForCausalLM(Decoder):
         ),
         suffixes=(
             (".attn.norm.weight", ".attn.kv_norm.weight"),  # transformers' name
+            *((f".{each}_hc.scale", f".hc_{each}_scale") for each in ("attn", "ffn")),
             (".scale", ".weight_scale_inv"),
         ),
         plain=("compressor.wkv", "compressor.wgate"),
         unused=("mtp.", "model.mtp."),
+        stacked_experts=StackedExperts(modules=(NAMES.gate, NAMES.up, NAMES.down)),
         parts=_PARTS,
     )
 

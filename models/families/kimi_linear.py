@@ -19,12 +19,11 @@ from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.states.delta_net import APART, GatedDeltaNet
+from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
 from jaxengine.models.params.declare import Source
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 LINEAR = "linear_attention"
-CONVS = tuple(f".{name}.weight" for name in APART.convs)
 # Kimi's names of fields -> DeepSeek-V3's names.
 SPELLED = {
     "model_max_length": "max_position_embeddings",
@@ -47,10 +46,12 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
             (f".block_sparse_moe.{name}.weight", f".mlp.{name}.weight")
             for name in ("gate_proj", "up_proj", "down_proj")
         ),
-        squeezed=CONVS,
+        squeezed=(*CONVS, *JOINED),
         raveled=(".A_log",),
+        stacked_experts=StackedExperts(modules=("w1", "w3", "w2")),
+        joined=JOINED,
         parts=(
-            (".self_attn.forget_gate.f_", ".self_attn.f_"),
+            *((f".self_attn.forget_gate.{name}", f".self_attn.{name}") for name in ("f_", "dt_bias", "A_log")),
             *((f".mlp.{name}.", f".block_sparse_moe.{name}.") for name in ("experts", "gate", "shared_experts")),
         ),
     )

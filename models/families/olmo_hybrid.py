@@ -15,7 +15,7 @@ from jaxengine.models.config.readers.hf import FULL, hf_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
-from jaxengine.models.layers.states.delta_net import APART, GatedDeltaNet
+from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
@@ -33,7 +33,8 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
             (".attention_layer_norm.weight", ".input_layernorm.weight"),
             (".feedforward_layer_norm.weight", ".post_attention_layernorm.weight"),
         ),
-        squeezed=tuple(f".{name}.weight" for name in APART.convs),
+        squeezed=(*CONVS, *JOINED),
+        joined=JOINED,
     )
 
     @classmethod

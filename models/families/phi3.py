@@ -30,8 +30,11 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
         kind = rope.text("rope_type", None) or rope.text("type", "default")
-        if kind not in ("default", "longrope", "su"):  # transformers takes "yarn" of old files for longrope
-            raise ModelConfigError(f"rope_type of Phi-3 must be default, longrope or su, got {kind!r}")
+        if kind not in ("default", "longrope", "su", "yarn"):
+            raise ModelConfigError(f"rope_type of Phi-3 must be default, longrope, su or yarn, got {kind!r}")
+        if kind == "yarn":  # as old files call longrope, also in transformers
+            longrope = {**rope.raw, "rope_type": "longrope"}
+            fields = ConfigFields({**fields.raw, "rope_parameters": longrope, "rope_scaling": None})
         fields = fields.with_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
         return hf_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
 

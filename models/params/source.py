@@ -63,6 +63,8 @@ class CheckpointNames(NamedTuple):
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       parts: pairs of a part of names that other versions of transformers write, and the model's replacement. The first
         match counts; a name that has the replacement already is not changed.
+      joined: ends of the names of tensors that other versions of transformers join to one along their rows -> those of
+        its parts, in order (see jaxengine.models.weights.views.joined_rows).
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -82,6 +84,7 @@ class CheckpointNames(NamedTuple):
     further_experts: str = ""
     plain: tuple[str, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     @property
     def base(self) -> str:
@@ -90,6 +93,11 @@ class CheckpointNames(NamedTuple):
         """
         firsts = {old.partition(".")[0] for old, new in self.prefixes if new.startswith(MODEL)}
         return f"{firsts.pop()}." if len(firsts) == 1 else MODEL
+
+    def parts_of_rows(self, name: str) -> list[str]:
+        """Return the names of the tensors whose rows a tensor with the model's name `name` joins; [] for others."""
+        stems = {name.removesuffix(end): parts for end, parts in self.joined.items() if name.endswith(end)}
+        return [stem + part for stem, parts in stems.items() for part in parts]
 
     def is_unused(self, stored: str) -> bool:
         """Whether the checkpoint's tensor `stored` belongs to a part that is not read."""

@@ -56,11 +56,13 @@ def read_quantization(
     settings: Any,
     prefixes: tuple[tuple[str, str], ...] = (),
     suffixes: tuple[tuple[str, str], ...] = (),
+    parts: tuple[tuple[str, str], ...] = (),
 ) -> Quantization | None:
     """Return the Quantization that a checkpoint's quantization_config describes; None if `settings` is None.
 
     prefixes: pairs of a beginning of the checkpoint's names and the model's replacement. suffixes: such pairs for ends
-    of the names of its tensors. Raises ModelConfigError for an unsupported configuration.
+    of the names of its tensors. parts: such pairs for parts of names. Raises ModelConfigError for an unsupported
+    configuration.
     """
     if settings is None:
         return None
@@ -68,7 +70,7 @@ def read_quantization(
     if not isinstance(settings, Mapping) or not isinstance(method, str) or method not in METHODS:
         raise bad("quant_method", method, " or ".join(map(repr, METHODS)))
     modules = tuple((old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in suffixes)
-    return replace(METHODS[method](settings), prefixes=prefixes, suffixes=modules)
+    return replace(METHODS[method](settings), prefixes=prefixes, suffixes=modules, parts=parts)
 
 
 def rounded(name: str) -> Quantization:

@@ -32,6 +32,7 @@ from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.views.adapted import AdaptedSource
 from jaxengine.models.weights.views.expert_rows import ExpertRowsSource
 from jaxengine.models.weights.views.further_experts import FurtherExpertsSource
+from jaxengine.models.weights.views.joined_rows import JoinedRowsSource
 from jaxengine.models.weights.views.kv_scales import KV_SCALES
 from jaxengine.models.weights.views.parts import (
     Block,
@@ -120,7 +121,7 @@ def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool =
     names and shapes, and ValueError for a model that reads some rows of a tensor twice or not at all.
     """
     whole = _whole(model_abstract)
-    held = _of_model(model_abstract, source)
+    held = _of_model(whole, source)
     source = QuantizedSource(held, declared_params(whole), whole.build.scheme, partial=partial)
     return source, _check_names(whole, source, partial)
 
@@ -193,10 +194,14 @@ def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> 
 
 def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
     """Return a view of a checkpoint under the model's names, with a tensor for each expert. Raises ModelFileError for
-    two tensors with one name, constants of another value, and stacks of experts or adapters that do not fit.
+    two tensors with one name, constants of another value, and joined rows, stacks of experts or adapters that do not
+    fit.
     """
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
+    if names.joined and any(map(names.parts_of_rows, source.names())):  # seldom, and a model has many parameters
+        tensors = ((param, tensor) for param in declared_params(model) for tensor in param.decl.sources)
+        source = JoinedRowsSource(source, names, {each.name: param.source_shape(each) for param, each in tensors})
     if (experts := model.config.experts) is None:
         return source
     if names.further_experts:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.quantization.base.online import Rounded
 from jaxengine.models.quantization.base.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
 from jaxengine.models.weights.assembly import Assembly, is_plain
@@ -160,7 +160,7 @@ class _Stream:
         that no weight needs is released. Faults are recorded, not raised.
         """
         name = self._names.renamed(stored)
-        tensors = _stands_for(name, self._groups, self._names.stacked_experts)
+        tensors = _stands_for(name, self._groups, self._names)
         of_tied = self._chunk_bytes is not None and name in (EMBEDDING, HEAD) and HEAD not in self._groups
         if of_tied and self._stages[0][0].config.pooler is None:
             self._digests[name] = _digest(ArraySource({stored: array}), stored, self._chunk_bytes)
@@ -197,8 +197,8 @@ class _Stream:
         complete. Raises ModelFileError for a tensor of a wrong shape or dtype.
         """
         assert self._chunk_bytes is not None
-        names, stacked = map(self._names.renamed, group.held), self._names.stacked_experts
-        come = set().union(*(_stands_for(name, self._groups, stacked) for name in names))
+        names = map(self._names.renamed, group.held)
+        come = set().union(*(_stands_for(name, self._groups, self._names) for name in names))
         source = FiniteSource(ArraySource(group.held))
         for index, param in group.params:
             model, mesh = self._stages[index]
@@ -301,14 +301,16 @@ def _layer_of(name: str) -> str:
     return f"{layer}{_EXPERTS}" if found else ""
 
 
-def _stands_for(name: str, groups: dict[str, _Group], stacked: StackedExperts) -> set[str]:
-    """Return the tensors of a group that the tensor `name` represents: itself, or those of all experts that it
-    contains; an empty set if no group has it.
+def _stands_for(name: str, groups: dict[str, _Group], names: CheckpointNames) -> set[str]:
+    """Return the tensors of a group that the tensor `name` represents: itself, those whose rows it joins, or those of
+    all experts that it contains; an empty set if no group has it.
     """
     if name in groups:
         return {name} if not name.endswith(_EXPERTS) else set()
+    if parts := [part for part in names.parts_of_rows(name) if part in groups]:
+        return {*parts}
     layer, stem, kind = split_stack(name) or ("", "", "")
     if layer not in groups or kind not in ("", BIAS):
         return set()
-    ends = tuple(f".{module}.{'bias' if kind else 'weight'}" for module in modules_in(stem, stacked))
+    ends = tuple(f".{module}.{'bias' if kind else 'weight'}" for module in modules_in(stem, names.stacked_experts))
     return {key for key, group in groups.items() if _layer_of(key) == layer and key.endswith(ends)}

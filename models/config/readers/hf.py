@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.readers.class_defaults import with_class_defaults
 from jaxengine.models.config.readers.mistral import PARAMS_FILE, config_of_params
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.params.errors import ModelFileError
@@ -65,9 +66,9 @@ def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str,
 
 
 def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config.json as transformers 5 reads it, for every family: with one description of rope, and
-    with its names of the kinds in `layer_types`. Nested configurations, such as text_config, are treated in the same
-    way.
+    """Return a copy of a config.json as transformers 5 reads it, for every family: with one description of rope, with
+    its names of the kinds in `layer_types`, and with its classes' defaults (`with_class_defaults`). Nested
+    configurations, such as text_config, are treated in the same way.
 
     If both `rope_scaling` and `rope_parameters` are present, the former replaces the latter, as in transformers 5.
     Such files result from applying the YaRN recipe of model cards in a folder that transformers 5 wrote. A warning is
@@ -86,7 +87,7 @@ def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
     kinds = raw.get("layer_types")
     if isinstance(kinds, list):
         raw = {**raw, "layer_types": [_OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]}
-    return _merge_ropes(raw)
+    return _merge_ropes(with_class_defaults(raw))
 
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:

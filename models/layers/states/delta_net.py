@@ -48,6 +48,9 @@ class DeltaNames(NamedTuple):
 QWEN_NAMES = DeltaNames()
 # Names in checkpoints with separate modules of q, k and v.
 APART = DeltaNames(convs=("q_conv1d", "k_conv1d", "v_conv1d"), norm="o_norm", out="o_proj")
+# Ends of the names of their convolutions, and of the one that transformers 5 has in memory instead.
+CONVS = tuple(f".{name}.weight" for name in APART.convs)
+JOINED = {f".{name}.weight": CONVS for name in QWEN_NAMES.convs}
 
 
 def l2_normalized(x: jax.Array) -> jax.Array:

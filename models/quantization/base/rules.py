@@ -27,7 +27,13 @@ _MAX_NAME, _MAX_NAMES = 512, 1 << 16
 _PLAIN = Plain()
 # Characters of regular expressions that wildcards do not have.
 _REGULAR = re.compile(r"[\\(|^$+]")
-_EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj$")
+_EXPERT = re.compile(r"(\.experts)\.\d+\.(gate_proj|up_proj|down_proj|w[123])$")
+# An expert's module -> the stacks of all experts that may have it.
+_STACKS = {
+    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", "gate_proj")),
+    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", "up_proj")),
+    **dict.fromkeys(("down_proj", "w2"), ("down_proj",)),
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Quantization:
       with_heads: whether LINEAR includes HEADS.
       with_tables: whether the rules apply to token tables, too, which then stay quantised.
       prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
-      suffixes: such pairs for ends of the names of the checkpoint's modules.
+      suffixes: such pairs for ends of the names of the checkpoint's modules. parts: such pairs for parts of names.
       kv_dtype: dtype of keys and values for which the checkpoint has scales; None if it has none.
     """
 
@@ -58,18 +64,20 @@ class Quantization:
     with_tables: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
     kv_dtype: str | None = None
 
     def __call__(self, module: str) -> Scheme:
         return _chosen(self, module.replace("{expert}", "0"))
 
     def names_of(self, module: str) -> list[str]:
-        """Return the names that the checkpoint may have for `module` of the model: this name, and those with prefixes
-        and suffixes changed back; for an expert's module also the name of the stack of all experts.
+        """Return the names that the checkpoint may have for `module` of the model: this name, and those with prefixes,
+        parts and suffixes changed back; for an expert's module also the name of the stack of all experts.
         """
         whole = f"{module}."  # a prefix may be all of a module's name
-        renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
-        names = [module, *(name.removesuffix(".") for name in renamed)]
+        renamed = [whole, *(old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new))]
+        renamed += [name.replace(new, old) for name in renamed for old, new in self.parts if new in name]
+        names = [name.removesuffix(".") for name in renamed]
         names += [stack for name in names for stack in _stacks(name)]
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
         return names + [name.removesuffix(new) + old for name, old, new in ends]
@@ -81,8 +89,7 @@ def _stacks(module: str) -> list[str]:
     """
     if (expert := _EXPERT.search(module)) is None:
         return []
-    parts = ("down",) if expert[2] == "down" else ("gate_up", expert[2])
-    return [f"{module[: expert.start()]}{expert[1]}.{part}_proj" for part in parts]
+    return [f"{module[: expert.start()]}{expert[1]}.{stack}" for stack in _STACKS[expert[2]]]
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ class StackedSource(WrappedSource):
     scheme: storage of modules, for a model that stays quantised: MXFP4 is then returned undecoded, as
     experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] instead of .weight, and the same for gate_proj and
     up_proj; None to decode it. num_routed: number of experts with those that have no weights, for which transformers
-    writes some; None if there are none. Raises ModelFileError for stacks of other shapes than these experts have, and
-    of other kinds.
+    writes some; None if there are none. Raises ModelFileError for stacks of other shapes than these experts have and of
+    other kinds, and for an expert's tensor that the checkpoint has twice, alone and in a stack or in two stacks.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StackedSource(WrappedSource):
         self._last: tuple[tuple, np.ndarray] | None = None
         for name in source.names():
             if (parts := split_stack(name)) is None:
-                self._parts[name] = None
+                self._put(name, None, name)
             elif not name.endswith(SCALES):
                 self._add(name, *parts)
 
@@ -183,10 +183,18 @@ class StackedSource(WrappedSource):
                 part = _Part(name.removesuffix(BLOCKS), kind, expert, first, step, (rows, *inner))
                 tensor = f"{prefix}.{expert}.{module}"
                 if kind == BLOCKS and self._scheme is not None:
-                    self._parts[f"{tensor}.blocks"] = part._replace(shape=(rows, inner[0] // 2))
-                    self._parts[f"{tensor}.scales"] = part._replace(kind=SCALES, shape=(rows, inner[0] // 32))
+                    self._put(f"{tensor}.blocks", part._replace(shape=(rows, inner[0] // 2)), name)
+                    self._put(f"{tensor}.scales", part._replace(kind=SCALES, shape=(rows, inner[0] // 32)), name)
                 else:
-                    self._parts[f"{tensor}.{called}"] = part
+                    self._put(f"{tensor}.{called}", part, name)
+
+    def _put(self, tensor: str, part: _Part | None, stored: str) -> None:
+        """Store where `tensor` is read: a part of a stack, or None for itself. stored: the checkpoint's name, for the
+        ModelFileError that is raised if another one of its tensors stands for `tensor` too.
+        """
+        if tensor in self._parts:
+            raise ModelFileError(self.path, f"stands for {tensor}, as does another tensor", stored)
+        self._parts[tensor] = part
 
     def _matrix(self, stack: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape [out, in] of one expert, given the shape [E, ...] of a stack of matrices or of scales of

@@ -85,7 +85,9 @@ def test_ends_of_generation_config_are_the_models(tmp_path):
     assert ends(generation_config=str(other)) == (*own, 11)
     (other / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     assert ends(generation_config=str(other)) == own
-    for wrong in ([7, 1 << 20], True, "7", [-1]):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1 << 20]}))
+    assert ends() == (*own, 7)  # no token has the other
+    for wrong in (True, "7", [-1]):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(ModelFileError, match="generation_config.json: eos_token_id must be"):
             ends(skip_tokenizer_init=True)

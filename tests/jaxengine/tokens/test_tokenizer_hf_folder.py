@@ -61,7 +61,7 @@ def test_roles_from_the_older_map(folder):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
-@pytest.mark.parametrize(("value", "expected"), [(7, (2, 7)), ([7, 2, 9], (2, 7, 9)), (None, (2,))])
+@pytest.mark.parametrize(("value", "expected"), [(7, (2, 7)), ([7, 2, 9], (2, 7, 9)), ([7, 600], (2, 7)), (None, (2,))])
 def test_further_ends_from_generation_config(folder, value, expected):
     tokenizer = Tokenizer.from_hf_folder(folder({"generation_config.json": {"eos_token_id": value}}))
     assert tokenizer.eos_token_ids == expected
@@ -127,8 +127,8 @@ def test_chat_templates(folder):
         ),
         ({"tokenizer_config.json": {"chat_template": 3}}, "text or a list of named texts"),
         ({"tokenizer_config.json": {"chat_template": [{"name": "default"}]}}, "text or a list of named texts"),
-        ({"generation_config.json": {"eos_token_id": [2, 600]}}, "must be token ids below 600"),
-        ({"generation_config.json": {"eos_token_id": True}}, "must be token ids below 600"),
+        ({"generation_config.json": {"eos_token_id": [2, -600]}}, "must be token ids >= 0"),
+        ({"generation_config.json": {"eos_token_id": True}}, "must be token ids >= 0"),
     ],
 )
 def test_files_that_are_refused(folder, files, message):

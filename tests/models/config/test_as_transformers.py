@@ -35,7 +35,7 @@ _WINDOWED = {"use_sliding_window": True}
 _AXIAL = dict.fromkeys(("glm_ocr_vision", "paddleocr_vl_vision", "qwen2_vl_vision", "pixtral_vision"), "rope_theta")
 _AXIAL |= {"gemma4_pictures_vision": "theta"}
 _LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
-_KEPT = _WINDOWED | _LINEAR  # what is not left out
+_KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # what is not left out
 
 
 @each_row(
@@ -73,6 +73,9 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("cohere_compass", {"layer_norm_eps": 1e-5, "logit_scale": 1.0, "sliding_window": 4096}),
         ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),
         ("llama4", {"attention_chunk_size": 8192}),
+        ("mistral", {"sliding_window": 4096}),
+        ("bailing_moe", {"head_dim": 64}),
+        ("qwen2", {**_WINDOWED, "max_window_layers": 0, "layer_types": None, "sliding_window": 4096}),
         ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         ("helium", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
         ("cwm", {**_LINEAR, "rope_theta": 1e6}),
@@ -81,6 +84,26 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
 def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
     kept = {key: value for key, value in defaults.items() if _KEPT.get(key) == value}
     assert read_hf(recorded(name, **dict.fromkeys(defaults, ABSENT) | kept)) == read_hf(recorded(name, **defaults))
+
+
+@each_row(
+    ("name", "count"),
+    [
+        *((name, 2) for name in ("glm", "qwen3_next", "qwen3_5_moe_vision")),
+        *((name, 4) for name in ("gemma2", "qwen3_moe", "qwen3_5_vision", "bailing_moe")),
+        *((name, 8) for name in ("mistral", "mixtral", "qwen2_5_vl_vision", "glm4v_moe_vision")),
+        ("qwen3_vl_vision", 32),
+    ],
+)
+def test_key_value_heads_of_the_class_in_transformers(name, count):
+    """A file without them; null is as many as query heads."""
+    raw, found = recorded(name), []
+    for more in ({"num_key_value_heads": count}, {}, {"num_key_value_heads": None}):
+        text = {"head_dim": 16, **raw.get("text_config", raw), "num_attention_heads": 2 * count}
+        text = {key: value for key, value in text.items() if key != "num_key_value_heads"} | more
+        config = read_hf({**raw, "text_config": text} if "text_config" in raw else text)
+        found.append(config.attention[-1].num_kv_heads)
+    assert found == [count, count, 2 * count]
 
 
 @each_row(

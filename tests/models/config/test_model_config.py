@@ -76,6 +76,16 @@ def test_phi3():
     nested = {"rope_theta": 500000.0, "rope_type": "default", "partial_rotary_factor": 0.75}
     assert read_hf({**PHI3, "rope_parameters": nested, "sliding_window": 7}) == config
     assert read_hf(PHI3).attention == (LayerAttention(4, 2, 16, Rope(16, 500000.0)),) * 3
+    # transformers takes "yarn" of old files for longrope.
+    longrope = {"factor": 4.0, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+    yarn, same = ({**PHI3, "rope_scaling": {**longrope, "type": kind}} for kind in ("yarn", "longrope"))
+    assert read_hf(yarn) == read_hf(same) != read_hf(PHI3)
+
+
+def test_ids_that_no_token_has_are_left_out():
+    config = read_hf({**LLAMA, "bos_token_id": 256, "eos_token_id": [2, 256, 5, 128256]})
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (2, 5))
+    assert read_hf({**LLAMA, "eos_token_id": 256}).eos_token_ids == ()
 
 
 def test_gemma2():
@@ -191,7 +201,6 @@ BAD = {
     ),
     "rope factors swapped": ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.5}}, "high_freq_factor must be"),
     "rope per layer type": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one mapping for all layers"),
-    "eos outside": ({"eos_token_id": 256}, "token ids must lie in"),
     "eos bool": ({"eos_token_id": [True]}, "eos_token_id must be a token id"),
 }
 
@@ -212,7 +221,8 @@ def test_unusable_config(changes, message):
             {**QWEN3, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention"] * 3},
             "layer_types must be a list of 3 of full_attention, sliding_attention",
         ),
-        ({**PHI3, "rope_scaling": {"type": "yarn"}}, "rope_type of Phi-3 must be default, longrope or su, got 'yarn'"),
+        ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "long_factor is missing from the model conf"),
+        ({**PHI3, "rope_scaling": {"type": "linear"}}, "rope_type of Phi-3 must be default, longrope, su or yarn, got"),
         ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number > 0 and <= 1, got 1.5"),
         ({**PHI3, "partial_rotary_factor": 0.7}, "rotary_dim, head_dim or a part of it, must be even.*got 11"),
         ({**GEMMA2, "hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),

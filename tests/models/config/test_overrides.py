@@ -139,7 +139,7 @@ def test_other_fields_are_as_in_the_file():
         ({"rope_scaling": YARN | {"facter": 4}}, "rope_scaling.facter"),
         ({"text_config": {"hidden_size": 4}}, "text_config.hidden_size"),
         ({"num_experts_per_tok": 2}, "num_experts_per_tok"),
-        ({"model_type": "qwen3"}, "model_type"),
+        ({"model_type": "llama"}, "model_type"),
     ],
 )
 def test_what_means_nothing_is_named(overrides, name):

@@ -143,6 +143,17 @@ def test_stacks_of_gate_and_of_up_are_chosen_by_their_own_names():
     assert kinds == ["Plain", "Plain", "Quantized", "Quantized", "Plain", "Quantized", "Quantized", "Plain"]
 
 
+def test_modules_are_chosen_by_their_names_in_transformers():
+    """Which transformers writes into the configuration of a folder whose tensors have the published names."""
+    raw = json.loads((FOLDER / "minimax_m2" / "config.json").read_text())
+    plain = ["model.layers.0.mlp.gate", "model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts"]
+    stored = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": plain}
+    chosen = read_hf(raw | {"quantization_config": stored}).quantization
+    parts = ["gate", *(f"experts.{{expert}}.{name}" for name in ("w1", "w2", "w3"))]
+    kinds = [type(chosen(f"model.layers.{n}.block_sparse_moe.{part}")).__name__ for n in (0, 1) for part in parts]
+    assert kinds == ["Plain", "Plain", "Quantized", "Plain", "Quantized", "Plain", "Plain", "Plain"]
+
+
 def test_experts_are_chosen_by_the_name_of_their_stack(tmp_path):
     """Granite 4 calls it otherwise than other families: its ignored matrices load as they are, the others by codes."""
     folder, experts = checkpoint("granite_hybrid"), "model.layers.{}.block_sparse_moe.{}_linear"

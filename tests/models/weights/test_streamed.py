@@ -71,6 +71,7 @@ FEW = [
     ("qwen3_5_moe_vision", None),
     ("mixtral_tied", None),
     ("deepseek_v3", None),
+    ("kimi_linear", None),
     ("step3p5", None),
 ]
 MORE = [
@@ -82,6 +83,7 @@ MORE = [
 STACKED = {
     "mixtral_tied": (".mlp.", ".block_sparse_moe.", ("w1", "w3", "w2")),
     "deepseek_v3": (".mlp.", ".mlp.", ("gate_proj", "up_proj", "down_proj")),
+    "kimi_linear": (".mlp.", ".block_sparse_moe.", ("w1", "w3", "w2")),
 }
 
 
@@ -117,7 +119,8 @@ def assert_loaded(model: str, scheme: str | None) -> None:
 
 
 def in_memory(tensors: dict[str, np.ndarray], layer: str, own: str, modules: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Return tensors per expert as transformers 5 has them in memory: a stack of gate and up, one of down.
+    """Return tensors per expert as transformers 5 has them in memory: a stack of gate and up, one of down. Convolutions
+    of queries, keys and values are one.
 
     layer, own: its name of the part of a layer with the experts, and the checkpoint's. modules: gate, up and down.
     """
@@ -127,6 +130,8 @@ def in_memory(tensors: dict[str, np.ndarray], layer: str, own: str, modules: tup
         parts = [np.stack([tensors[f"{experts}.{each}.{part}.weight"] for each in range(count)]) for part in modules]
         made[f"{experts}.gate_up_proj".replace(own, layer)] = np.concatenate(parts[:2], axis=1)
         made[f"{experts}.down_proj".replace(own, layer)] = parts[2]
+    for name in [name for name in made if ".q_conv1d." in name]:
+        made[name.replace(".q_", ".")] = np.concatenate([made.pop(name.replace(".q_", f".{part}_")) for part in "qkv"])
     return made
 
 

@@ -17,10 +17,12 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import StackedExperts
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import check_source, load_params
+from jaxengine.models.weights.views.further_experts import FurtherExpertsSource
+from jaxengine.models.weights.views.joined_rows import JoinedRowsSource
 from jaxengine.models.weights.views.stacked import FP4, StackedSource, mxfp4_values, of_shapes
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.weights.test_load import ArraySource
@@ -129,12 +131,44 @@ def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
 # Checkpoint with tensors per expert -> how transformers 5 calls some of its modules in memory.
 IN_MEMORY = {
     "axk1": {"layers.1.mlp.post_mlp_layernorm": "layers.1.post_mlp_layernorm"},
+    "bailing_hybrid": {
+        ".self_attn.o_proj": ".attention.dense",
+        **{f".self_attn.forget_gate.{each}": f".attention.{each}" for each in ("f_proj", "dt_bias", "A_log")},
+        ".self_attn.": ".attention.",
+        ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
+    },
     "deepseek_v3": {},
+    "deepseek_v4": {
+        ".compressor.indexer.": ".indexer.compressor.",
+        ".compressor.indexer.scorer.weights_proj": ".indexer.weights_proj",
+        ".compressor.indexer.q_b_proj": ".indexer.wq_b",
+        **{f".{name}_proj.": f".w{name}." for name in ("q_a", "q_b", "kv", "o_a", "o_b")},
+        ".gate_proj.": ".wgate.",
+        **{f".shared_experts.{theirs}_proj": f".shared_experts.w{n}" for n, theirs in ((1, "gate"), (2, "down"))},
+        ".shared_experts.up_proj": ".shared_experts.w3",
+        ".q_a_norm.": ".q_norm.",
+        ".attn.kv_norm.": ".attn.norm.",
+        "r.kv_norm.w": "r.norm.w",
+        ".position_bias": ".ape",
+        ".sinks": ".attn_sink",
+        ".input_layernorm.": ".attn_norm.",
+        ".post_attention_layernorm.": ".ffn_norm.",
+        ".attn_hc.": ".hc_attn_",
+        ".ffn_hc.": ".hc_ffn_",
+        ".e_score_correction_bias": ".bias",
+        ".self_attn.": ".attn.",
+        ".mlp.": ".ffn.",
+        "lm_head.weight": "head.weight",
+    },
     "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
     "exaone_moe": {".mlp.gate.e_score": ".mlp.e_score"},
     "hy_v3": {".mlp.gate.w": ".mlp.router.gate.w", ".mlp.e_score_correction_": ".mlp.expert_", "_experts": "_mlp"},
     "jamba": {},
     "kolibri1": {"post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm"},
+    "kimi_linear": {
+        **{f".self_attn.forget_gate.{each}": f".self_attn.{each}" for each in ("f_a", "f_b", "dt_bias", "A_log")},
+        ".mlp.": ".block_sparse_moe.",
+    },
     "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", "shared_experts": "shared_expert"},
     "lfm2_moe": {},
     "longcat_flash": {},
@@ -142,6 +176,10 @@ IN_MEMORY = {
     "minimax_m2": {".mlp.": ".block_sparse_moe."},
     "mixtral_tied": {".mlp.": ".block_sparse_moe."},
     "nemotron_h_latent": {},
+    "olmo_hybrid": {
+        ".input_layernorm.": ".attention_layer_norm.",
+        ".post_attention_layernorm.": ".feedforward_layer_norm.",
+    },
     "phimoe": {".mlp.router.": ".block_sparse_moe.gate.", ".mlp.": ".block_sparse_moe."},
     "qwen3_moe_bias": {},
     "qwen3_next": {},
@@ -149,21 +187,26 @@ IN_MEMORY = {
 
 
 @each_row(("name", "renamed"), IN_MEMORY.items())
-def test_experts_are_loaded_as_transformers_holds_them_in_memory(name, renamed):
-    """As trainers send them: a stack for each layer, which no published checkpoint of these families has."""
+def test_tensors_are_loaded_as_transformers_holds_them_in_memory(name, renamed):
+    """As trainers send them: a stack of experts for each layer, which no published checkpoint of these families has,
+    and one convolution of queries, keys and values.
+    """
     folder = FIXTURES / "models" / name
     config = read_hf(json.loads((folder / "config.json").read_text()))
-    assert config.experts is not None
     shapes, stacked = json.loads((folder / "tensors.json").read_text())["shapes"], {}
     matrices = re.compile(r"(.*\.experts)\.0\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
     for tensor, shape in shapes.items():
         if (found := matrices.fullmatch(tensor)) is not None:
             joins = any(f"{found[1]}.0.{gate}.weight" in shapes for gate in ("w1", "gate_proj"))
+            assert config.experts is not None
             is_down = found[2] in ("w2", "down_proj")
             count = config.experts.num_experts if is_down else config.experts.num_routed
             part, rows = ("down_proj", 1) if is_down else ("gate_up_proj", 2) if joins else ("up_proj", 1)
             stacked[f"{found[1]}.{part}"] = count, rows * shape[0], shape[1]
-        elif ".experts." not in tensor or "e_score" in tensor:
+        elif ".q_conv1d." in tensor:
+            rows = sum(shapes[tensor.replace(".q_", f".{part}_")][0] for part in "qkv")
+            stacked[tensor.replace(".q_", ".")] = rows, *shape[1:]
+        elif (".experts." not in tensor or "e_score" in tensor) and "_conv1d." not in tensor:
             stacked[tensor] = shape
     for theirs, ours in renamed.items():
         assert any(ours in tensor for tensor in stacked)
@@ -230,6 +273,43 @@ def test_stacks_of_other_shapes(tmp_path, name, values, message):
     save_file({f"{PREFIX}.{name}": values}, tmp_path / "model.safetensors")
     with pytest.raises(ModelFileError, match=message):
         StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(out_first=False), EXPERTS)
+
+
+def test_an_expert_that_is_there_twice():
+    """Alone and in a stack, in either order, in two stacks, or under two numbers."""
+    both, gate = np.zeros((EXPERTS, 2 * FFN, SIZE), np.float32), np.zeros((EXPERTS, FFN, SIZE), np.float32)
+    tensors = {f"{PREFIX}.gate_up_proj": both, f"{PREFIX}.1.gate_proj.weight": gate[0], f"{PREFIX}.gate_proj": gate}
+    for names in ((0, 1), (1, 0), (0, 2), (2, 1)):
+        held = {name: tensors[name] for name in (list(tensors)[each] for each in names)}
+        with pytest.raises(ModelFileError, match=r"stands for .*\.gate_proj.weight, as does another tensor"):
+            StackedSource(ArraySource(held), StackedExperts(), EXPERTS)
+    further = {
+        f"{PREFIX}.{EXPERTS}.up_proj.weight": gate[0],
+        PREFIX.replace("experts", "image.0.up_proj.weight"): gate[0],
+    }
+    with pytest.raises(ModelFileError, match=r"stands for .*\.image.0.up_proj.weight, as does"):
+        FurtherExpertsSource(ArraySource(further), "image", EXPERTS)
+
+
+def test_joined_rows_that_do_not_fit():
+    names = CheckpointNames(joined={".conv.weight": (".q_conv.weight", ".k_conv.weight")})
+    shapes = {"a.q_conv.weight": (4, 3), "a.k_conv.weight": (2, 3)}
+    rows = np.arange(18, dtype=np.float32).reshape(6, 3)
+    fits = JoinedRowsSource(ArraySource({"a.conv.weight": rows, "b.conv.weight": rows}), names, shapes)
+    assert {name: fits.shape(name) for name in fits.names()} == shapes | {"b.conv.weight": (6, 3)}
+    np.testing.assert_array_equal(fits.read("a.k_conv.weight", slice(1, 2), slice(0, 2)), rows[5:, :2])
+    for held, message in (
+        ({"a.conv.weight": rows[:5]}, "must have the 6 rows of a.q_conv.weight, a.k_conv.weight, got shape"),
+        ({"a.k_conv.weight": rows[:2], "a.conv.weight": rows}, "stands for a.k_conv.weight, as does another tensor"),
+    ):
+        with pytest.raises(ModelFileError, match=message):
+            JoinedRowsSource(ArraySource(held), names, shapes)
+
+
+def test_an_expert_of_more_digits_than_numbers_have():
+    name = f"{PREFIX}.{'9' * 5000}.up_proj.weight"
+    held = {name: np.zeros((FFN, SIZE), np.float32)}
+    assert list(FurtherExpertsSource(ArraySource(held), "image", EXPERTS).names()) == [name]
 
 
 def test_mxfp4_of_another_kind(tmp_path):
