@@ -71,8 +71,8 @@ class Results:
             raise
 
     def _lock(self) -> None:
-        """Lock the partial file until it is closed. Raises ConfigError if another process holds the lock, or removed the
-        file after it was opened here. On a file system without locks, does nothing.
+        """Lock the partial file until it is closed. Raises ConfigError if another process holds the lock, or removed
+        the file after it was opened here. On a file system without locks, does nothing.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
