@@ -12,9 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import secrets
-import stat
 import threading
 import time
 from collections import OrderedDict
@@ -24,21 +22,16 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from jaxengine.tiers.page_files import Changed, OtherModels, content, remove
+
 logger = logging.getLogger(__name__)
 
-# Pattern of the names of subfolders: the first byte of their files' keys, in hex.
-_SUBFOLDER = re.compile("[0-9a-f]{2}")
-_KEY = re.compile("([0-9a-f]{2})+")
 _MAGIC = b"jaxengine kv 1\n\0"
 _CHECKSUM_BYTES = 16
 # Largest number of blocks that wait to be written; further ones are dropped.
 _MAX_WAITING = 1024
 # Period of scans for files that other engines have written, and the least one as a multiple of a scan's duration.
 _SCAN_SECONDS, _SCAN_SHARE = 1.0, 20.0
-# Age from which a folder's modification time distinguishes later changes: clocks of file systems advance in steps.
-_SETTLED_NS = 1_000_000_000
-# Age from which an unfinished file counts as left over by an engine that was killed; writing one takes less.
-_REST_SECONDS = 600.0
 
 
 class DiskTier:
@@ -57,16 +50,17 @@ class DiskTier:
 
     def __init__(self, folder: Path, capacity: int | None = None, most_bytes: int | None = None):
         """Open a folder, which is created if it does not exist, scan it for blocks, and start the thread that writes.
-        capacity: largest total size of files in bytes; most_bytes: largest size of a block; None for no limit. Raises
-        OSError for a folder that cannot be created.
+        capacity: largest total size in bytes of its files and those of other models in the folders beside it, of which
+        those used least recently are removed; most_bytes: largest size of a block; None for no limit. Raises OSError
+        for a folder that cannot be created.
         """
         self.folder, self._capacity, self._most_bytes = folder, capacity, most_bytes
         self.num_bytes = self.num_written = self.num_bad = self.num_failed = 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Bytes by key, least recently used first; times of the subfolders when they were read.
+        self._changed, self._others = Changed(folder), OtherModels(folder)
+        # Bytes by key, least recently used first.
         self._known: OrderedDict[bytes, int] = OrderedDict()
         self._by_folder: list[set[bytes]] = [set() for _ in range(256)]  # the same keys by their first byte
-        self._times: dict[str, int] = {}
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[tuple[bytes, np.ndarray] | None] = SimpleQueue()
         self._num_waiting = 0
@@ -108,7 +102,7 @@ class DiskTier:
         path = self._path(key)
         try:
             overhead = len(header := _MAGIC + key) + _CHECKSUM_BYTES
-            raw = _content(path, None if self._most_bytes is None else self._most_bytes + overhead)
+            raw = content(path, None if self._most_bytes is None else self._most_bytes + overhead)
         except OSError:
             self._forget(key)
             return None
@@ -118,7 +112,7 @@ class DiskTier:
             level = logging.DEBUG if self._has_warned_of_damage else logging.WARNING
             self._has_warned_of_damage = True
             logger.log(level, "%s is damaged, or its name is not its key: it is removed, as others will be", path)
-            _remove(path)
+            remove(path)
             self._forget(key)
             return None
         with contextlib.suppress(OSError):
@@ -151,7 +145,7 @@ class DiskTier:
             path = self._path(key)
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest:
-                    _remove(path)
+                    remove(path)
                     self._forget(key)
 
     def drop(self, key: bytes) -> None:
@@ -159,7 +153,7 @@ class DiskTier:
         with self._lock:
             if self._num_waiting:
                 self._unwanted.add(key)
-        _remove(self._path(key))
+        remove(self._path(key))
         self._forget(key)
 
     def flush(self, seconds: float) -> bool:
@@ -216,7 +210,7 @@ class DiskTier:
         if not self._make_room(size):
             return
         for folder in (self.folder, path.parent):  # the folder may have been deleted while engines run
-            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.parent / f".{self._own_name}.tmp"
         try:
             with open(temporary, "wb") as file:
@@ -224,88 +218,83 @@ class DiskTier:
                 file.write(body)
             os.replace(temporary, path)
         except OSError:
-            _remove(temporary)
+            remove(temporary)
             raise
         self.num_written += 1
         self._note(key, size)
         if key in self._unwanted:  # dropped while it was written
-            _remove(path)
+            remove(path)
             self._forget(key)
 
     def _make_room(self, size: int) -> bool:
-        """Remove the least recently used files until `size` bytes more are within the capacity. Returns whether there
-        is room.
+        """Remove the least recently used files, of other models too, until `size` bytes more are within the capacity.
+        Returns whether there is room. Raises OSError if a file cannot be removed; the next call begins with another.
         """
         if self._capacity is None:
             return True
         if size > self._capacity:
             return False
-        while self.num_bytes + size > self._capacity:
+        while self.num_bytes + self._others.num_bytes + size > self._capacity:
             with self._lock:
                 key = next(iter(self._known), None)
-            if key is None:
+            oldest, own = self._others.oldest(), 0.0
+            if key is not None and oldest is not None:
+                with contextlib.suppress(OSError):
+                    own = self._path(key).stat().st_mtime
+            if oldest is not None and (key is None or oldest < own):
+                self._others.remove_oldest()
+            elif key is not None:
+                with self._lock:
+                    if key in self._known:
+                        self._known.move_to_end(key)  # if it cannot be removed, others are tried first
+                self._path(key).unlink(missing_ok=True)
+                self._forget(key)
+            else:
                 return False
-            _remove(self._path(key))
-            self._forget(key)
         return True
 
     def _scan(self) -> None:
         """Update the index of files with those that other engines have written or removed, in subfolders that have
-        changed since the last scan, and set the time of the next scan. If the folder is gone, forget all files. Ignores
-        other errors.
+        changed since the last scan, remove files beyond the capacity, and set the time of the next scan. If the folder
+        is gone, forget all files. Ignores other errors.
         """
         start = self._next_scan = time.monotonic()
+        news: list[tuple[float, bytes, int]] = []
         try:
-            with os.scandir(self.folder) as found:
-                named = (each for each in found if _SUBFOLDER.fullmatch(each.name))
-                folders = [each for each in named if each.is_dir(follow_symlinks=False)]
-        except FileNotFoundError:
-            folders = []
+            for name, files in self._changed:
+                news += self._updated(name, files)
         except OSError:
             return
-        self._forget_others({each.name for each in folders})
-        news: list[tuple[float, bytes, int]] = []
-        for each in folders:
-            try:
-                changed = each.stat().st_mtime_ns
-                if self._times.get(each.name) == changed:
-                    continue
-                is_settled = not 0 <= time.time_ns() - changed < _SETTLED_NS
-                news += self._read_folder(each.path)
-                if is_settled:
-                    self._times[each.name] = changed
-            except OSError:
-                continue
+        self._forget_others(self._changed.names)
         for _, key, size in sorted(news):
             self._note(key, size)
+        if self._capacity is not None:
+            self._others.scan()
+            with contextlib.suppress(OSError):
+                self._make_room(0)
         now = time.monotonic()
         self._next_scan = now + max(_SCAN_SECONDS, _SCAN_SHARE * (now - start))
 
     def _forget_others(self, names: set[str]) -> None:
-        """Forget the keys and times of subfolders that no longer exist. names: names of the existing subfolders."""
+        """Forget the keys of subfolders that no longer exist. names: names of the existing subfolders."""
         with self._lock:
             gone = [key for own in self._by_folder if own and f"{next(iter(own))[0]:02x}" not in names for key in own]
         for key in gone:
             self._forget(key)
-        self._times = {name: changed for name, changed in self._times.items() if name in names}
 
-    def _read_folder(self, path: str) -> list[tuple[float, bytes, int]]:
-        """Return (time of last use in seconds, key, bytes) for each file of a subfolder that is not known yet. Forgets
-        keys of this subfolder whose files are gone, and removes old unfinished files. Raises OSError.
+    def _updated(self, name: str, files: Sequence[os.DirEntry[str]]) -> list[tuple[float, bytes, int]]:
+        """Return (time of last use in seconds, key, bytes) for each of a subfolder's files that is not known yet, and
+        forget keys of this subfolder whose files are gone.
         """
-        news, present, own = [], set[bytes](), os.path.basename(path)
-        with os.scandir(path) as found:
-            for file in found:
-                if not (_KEY.fullmatch(file.name) and file.name.startswith(own)):
-                    _remove_rest(file)
-                    continue
-                present.add(key := bytes.fromhex(file.name))
-                if key not in self._known:
-                    with contextlib.suppress(OSError):  # it has just been removed
-                        status = file.stat(follow_symlinks=False)
-                        news.append((status.st_mtime, key, status.st_size))
+        news, present = [], set[bytes]()
+        for file in files:
+            present.add(key := bytes.fromhex(file.name))
+            if key not in self._known:
+                with contextlib.suppress(OSError):  # it has just been removed
+                    status = file.stat(follow_symlinks=False)
+                    news.append((status.st_mtime, key, status.st_size))
         with self._lock:
-            gone = self._by_folder[int(own, 16)] - present
+            gone = self._by_folder[int(name, 16)] - present
         for key in gone:
             self._forget(key)
         return news
@@ -332,31 +321,6 @@ class DiskTier:
         with self._lock:
             self.num_bytes -= self._known.pop(key, 0)
             self._by_folder[key[0]].discard(key)
-
-
-def _content(path: Path, most: int | None) -> bytes:
-    """Return the bytes of a file. Returns b"" if the file has more than `most` bytes (None: no limit) or is not a
-    regular file. Raises OSError.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # does not block if it is a pipe
-        status = os.fstat(file.fileno())
-        is_large = most is not None and status.st_size > most
-        return b"" if is_large or not stat.S_ISREG(status.st_mode) else file.read()
-
-
-def _remove_rest(file: os.DirEntry[str]) -> None:
-    """Remove an unfinished file that is older than _REST_SECONDS, as an engine left it when it was killed. A younger
-    one may still be written. Ignores errors.
-    """
-    with contextlib.suppress(OSError):
-        if file.name.endswith(".tmp") and time.time() - file.stat(follow_symlinks=False).st_mtime > _REST_SECONDS:
-            _remove(Path(file.path))
-
-
-def _remove(path: Path) -> None:
-    """Remove a file if it exists. Ignores errors."""
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def _checksum(key: bytes, body: memoryview) -> bytes:

@@ -154,7 +154,7 @@ class KVOffloadOptions:
         None: none. See docs/kv_offload.md.
       kv_offloading_path: a folder for such pages, too, which restarts and other engines of the same model share; None:
         none. Users of the folder can read what it keeps of prompts and outputs.
-      kv_offloading_disk_size: GiB that the folder may take; None: no limit.
+      kv_offloading_disk_size: GiB that the folder may take, with the pages of all models; None: no limit.
       kv_transfer_config: vLLM's long form of these options, a dict or JSON: its OffloadingConnector with
         CPUOffloadingSpec or TieringOffloadingSpec, cpu_bytes_to_use, eviction_policy ("lru" or "arc"),
         store_threshold, and secondary_tiers of type fs. Or its NixlConnector, whose kv_role, engine_id, kv_ip, kv_port,

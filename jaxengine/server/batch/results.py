@@ -73,11 +73,13 @@ class Results:
             raise
 
     def _lock(self) -> None:
-        """Lock the partial file until it is closed. Raises ConfigError if another process holds the lock. On a file
-        system without locks, does nothing.
+        """Lock the partial file until it is closed. Raises ConfigError if another process holds the lock, or removed
+        the file after it was opened here. On a file system without locks, does nothing.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._partial.exists() or not os.path.samestat(os.fstat(self._file.fileno()), self._partial.stat()):
+                raise BlockingIOError
         except BlockingIOError:
             problem = f"another process writes {self._partial}"
             raise ConfigError.because("output_file", problem, "wait for its end, or name another output file") from None
@@ -120,10 +122,10 @@ class Results:
 
         Raises OSError, for example for a full disk; the caller must not add further results then.
         """
-        # The header comes with the first result: before that, the batch's model or options may still be corrected.
-        if not self.known:
-            self._file.write(self._header)
-        offset = self._file.tell()
+        # The header comes with the first result: before that, the batch's model or options may still be corrected. A
+        # batch that was killed while it wrote its first result has left the header alone.
+        if not (offset := self._file.tell()):
+            offset = self._file.write(self._header)
         self._file.write(result)
         self._file.flush()
         self.known[line.custom_id] = Kept(offset, len(result), failed)

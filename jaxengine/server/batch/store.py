@@ -174,7 +174,7 @@ class BatchStore:
 
     def live(self) -> list[tuple[str, str]]:
         """Return (owner, id) of the batches that have not ended, the oldest first. Removes from FOLDER/live the entries
-        of batches that have ended, and those without a record once they are an hour old.
+        of batches that have ended, with their partial results, and those without a record once they are an hour old.
         """
         found: list[tuple[str, str]] = []
         for batch_id in sorted(name for name in os.listdir(self._live) if ID.fullmatch(name)):
@@ -187,6 +187,7 @@ class BatchStore:
             if record is not None and record["status"] in _LIVE:
                 found.append((owner, batch_id))
             elif record is not None or age > _STALE_SECONDS:
+                Path(f"{self.results_path(owner, batch_id)}.partial").unlink(missing_ok=True)
                 entry.unlink(missing_ok=True)
         return found
 
@@ -217,8 +218,8 @@ class BatchStore:
                 self._records.write(owner, made)
             end = {**end, f"{name.removesuffix('s')}_file_id": file_id}
         self.change(owner, batch_id, lambda record: record.update(end))
-        (self._live / batch_id).unlink(missing_ok=True)
         Path(f"{self.results_path(owner, batch_id)}.partial").unlink(missing_ok=True)
+        (self._live / batch_id).unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove expired files, except inputs of batches that have not ended; batches that have ended and were created

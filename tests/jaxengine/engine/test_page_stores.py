@@ -51,3 +51,22 @@ def test_a_copy_that_fails_costs_its_pages_alone(caplog):
     assert stats.num_dropped == 1 and stats.counts["store"] == 1 and "no memory" in caplog.text
     assert dict(page_loads._read(found)) == {b"c": block}, "a load that waits for the copy has the other pages"
     stores.shutdown()
+
+
+def test_a_page_of_two_replicas_is_copied_once():
+    """Replicas that compute one prompt at once fill pages with the same key in one step."""
+    sent: list[list[tuple[bytes, int]]] = []
+
+    def save(ranks: list[list[tuple[bytes, int]]]) -> list[Any]:
+        sent[:] = ranks
+        entries = [each for own in ranks for each in own]
+        return [SimpleNamespace(entries=entries, blocks=lambda: {key: np.zeros(8, np.uint8) for key, _ in entries})]
+
+    mover: Any = SimpleNamespace(save=save)
+    tiers, stats = Tiers(HostTier(100), None), OffloadStats()
+    stores = PageStores(mover, tiers, stats, threading.Event(), is_bounded=True)
+    stores.send([[(b"a", 0), (b"b", 1)], [(b"b", 0), (b"c", 5)]], states=False)
+    stores.flush(time.monotonic() + 20)
+    assert sent == [[(b"a", 0), (b"b", 1)], [(b"c", 5)]] and not tiers.arriving and len(tiers.host) == 3
+    assert stats.num_dropped == 0 and stats.counts["store"] == 3
+    stores.shutdown()

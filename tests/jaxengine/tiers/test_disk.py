@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxengine.tiers import disk
+from jaxengine.tiers import disk, page_files
 from jaxengine.tiers.disk import DiskTier
 
 
@@ -91,7 +92,7 @@ def test_many_damaged_files_are_one_warning(make, caplog):
 def test_a_folder_that_is_emptied_while_engines_run_is_made_again(make, tmp_path):
     tier = make()
     write(tier, range(5))
-    shutil.rmtree(tier.folder)
+    shutil.rmtree(tmp_path)  # and what it lies in
     tier._scan()
     assert not len(tier) and tier.num_bytes == 0
     write(tier, range(5, 9))
@@ -127,11 +128,22 @@ def test_what_others_leave_in_the_folder_hides_nothing(make):
         tested._scan()
         assert all(key(number) in tested for number in range(40))
         assert bytes.fromhex("00" + "f" * 62) not in tested and b"\xab" not in tested and b"\xab\xcd" not in tested
+        assert not any(bytes.fromhex(name.name) in tested for name in names[:3])
+    names.append(own / f"{own.name}{4:062x}")
+    names[4].symlink_to(own / key(0).hex())
+    free = lowest_descriptor()
     for name in names:
         assert again.read(bytes.fromhex(name.name)) is None
-    assert not names[1].exists() and not names[3].exists()
+    assert not names[1].exists() and not names[3].exists() and lowest_descriptor() == free
     np.testing.assert_array_equal(again.read(key(0)), block(0))
     again.shutdown()
+
+
+def lowest_descriptor() -> int:
+    """The lowest number of a file that is not open."""
+    number = os.open(os.devnull, os.O_RDONLY)
+    os.close(number)
+    return number
 
 
 def test_a_full_disk_costs_nothing_but_hits(make, monkeypatch, caplog):
@@ -162,6 +174,43 @@ def test_the_files_used_least_recently_make_room(make):
     assert [key(number) in other for number in range(5)] == [True, False, False, True, True]
 
 
+def files_in(folder: Path) -> int:
+    """Total size of the files in a folder."""
+    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+
+
+def test_the_limit_is_that_of_all_engines_and_models(tmp_path):
+    """Two engines write at once, another model's pages lie beside theirs, and a restart has a smaller limit."""
+    old = DiskTier(tmp_path / ("a" * 32), 9000)
+    write(old, range(4))
+    old.shutdown()
+    time.sleep(0.02)
+    first, second = (DiskTier(tmp_path / ("b" * 32), 6000) for _ in range(2))
+    write(first, range(4))
+    assert first.num_bytes > 4000 and files_in(tmp_path) <= 6000  # the other model's were used before
+    write(second, range(4, 9))
+    for tier in (first, second):
+        tier._scan()
+    assert files_in(tmp_path) <= 6000 and key(8) in first
+    third = DiskTier(tmp_path / ("c" * 32), 2500)
+    assert 2000 < files_in(tmp_path) <= 2500 and third.num_bytes == 0
+    for tier in (first, second, third):
+        tier.shutdown()
+
+
+def test_files_that_cannot_be_removed_stay_known(make, monkeypatch):
+    tier = make(3500)
+    write(tier, range(3))
+
+    def fails(*arguments, **more):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", fails)
+    write(tier, range(3, 6))
+    assert tier.num_failed == 3 and all(tier.read(key(number)) is not None for number in range(3))
+    assert files_in(tier.folder) <= 3500
+
+
 def test_a_killed_writer_leaves_whole_files(make, tmp_path):
     code = f"""
 import sys; from pathlib import Path
@@ -189,8 +238,11 @@ def test_rests_of_killed_writers_are_removed(make, monkeypatch):
     rest = tier.folder / key(1).hex()[:2] / ".abc.tmp"
     rest.write_bytes(b"x")
     assert len(make()) == 1 and rest.exists()  # another engine may be writing it
-    monkeypatch.setattr(disk, "_REST_SECONDS", -1.0)
-    assert len(make()) == 1 and not rest.exists()
+    os.utime(rest.parent, (0, 0))  # nothing is written to it from now on
+    later = make()
+    monkeypatch.setattr(page_files, "REST_SECONDS", -1.0)
+    later._scan()
+    assert len(later) == 1 and not rest.exists()
 
 
 def test_other_subfolders_do_not_matter(make):

@@ -158,11 +158,14 @@ class PageStores:
     def send(self, ranks: list[list[tuple[bytes, int]]], states: bool) -> None:
         """Dispatch copies of pages, or of snapshots if `states`; those beyond `room` are dropped and counted.
 
-        ranks: for each replica, pairs (key, page id or snapshot); each list is replaced in place by what is copied.
-        Adds the keys to the tiers' `arriving`.
+        ranks: for each replica, pairs (key, page id or snapshot); each list is replaced in place by what is copied. A
+        key that several replicas have, as those that have computed one prompt at once, is copied from the first. Adds
+        the keys to the tiers' `arriving`.
         """
-        room = self.room
-        for index, own in enumerate(ranks):
+        room, taken = self.room, set[bytes]()
+        for index, every in enumerate(ranks):
+            own = [each for each in every if each[0] not in taken]
+            taken.update(key for key, _ in own)
             ranks[index] = own[:room]
             self._stats.num_dropped += len(own) - len(ranks[index])
             room -= len(ranks[index])

@@ -396,6 +396,10 @@ def test_old_things_are_removed(tmp_path, monkeypatch):
     assert store.file("me", file["id"]) is None and store.live() == [("me", batch)]
     store.finish("me", batch, [b"x\n"], [], {"status": "completed"})
     assert [each["filename"] for each in store.files("me")] == [f"{batch}_output.jsonl"]
+    live, results = tmp_path / "store" / "live" / batch, Path(f"{store.results_path('me', batch)}.partial")
+    live.write_text("me")  # as a process leaves them that was killed after it had stored the batch's end
+    results.write_text("")
+    assert store.live() == [] and not live.exists() and not results.exists()
     store.sweep()
     assert not path.exists() and store.batch("me", batch) is None and not list(store.batches("me"))
     (tmp_path / "store" / "live" / batch).write_text("me")  # as a process leaves it that was killed at the end

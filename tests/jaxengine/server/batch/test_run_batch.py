@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 from functools import partial
@@ -151,6 +152,8 @@ def test_results_are_in_order_and_say_what_failed(tmp_path):
 def test_a_batch_that_was_ended_goes_on(tmp_path, torn):
     lines, output = batch(tmp_path), str(tmp_path / "out.jsonl")
     first, second = FakeApp(), FakeApp()
+    # Killed while it wrote the first result.
+    Path(f"{output}.partial").write_bytes(json.dumps({"batch": "a batch"}).encode() + b"\n" + torn)
     with Results(output, "a batch", INPUT) as results, pytest.raises(OSError, match="disk is full"):
         run_some(first, lines, results, limit=3)
     partial = Path(f"{output}.partial")
@@ -191,6 +194,13 @@ def test_what_is_no_file_of_results_is_not_replaced(tmp_path):
             Results(str(tmp_path / "target"), "a batch", str(source))
         results.finish([])
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b""
+
+
+def test_a_file_that_another_process_has_just_removed_is_not_written(tmp_path, monkeypatch):
+    output = tmp_path / "out.jsonl"
+    monkeypatch.setattr(fcntl, "flock", lambda *_: Path(f"{output}.partial").unlink())
+    with pytest.raises(ConfigError, match="another process writes"):
+        Results(str(output), "a batch", INPUT)
 
 
 def test_a_batch_without_results_leaves_nothing(tmp_path):
