@@ -320,13 +320,9 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
-    """Read a folder with safetensors or a GGUF file, and return each stage's new arrays by leaf index, once they are on
-    the devices.
-
-    strict: whether the folder must hold all weights; otherwise the arrays of those that it lacks are not returned.
-    chunk_bytes: largest number of bytes to copy at once; None for no limit. stop: returns True once reading should end;
-    None to read to the end. head: tensors of a draft head, or None for a whole model. Raises ModelFileError, and
-    WeightUpdateError if it is stopped or numbers are not finite.
+    """Read a folder with safetensors or a GGUF file, and return each stage's new arrays by leaf index once they are on
+    the devices; without strict, those of the weights that the folder has. The arguments are those of an update; head:
+    tensors of a draft head, or None. Raises ModelFileError, and WeightUpdateError if stopped or numbers are not finite.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
