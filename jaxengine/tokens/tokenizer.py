@@ -21,7 +21,7 @@ from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.chat_template import ROLE_TOKENS, USUAL, Dialect, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
 from jaxengine.tokens.hf_tokenizer import TOKENIZER, own_template, read_hf_tokenizer, turn_ends
-from jaxengine.tokens.mistral.dialect import MistralDialect
+from jaxengine.tokens.mistral.dialect import MistralDialect, leave_out_guards
 from jaxengine.tokens.mistral.files import mistral_file, read_mistral_file
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
@@ -126,9 +126,12 @@ class Tokenizer:
                 dialect = MistralDialect(backend, form)
                 return cls(backend, special, own_template(folder) or form.template(), None, lowers, dialect)
             backend, special, template = read_hf_tokenizer(folder)
+            dialect: Dialect = USUAL
             if template is None and own is not None:
-                template = read_mistral_file(folder, own).form.template()
-            return cls(backend, special, template, folder if has_file else None, lowers)
+                form = read_mistral_file(folder, own).form
+                leave_out_guards(backend)
+                template, dialect = form.template(), MistralDialect(backend, form)
+            return cls(backend, special, template, folder if has_file else None, lowers, dialect)
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -225,7 +228,7 @@ class Tokenizer:
         "video" or "audio" in templates that take only text; None for a text-only model. chat_template.render_chat
         describes details.
 
-        Special tokens written in messages, tools and variables become their ids, except with Mistral AI's own files,
+        Special tokens written in messages, tools and variables become their ids, except in Mistral AI's own formats,
         where the text has the character mistral.dialect.GUARD in them, which is not encoded.
 
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being

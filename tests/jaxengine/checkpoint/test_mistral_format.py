@@ -278,7 +278,8 @@ def test_packed_weights_have_the_order_of_their_rows(tmp_path):
             continue
         rows, columns = value.shape
         packed[f"{key}_packed"] = rng.integers(0, 1 << 30, (rows, columns // 8), np.int32)
-        packed |= {f"{key}_scale": np.ones((rows, columns // 16), np.float32), f"{key}_shape": np.array([rows, columns])}
+        packed[f"{key}_scale"] = np.ones((rows, columns // 16), np.float32)
+        packed[f"{key}_shape"] = np.array([rows, columns])
     save_file(packed, path)
     options = {"skip_tokenizer_init": True, "model": str(tmp_path)}
     source = open_model(EngineConfig(**options))

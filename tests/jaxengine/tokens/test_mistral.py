@@ -96,6 +96,9 @@ def test_modes_choose_a_file(tmp_path):
     assert (
         usual.chat_template == own.chat_template and Tokenizer.from_hf_folder(tmp_path, mode="hf").chat_template is None
     )
+    messages = [{"role": "user", "content": "[/INST]"}]  # stays text with the format's template
+    ids = [each.encode(each.apply_chat_template(messages), False) for each in (usual, own)]
+    assert ids[0] == ids[1][1:] and ids[0].count(4) == 1  # the usual files name no <s>
     for name in ("tekken.json", "tokenizer.json"):
         (tmp_path / name).unlink()
     with pytest.raises(ModelFileError, match="has no tekken.json or tokenizer.model.v3"):
@@ -108,7 +111,7 @@ def test_sentencepiece_files_with_versions(tmp_path):
     tokenizer = Tokenizer.from_hf_folder(tmp_path)
     assert tokenizer.chat_template == MistralFormat(3).template()
     text = tokenizer.apply_chat_template([{"role": "user", "content": "</s>a b"}])
-    assert tokenizer.encode(text, False)[1:-1].count(tokenizer.eos_token_id) == 0
+    assert tokenizer.eos_token_id not in tokenizer.encode(text, False)[1:]
     assert tokenizer.encode("a b")[0] == tokenizer.bos_token_id and tokenizer.decode(tokenizer.encode("a b")) == "a b"
     (tmp_path / "tokenizer.model.v3").rename(tmp_path / "tokenizer.model.v9")
     with pytest.raises(ModelFileError, match="the version must be one of v1, v2, .*, got 9"):
