@@ -15,7 +15,7 @@ VERSIONS = (1, 2, 3, 7, 11, 13, 15)
 # them.
 _CONTENT = """
 {%- set ns = namespace(open=false, breaks=true, system='', first=-1, last=-1, before='', tools=[], calls=[]) -%}
-{%- set turn = namespace(texts=false, others=0, ends=false, moved=[], moves=false) -%}
+{%- set turn = namespace(texts=false, others=0, ends=false, moved=[], moves=false, sees=false) -%}
 {%- macro write(text) -%}
   {%- if text -%}{{ '\\n\\n' if ns.open and ns.breaks }}{{ text }}{%- set ns.open = true -%}{%- endif -%}
   {%- set ns.breaks = CHUNK_BREAKS if text else ns.breaks -%}
@@ -26,12 +26,12 @@ _CONTENT = """
   {%- elif content -%}
     {%- for part in content -%}
       {%- if part['type'] == 'text' -%}{{ write(part['text']) }}
-      {%- elif part['type'] == 'image' and IMAGES -%}
+      {%- elif part['type'] == 'image' and IMAGES and turn.sees -%}
         {%- if not turn.moves -%}{{ MARK_IMAGE }}{%- endif -%}{%- set ns.open = false -%}
       {%- elif part['type'] == 'audio' and SOUNDS -%}{{ '[BEGIN_AUDIO][AUDIO]' }}{%- set ns.open = false -%}
       {%- elif part['type'] == 'thinking' and THINKS -%}
         {{- '[THINK]' ~ part['thinking'] ~ ('[/THINK]' if part['closed']) -}}{%- set ns.open = false -%}
-      {%- else -%}{{ raise_exception('a part of type ' ~ part['type'] ~ ' is not supported by this tokenizer') }}
+      {%- else -%}{{ raise_exception('a part of type ' ~ part['type'] ~ ' is not supported there by this tokenizer') }}
       {%- endif -%}
     {%- endfor -%}
   {%- endif -%}
@@ -90,6 +90,7 @@ _LOOP = """
   {%- set role, starts = message['role'], message['role'] != ns.before -%}
   {%- set ends = loop.last or loop.nextitem['role'] != role -%}
   {%- if starts or role in ('system', 'tool') -%}{%- set ns.open = false -%}{%- endif -%}
+  {%- set turn.sees = role == 'user' or role == 'tool' and VERSION >= 15 -%}
   {%- if role == 'user' -%}
     {%- if starts -%}
       {%- if PLACE and VERSION > 1 -%}
@@ -101,7 +102,7 @@ _LOOP = """
       {%- set turn.moves = loop.index0 in turn.moved -%}{{ MARK_IMAGE if turn.moves }}
     {%- endif -%}
     {{- render(message['content']) -}}
-    {%- if ends -%}{{ ' [/INST]' if VERSION == 1 else '[/INST]' }}{%- endif -%}
+    {%- if ends -%}{{ ' [/INST]' if VERSION == 1 else '[/INST]' }}{%- set turn.moves = false -%}{%- endif -%}
   {%- elif role == 'system' and VERSION >= 7 and ns.before in ('', 'system', 'user') -%}
     {{- '[SYSTEM_PROMPT]' ~ render(message['content']) ~ '[/SYSTEM_PROMPT]' -}}
   {%- elif role == 'system' and VERSION < 7 -%}
@@ -187,7 +188,8 @@ class MistralFormat:
 
     Attributes:
       version: one of VERSIONS.
-      images, sounds: whether messages of the user may have images, and sounds.
+      images, sounds: whether messages of the user may have images, and sounds; from version 15 on results of tools may
+        have images too.
       thinks: whether the vocabulary has marks around reasoning.
       efforts: values of reasoning_effort, the default first; () for a model without them.
     """
