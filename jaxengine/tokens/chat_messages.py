@@ -19,6 +19,8 @@ from jaxengine.tokens.cut_json import read_cut_json
 MAX_DEPTH = 32
 # Types of content parts other than text, named as in templates. They have no other keys.
 MEDIA_TYPES = ("image", "video", "audio")
+# Type of a part with a model's reasoning, which only some templates take.
+THINKING = "thinking"
 # Type of a text part -> key of the part that holds the text. Types of /v1/responses are allowed, as in vLLM.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Names of a model's reasoning in answers; templates use the first.
@@ -33,18 +35,19 @@ _ASKS_FOR_NONE = re.compile(r"""\bcontent\b['"]?\]?\s+is\s+(?:not\s+)?none\b""",
 Message = dict[str, Any]
 
 
-def checked_messages(messages: Any) -> list[Message]:
+def checked_messages(messages: Any, joint: str = "\n") -> list[Message]:
     """Check messages, a list or tuple of at least one, and return copies in the form that templates read.
 
-    Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by line
-    breaks; a list with parts of MEDIA_TYPES stays a list. Reasoning under any of REASONING_NAMES is stored under the
-    first of them, too, and a refusal becomes the content where that is missing.
+    Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`;
+    with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES or THINKING stays a
+    list. Reasoning under any of REASONING_NAMES is stored under the first of them, too, and a refusal becomes the
+    content where that is missing.
 
     Raises RequestError(param="messages") for invalid messages.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)
-    return [_checked_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return [_checked_message(message, f"messages[{number}]", joint) for number, message in enumerate(messages)]
 
 
 def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
@@ -147,10 +150,10 @@ def kind(value: Any) -> str:
     return f"an empty {type(value).__name__}" if empty else type(value).__name__
 
 
-def _checked_message(message: Any, where: str) -> Message:
+def _checked_message(message: Any, where: str, joint: str) -> Message:
     """Check one message and return a copy without None values. Reasoning is stored under the first of REASONING_NAMES,
-    and a refusal takes the place of a missing content. Content parts are joined unless there are media. where: path of
-    the message in errors. Raises RequestError for an invalid message.
+    and a refusal takes the place of a missing content. Content parts are joined by `joint` unless there are others than
+    texts. where: path of the message in errors. Raises RequestError for an invalid message.
     """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
@@ -167,8 +170,8 @@ def _checked_message(message: Any, where: str) -> Message:
         raise _refused(f"{where}.content is missing; {allowed}", message)
     if isinstance(content, (list, tuple)):
         parts = [_checked_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
-        has_media = any(part["type"] in MEDIA_TYPES for part in parts)
-        content = parts if has_media else "\n".join(part["text"] for part in parts)
+        texts = [part["text"] for part in parts if "text" in part and (part["text"] or joint == "\n")]
+        content = joint.join(texts) if all(part["type"] == "text" for part in parts) else parts
     elif content is not None and not isinstance(content, str):
         raise _refused(f"{where}.content must be a text or a list of text parts, got {kind(content)}", content)
     checked = plain({**message, "content": content, "tool_calls": calls}, "messages")
@@ -223,10 +226,10 @@ def _object(arguments: Any) -> Any:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-def _checked_part(part: Any, where: str) -> dict[str, str]:
-    """Check a content part, and return it as {"type": "text", "text": ...}, or as {"type": ...} for one of MEDIA_TYPES.
-    A plain text and a refusal become text parts. where: path of the part in errors. Raises RequestError for an invalid
-    part.
+def _checked_part(part: Any, where: str) -> dict[str, Any]:
+    """Check a content part, and return it as {"type": "text", "text": ...}, as {"type": ...} for one of MEDIA_TYPES, or
+    as {"type": "thinking", "thinking": text, "closed": bool}. A plain text and a refusal become text parts. where: path
+    of the part in errors. Raises RequestError for an invalid part.
     """
     if isinstance(part, str):
         return {"type": "text", "text": str.__str__(part)}
@@ -235,6 +238,11 @@ def _checked_part(part: Any, where: str) -> dict[str, str]:
     name = part.get("type")
     if isinstance(name, str) and name in MEDIA_TYPES and len(part) == 1:
         return {"type": str.__str__(name)}
+    if name == THINKING:
+        thought, closed = part.get(THINKING), part.get("closed", True)
+        if not isinstance(thought, str) or type(closed) is not bool:
+            raise _refused(f"{where} must have a text, thinking, and may have a bool, closed", part)
+        return {"type": THINKING, THINKING: str.__str__(thought), "closed": closed}
     key = _TEXT_KEYS.get(name) if isinstance(name, str) else None
     if key is None:
         raise _refused(f"{where}.type must be 'text' or 'refusal', got {show_value(name)}", name)

@@ -7,7 +7,7 @@ chat_sandbox, in a process of template_renderer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens import chat_sandbox
@@ -36,6 +36,39 @@ OWN_NAMES = chat_sandbox.FUNCTIONS.union(
 CONTINUE_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "
 
 
+class Dialect(Protocol):
+    """Protocol of what is done to messages before a template writes them.
+
+    Attributes:
+      joint: what joins the text parts of a message.
+    """
+
+    joint: str
+
+    def written(self, messages: Sequence[Message]) -> list[Message]:
+        """Return checked messages as the template expects them."""
+        ...
+
+    def guarded(self, value: Any) -> Any:
+        """Return a value of plain JSON types in whose texts no special token is read as such; may be applied twice."""
+        ...
+
+
+class _UsualDialect:
+    """Dialect that changes nothing: special tokens written in messages become their ids."""
+
+    joint = "\n"
+
+    def written(self, messages: Sequence[Message]) -> list[Message]:
+        return list(messages)
+
+    def guarded(self, value: Any) -> Any:
+        return value
+
+
+USUAL = _UsualDialect()
+
+
 def render_chat(
     renderer: TemplateRenderer,
     templates: str | Mapping[str, str] | None,
@@ -48,6 +81,7 @@ def render_chat(
     chat_template: Any,
     variables: Mapping[str, Any],
     placeholder: Callable[[str], str] | None = None,
+    dialect: Dialect = USUAL,
 ) -> str:
     """Return the prompt text of a conversation.
 
@@ -57,7 +91,8 @@ def render_chat(
       role_tokens: texts of the existing tokens, by names of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
         (also input_text, output_text) and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks
-        unless the list has {"type": "image"}, {"type": "video"} or {"type": "audio"}, for which the template may look;
+        unless the list has {"type": "image"}, {"type": "video"} or {"type": "audio"}, for which the template may look,
+        or {"type": "thinking", "thinking": ...}, for which it must;
         an answer with tool_calls, reasoning or a refusal may have no content. Arguments in tool_calls are objects or
         texts; of truncated JSON the template gets as much as is there. A message of the role developer is a system
         message for templates that do not know the role. Several instructions that the template refuses or leaves out
@@ -71,10 +106,11 @@ def render_chat(
       variables: additional variables of the template; names of OWN_NAMES are refused.
       placeholder: for a model that takes media, returns the text that stands for "image", "video" or "audio" in
         templates that take only text; None for a text-only model.
+      dialect: what is done to messages beforehand. Token texts and placeholders are not guarded.
 
     Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being rendered.
     """
-    checked = checked_messages(messages)
+    checked = dialect.guarded(dialect.written(checked_messages(messages, dialect.joint)))
     _check_options(add_generation_prompt, continue_final_message, tools)
     source = _choose(templates, chat_template, tools)
     checked = with_contents(checked, source, placeholder)
@@ -86,28 +122,37 @@ def render_chat(
             raise RequestError(text, param="chat_template_kwargs", value=name)
     context = {
         "documents": None,
-        **{name: plain(value, "chat_template_kwargs") for name, value in variables.items()},
+        **{name: dialect.guarded(plain(value, "chat_template_kwargs")) for name, value in variables.items()},
         **role_tokens,
-        "tools": plain(tools, "tools"),
+        "tools": dialect.guarded(plain(tools, "tools")),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _render(renderer, source, context, checked)
+    text = _render(renderer, source, context, checked, dialect)
     return _cut_at_mark(text) if continue_final_message else text
 
 
-def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
+def _render(
+    renderer: TemplateRenderer,
+    source: str,
+    context: Mapping[str, Any],
+    checked: Sequence[Message],
+    dialect: Dialect,
+) -> str:
     """Return the text of the first variant of the messages that the template accepts and whose instructions it writes.
     If no accepted variant keeps the instructions, return the text of the first accepted one. Whether instructions are
     kept matters only for messages that `has_unusual_instructions` finds.
 
-    source: the template. context: its variables other than messages. checked: result of checked_messages. Raises
-    RequestError for a template that is invalid, takes too long or accepts no variant; OverloadedError if too many
-    templates are being rendered.
+    source: the template. context: its variables other than messages. checked: result of checked_messages. dialect:
+    guards arguments of calls, in whose JSON a character may have been escaped. Raises RequestError for a template that
+    is invalid, takes too long or accepts no variant; OverloadedError if too many templates are being rendered.
     """
     first: TemplateFailure | None = None
     incomplete: str | None = None
     may_lose = has_unusual_instructions(checked)
     for messages in ways_to_write(checked, source):
+        for message in messages:
+            if "tool_calls" in message:
+                message["tool_calls"] = dialect.guarded(message["tool_calls"])
         try:
             text = renderer.render(source, {**context, "messages": messages})
         except BadTemplate as error:

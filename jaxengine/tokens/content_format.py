@@ -17,7 +17,7 @@ from jinja2 import nodes
 
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens import chat_sandbox
-from jaxengine.tokens.chat_messages import MEDIA_TYPES, Message
+from jaxengine.tokens.chat_messages import MEDIA_TYPES, THINKING, Message
 
 _CONTENT = "content"
 _IMAGE, _VIDEO, _AUDIO = MEDIA_TYPES
@@ -39,8 +39,12 @@ def with_contents(
       placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
         unchanged.
 
-    Raises RequestError for media if `placeholder` is None and the template takes texts.
+    Raises RequestError for media if `placeholder` is None and the template takes texts, and for parts of THINKING if it
+    takes none.
     """
+    if THINKING not in template and any(map(_thinks, messages)):
+        problem = "the chat template takes no content part of type 'thinking'; reasoning_content has earlier reasoning"
+        raise RequestError(problem, param="messages")
     has_media = any(isinstance(message.get("content"), list) for message in messages)
     if not has_media and placeholder is None:
         return list(messages)
@@ -134,12 +138,18 @@ def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Mess
     return {**message, "content": "\n".join(_text(part, placeholder) for part in content)}
 
 
+def _thinks(message: Message) -> bool:
+    """Whether a message's content has a part of THINKING."""
+    content = message.get("content")
+    return isinstance(content, list) and any(part["type"] == THINKING for part in content)
+
+
 def _text(part: dict[str, Any], placeholder: Callable[[str], str] | None) -> str:
     """Return the text of a text part, or the placeholder of a part of MEDIA_TYPES. Raises RequestError for the latter
     if placeholder is None.
     """
     if part["type"] not in MEDIA_TYPES:
-        return part["text"]
+        return part[part["type"]]
     if placeholder is None:
         raise RequestError(f"the chat template takes texts only, and messages has a part {part}", param="messages")
     return placeholder(part["type"])

@@ -18,9 +18,10 @@ import tokenizers.decoders
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import AUTO, HF, MISTRAL
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.tokens.chat_template import ROLE_TOKENS, render_chat
+from jaxengine.tokens.chat_template import ROLE_TOKENS, USUAL, Dialect, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
 from jaxengine.tokens.hf_tokenizer import TOKENIZER, own_template, read_hf_tokenizer, turn_ends
+from jaxengine.tokens.mistral.dialect import MistralDialect, leave_out_guards
 from jaxengine.tokens.mistral.files import mistral_file, read_mistral_file
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
@@ -59,12 +60,13 @@ class Tokenizer:
         chat_template: str | dict[str, str] | None = None,
         folder: Path | None = None,
         lowers: bool = False,
+        dialect: Dialect = USUAL,
     ):
         """Create a tokenizer on `backend`, whose truncation and padding are switched off.
 
         special: ids of special tokens. chat_template: source, sources by name, or None for a model without one. folder:
         the Hugging Face folder whose tokenizer.json was read, or None. lowers: whether texts are lower-cased before
-        tokenization.
+        tokenization. dialect: what is done to messages before the template writes them.
         """
         # A tokenizer.json may contain truncation and padding settings of the training.
         backend.no_truncation()
@@ -82,6 +84,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
         self._folder, self.lowers = folder, lowers
+        self._dialect = dialect
         self._renderer = TemplateRenderer()
 
     @classmethod
@@ -120,11 +123,15 @@ class Tokenizer:
             if own is not None and (mode == MISTRAL or not has_file):
                 backend, ids, form = read_mistral_file(folder, own)
                 special = SpecialTokens(**ids, turn_ends=turn_ends(backend, folder))
-                return cls(backend, special, own_template(folder) or form.template(), None, lowers)
+                dialect = MistralDialect(backend, form)
+                return cls(backend, special, own_template(folder) or form.template(), None, lowers, dialect)
             backend, special, template = read_hf_tokenizer(folder)
+            dialect: Dialect = USUAL
             if template is None and own is not None:
-                template = read_mistral_file(folder, own).form.template()
-            return cls(backend, special, template, folder if has_file else None, lowers)
+                form = read_mistral_file(folder, own).form
+                leave_out_guards(backend)
+                template, dialect = form.template(), MistralDialect(backend, form)
+            return cls(backend, special, template, folder if has_file else None, lowers, dialect)
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -221,6 +228,9 @@ class Tokenizer:
         "video" or "audio" in templates that take only text; None for a text-only model. chat_template.render_chat
         describes details.
 
+        Special tokens written in messages, tools and variables become their ids, except in Mistral AI's own formats,
+        where the text has the character mistral.dialect.GUARD in them, which is not encoded.
+
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
         rendered.
         """
@@ -235,6 +245,7 @@ class Tokenizer:
             chat_template=chat_template,
             variables={**(chat_template_kwargs or {}), **variables},
             placeholder=placeholder,
+            dialect=self._dialect,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import parse_object, read_bytes, read_text
+from jaxengine.tokens.mistral.dialect import leave_out_guards
 from jaxengine.tokens.mistral.template import VERSIONS, MistralFormat
 from jaxengine.tokens.vocabularies.byte_pairs import MAX_TOKENS, byte_pair_tokenizer, merges_of_ranks, spelt, too_long
 from jaxengine.tokens.vocabularies.ends import with_ends
@@ -26,7 +27,7 @@ from jaxengine.tokens.vocabularies.splits import Splitting
 
 TEKKEN = "tekken.json"
 MAX_TEKKEN_BYTES, MAX_PIECES_BYTES, MAX_PATTERN_CHARS = 1 << 28, 1 << 25, 1 << 14
-MAX_SPECIAL = 4096
+MAX_SPECIAL, MAX_SPECIAL_CHARS = 4096, 128
 ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
 _PIECES = re.compile(r"tokenizer\.model\.v(\d{1,2})(m1)?")
 # Special tokens of a tekken.json of version 3 or 7 that lists none, in the order of their ids.
@@ -71,6 +72,7 @@ def read_mistral_file(folder: Path, name: str) -> MistralFile:
     if ids["bos"] is None or ids["eos"] is None:
         raise ModelFileError(path, f"must have the special tokens {ROLES['bos']} and {ROLES['eos']}")
     backend.post_processor = with_ends((ROLES["bos"], ids["bos"]), None)
+    leave_out_guards(backend)
     return MistralFile(backend, ids, form)
 
 
@@ -167,8 +169,10 @@ def _special(listed: Any, count: int, version: int, path: Path) -> list[str]:
         if len(named) != len(entries):
             raise ModelFileError(path, "must have a rank of its own for each token", "special_tokens")
     found = [named.get(at, f"<SPECIAL_{at}>") for at in range(count)]
-    if len({*found, ""}) != count + 1 or any(not 0 <= at < count for at in named):
+    if len({*found}) != count or any(not 0 <= at < count for at in named):
         raise ModelFileError(path, f"must have distinct tokens of ranks below {count}", "special_tokens")
+    if not all(1 < len(each) <= MAX_SPECIAL_CHARS for each in found):
+        raise ModelFileError(path, f"must have tokens of 2 to {MAX_SPECIAL_CHARS} characters", "special_tokens")
     return found
 
 

@@ -11,25 +11,27 @@ from dataclasses import dataclass
 VERSIONS = (1, 2, 3, 7, 11, 13, 15)
 
 # Contents are texts or lists of parts. Texts side by side are joined by line breaks, also those of messages side by
-# side; from version 15 on those of one message are not. An image after texts only goes before them.
+# side; from version 15 on those of one message are not. One image after all texts of a turn of the user goes before
+# them.
 _CONTENT = """
 {%- set ns = namespace(open=false, breaks=true, system='', first=-1, last=-1, before='', tools=[], calls=[]) -%}
+{%- set turn = namespace(texts=false, others=0, ends=false, moved=[], moves=false, sees=false) -%}
 {%- macro write(text) -%}
   {%- if text -%}{{ '\\n\\n' if ns.open and ns.breaks }}{{ text }}{%- set ns.open = true -%}{%- endif -%}
-  {%- set ns.breaks = CHUNK_BREAKS -%}
+  {%- set ns.breaks = CHUNK_BREAKS if text else ns.breaks -%}
 {%- endmacro -%}
 {%- macro render(content) -%}
   {%- set ns.breaks = true -%}
   {%- if content is string -%}{{ write(content) }}
   {%- elif content -%}
-    {%- set others = content | rejectattr('type', 'equalto', 'text') | list -%}
-    {%- if others | length == 1 and content[-1]['type'] == 'image' -%}{{ MARK_IMAGE }}{%- endif -%}
     {%- for part in content -%}
       {%- if part['type'] == 'text' -%}{{ write(part['text']) }}
-      {%- elif part['type'] == 'image' and IMAGES -%}
-        {%- if others | length > 1 or not loop.last -%}{{ MARK_IMAGE }}{%- endif -%}{%- set ns.open = false -%}
+      {%- elif part['type'] == 'image' and IMAGES and turn.sees -%}
+        {%- if not turn.moves -%}{{ MARK_IMAGE }}{%- endif -%}{%- set ns.open = false -%}
       {%- elif part['type'] == 'audio' and SOUNDS -%}{{ '[BEGIN_AUDIO][AUDIO]' }}{%- set ns.open = false -%}
-      {%- else -%}{{ raise_exception('a part of type ' ~ part['type'] ~ ' is not supported by this tokenizer') }}
+      {%- elif part['type'] == 'thinking' and THINKS -%}
+        {{- '[THINK]' ~ part['thinking'] ~ ('[/THINK]' if part['closed']) -}}{%- set ns.open = false -%}
+      {%- else -%}{{ raise_exception('a part of type ' ~ part['type'] ~ ' is not supported there by this tokenizer') }}
       {%- endif -%}
     {%- endfor -%}
   {%- endif -%}
@@ -47,25 +49,48 @@ _START = """
   {%- if message['role'] == 'user' -%}
     {%- set ns.first = loop.index0 if ns.first < 0 else ns.first -%}
     {%- set ns.last = loop.index0 if ns.before != 'user' else ns.last -%}
+    {%- if ns.before != 'user' -%}{%- set turn.texts = false -%}{%- set turn.others = 0 -%}{%- endif -%}
+    {%- set content = message['content'] or [] -%}
+    {%- for part in ([{'type': 'text', 'text': content}] if content is string else content) -%}
+      {%- if part['type'] != 'text' -%}
+        {%- set turn.others = turn.others + 1 -%}
+        {%- set turn.ends = part['type'] == 'image' -%}
+      {%- elif part['text'] -%}
+        {%- set turn.texts = true -%}
+        {%- set turn.ends = false -%}
+      {%- endif -%}
+    {%- endfor -%}
+    {%- if loop.last or loop.nextitem['role'] != 'user' -%}
+      {%- if turn.texts and turn.others == 1 and turn.ends -%}
+        {%- set turn.moved = turn.moved + [ns.last] -%}
+      {%- endif -%}
+    {%- endif -%}
   {%- endif -%}
   {%- set ns.before = message['role'] -%}
 {%- endfor -%}
 {%- set ns.before = '' -%}
+{%- if add_generation_prompt and messages and messages[-1]['role'] == 'assistant' -%}
+  {{- raise_exception('the last message is an answer: it may be continued, with continue_final_message') -}}
+{%- endif -%}
 """
-# Versions 1 to 3: all system messages are one text before a message of the user.
+# Versions 1 to 3: all system messages are one text before a message of the user, with which a conversation begins.
 _SYSTEM_INSIDE = """
 {%- for message in messages if message['role'] == 'system' -%}
   {%- set told = render(message['content']) -%}
   {%- set ns.open = false -%}
   {%- set ns.system = ns.system ~ ('\\n\\n' if ns.system) ~ told -%}
 {%- endfor -%}
-{%- set messages = messages | rejectattr('role', 'equalto', 'system') | list -%}
+{%- set others = messages | rejectattr('role', 'equalto', 'system') | list -%}
+{%- if not others or others[0]['role'] == 'assistant' -%}
+  {%- set messages = [{'role': 'user', 'content': ''}] + messages -%}
+{%- endif -%}
 """
 _LOOP = """
 {%- for message in messages -%}
   {%- set role, starts = message['role'], message['role'] != ns.before -%}
   {%- set ends = loop.last or loop.nextitem['role'] != role -%}
   {%- if starts or role in ('system', 'tool') -%}{%- set ns.open = false -%}{%- endif -%}
+  {%- set turn.sees = role == 'user' or role == 'tool' and VERSION >= 15 -%}
   {%- if role == 'user' -%}
     {%- if starts -%}
       {%- if PLACE and VERSION > 1 -%}
@@ -74,15 +99,17 @@ _LOOP = """
       {%- endif -%}
       {{- '[INST] ' if VERSION == 1 else '[INST]' -}}
       {%- if ns.system and PLACE -%}{{ ns.system ~ '\\n\\n' }}{%- endif -%}
+      {%- set turn.moves = loop.index0 in turn.moved -%}{{ MARK_IMAGE if turn.moves }}
     {%- endif -%}
     {{- render(message['content']) -}}
-    {%- if ends -%}{{ ' [/INST]' if VERSION == 1 else '[/INST]' }}{%- endif -%}
+    {%- if ends -%}{{ ' [/INST]' if VERSION == 1 else '[/INST]' }}{%- set turn.moves = false -%}{%- endif -%}
   {%- elif role == 'system' and VERSION >= 7 and ns.before in ('', 'system', 'user') -%}
     {{- '[SYSTEM_PROMPT]' ~ render(message['content']) ~ '[/SYSTEM_PROMPT]' -}}
-  {%- elif role == 'assistant' and ns.before -%}
+  {%- elif role == 'system' and VERSION < 7 -%}
+  {%- elif role == 'assistant' -%}
     ASSISTANT
     {%- if ends and (VERSION != 2 or not message['tool_calls'] or loop.index0 > ns.last) -%}{{ eos_token }}{%- endif -%}
-  {%- elif role == 'tool' and VERSION > 1 and (ns.before == 'assistant' or ns.before == 'tool' and VERSION > 2) -%}
+  {%- elif role == 'tool' and VERSION > 1 and (ns.before == 'assistant' or ns.before == 'tool' and LISTS) -%}
     TOOL
   {%- else -%}
     {{- raise_exception('a message of ' ~ role ~ ' after ' ~ (ns.before or 'nothing') ~ ' is not supported') -}}
@@ -127,10 +154,7 @@ _MARKED_CALLS = """
 # A result that is JSON stays as it is within JSON; any other text is quoted.
 _QUOTED = """
     {%- set text = render(message['content']) | string -%}
-    {%- set is_json = text[:1] ~ text[-1:] in ('{}', '[]', '""') or text in ('true', 'false', 'null') -%}
-    {%- if not is_json and text not in (text | int | string, text | float | string) -%}
-      {%- set text = text | tojson -%}
-    {%- endif -%}
+    {%- set text = text if message['is_json'] else text | tojson -%}
 """
 _RESULTS = {
     2: _QUOTED
@@ -164,7 +188,8 @@ class MistralFormat:
 
     Attributes:
       version: one of VERSIONS.
-      images, sounds: whether messages of the user may have images, and sounds.
+      images, sounds: whether messages of the user may have images, and sounds; from version 15 on results of tools may
+        have images too.
       thinks: whether the vocabulary has marks around reasoning.
       efforts: values of reasoning_effort, the default first; () for a model without them.
     """
@@ -174,6 +199,11 @@ class MistralFormat:
     sounds: bool = False
     thinks: bool = False
     efforts: tuple[str, ...] = ()
+
+    @property
+    def joint(self) -> str:
+        """What joins the text parts of a message."""
+        return "\n\n" if self.version < 15 else ""
 
     def template(self) -> str:
         """Return the chat template, as Jinja source."""
@@ -190,6 +220,7 @@ class MistralFormat:
         # Tools, and the system prompt of early versions, stand before the first or the last message of the user.
         place = "loop.index0 == ns.first" if version in (1, 13, 15) else "loop.index0 == ns.last"
         facts = {
+            "LISTS": "(VERSION > 2 or loop.index0 < ns.last)",
             "VERSION": str(version),
             "PLACE": place,
             "IMAGES": str(self.images).lower(),

@@ -113,7 +113,7 @@ def _splits_written_bytes() -> Any:
     return pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
 
 
-def _longest_of(texts: Sequence[str]) -> str:
+def longest_of(texts: Sequence[str]) -> str:
     """Return a regular expression that matches the longest of the texts that begins at a position. texts: not empty
     ones.
 
@@ -157,7 +157,7 @@ def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
         steps += [normalizers.Prepend(SPACE_MARK)] * pieces.adds_space
         steps.append(normalizers.Replace(" ", SPACE_MARK))
     if pieces.isolates and (defined := [pieces.names[at] for at in pieces.with_types(USER_DEFINED)]):
-        splits.append(pre_tokenizers.Split(Regex(_longest_of(defined)), "isolated"))
+        splits.append(pre_tokenizers.Split(Regex(longest_of(defined)), "isolated"))
     if splits:
         own = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits + own)

@@ -50,6 +50,7 @@ _FIELDS = {
 _LENGTH = 128_000
 # Modules that are never stored as codes, by their names in a config.json.
 _PLAIN = ("lm_head", "vision_tower", "multi_modal_projector")
+_PLAIN_PATTERNS = tuple(rf"re:.*\b{name}\b.*" for name in _PLAIN)
 
 
 def config_of_params(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,11 +204,15 @@ def _rope(fields: ConfigFields, is_latent: bool) -> dict[str, Any]:
 
 def _quantization(fields: ConfigFields) -> dict[str, Any]:
     """Return the quantization_config of the field `quantization`. Raises ModelConfigError for formats other than
-    fp8_e4m3 with scales per tensor, and compressed-tensors, whose settings are returned as they are.
+    fp8_e4m3 with scales per tensor, and compressed-tensors, whose settings are returned with modules to ignore.
     """
     own = fields.part("quantization")
     if own.text("quant_method", "").lower().replace("_", "-") == "compressed-tensors":
-        return {**(fields.mapping("quantization") or {}), "quant_method": "compressed-tensors"}
+        stored = fields.mapping("quantization") or {}
+        ignored = stored.get("ignore") or []
+        if not isinstance(ignored, list):
+            raise own.fail("ignore", "a list of names of modules")
+        return {**stored, "quant_method": "compressed-tensors", "ignore": [*ignored, *_PLAIN_PATTERNS]}
     if own.text("qformat_weight", None) != "fp8_e4m3":
         raise own.fail("qformat_weight", "'fp8_e4m3', or absent with quant_method compressed-tensors")
     _refuse_others(own, ("qformat_weight", "qscheme_act"))

@@ -109,14 +109,29 @@ class MistralSource(WrappedSource):
             if name in self._stored:
                 raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
             self._stored[name] = stored
-            module = name.rpartition(".")[0]
-            heads = next((count for end, count in num_heads.items() if module.endswith(end)), None)
+        for name, stored in self._stored.items():
+            module, _, end = name.rpartition(".")
+            heads = next((count for last, count in num_heads.items() if module.endswith(last)), None)
             shape = source.shape(stored)
-            if heads is None or not shape or shape[0] == 1:  # one scale of a whole tensor
+            if heads is None or not shape or shape[0] == 1 or end == "weight_shape":  # one value of a whole tensor
                 continue
-            if shape[0] % (2 * heads):
+            if rows := self._rows_of_heads(module, shape[0], heads):
+                self._head_dims[name] = rows
+            elif rows is None:
                 raise ModelFileError(source.path, f"must have rows of {heads} heads of even size, got {shape}", stored)
-            self._head_dims[name] = shape[0] // heads
+
+    def _rows_of_heads(self, module: str, num_rows: int, heads: int) -> int | None:
+        """Return the number of rows of each head in a tensor of `num_rows` rows of a module; 0 if each of its rows is
+        for whole heads, as a scale of blocks may be, None if rows cannot be put into another order.
+        """
+        held = (self._stored.get(f"{module}.{end}") for end in ("weight", "weight_packed"))
+        found = next((self._source.shape(stored) for stored in held if stored is not None), (num_rows,))
+        head_dim = found[0] // heads
+        if found[0] % (2 * heads) or not num_rows or found[0] % num_rows:
+            return None
+        if num_rows == found[0]:
+            return head_dim
+        return 0 if (found[0] // num_rows) % head_dim == 0 else None
 
     def names(self) -> Iterable[str]:
         return self._stored.keys()

@@ -264,6 +264,39 @@ def test_fp8_is_read_as_stored(tmp_path):
     source.close()
 
 
+def test_packed_weights_have_the_order_of_their_rows(tmp_path):
+    """compressed-tensors in Mistral AI's format: only tensors with the matrix's rows are put into another order."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    settings = {"quant_method": "compressed_tensors", "format": "pack-quantized", "config_groups": groups}
+    written("mistral", tmp_path, quantization=settings)
+    path, rng, name = tmp_path / "consolidated.safetensors", np.random.default_rng(0), "layers.0.attention.wq.weight"
+    packed = {}
+    for key, value in load_file(path).items():
+        if not re.search(r"(attention|feed_forward)\.w\w\.weight", key):
+            packed[key] = value
+            continue
+        rows, columns = value.shape
+        packed[f"{key}_packed"] = rng.integers(0, 1 << 30, (rows, columns // 8), np.int32)
+        packed[f"{key}_scale"] = np.ones((rows, columns // 16), np.float32)
+        packed[f"{key}_shape"] = np.array([rows, columns])
+    save_file(packed, path)
+    options = {"skip_tokenizer_init": True, "model": str(tmp_path)}
+    source = open_model(EngineConfig(**options))
+    check_headers(build_model(source.config, Build("float32")), source.weights, kinds=True)
+    held = source.weights.read("model.layers.0.self_attn.q_proj.weight_packed")
+    np.testing.assert_array_equal(in_pairs(held, 4), packed[f"{name}_packed"])
+    assert (held != packed[f"{name}_packed"]).any()
+    shape = source.weights.read("model.layers.0.self_attn.q_proj.weight_shape")
+    np.testing.assert_array_equal(shape, packed[f"{name}_shape"])
+    source.close()
+    save_file(packed | {f"{name}_zero_point": np.ones((8, 4), np.int32)}, path)
+    with pytest.raises(ModelFileError, match=r"must have rows of 4 heads of even size, got \(8, 4\) .*zero_point"):
+        open_model(EngineConfig(**options))
+    with pytest.raises(ModelConfigError, match="quantization.ignore must be a list of names of modules, got 'x'"):
+        config_of_params(PLAIN | {"quantization": settings | {"ignore": "x"}})
+
+
 def test_a_stored_head_and_a_pooling_model(tmp_path):
     written("mistral", tmp_path, tied_embeddings=True)
     assert not open_model(EngineConfig(skip_tokenizer_init=True, model=str(tmp_path))).config.tie_word_embeddings

@@ -15,6 +15,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.speculation import DRAFT_MODEL, SpeculativeConfig
 from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.models.registry import read_hf
+from jaxengine.runner.extensions.drafts.open import open_draft
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_speculation import (
     assert_same,
@@ -268,3 +269,12 @@ def test_models_that_cannot_draft_are_refused(draft, said, options):
     path = draft if "/" in draft else str(checkpoint(draft))
     with pytest.raises(ConfigError, match=said):
         LLM(**options | target, speculative_config={"model": path, "num_speculative_tokens": 2})
+
+
+def test_formats_of_files_are_the_targets_own():
+    path = checkpoint("llama")
+    chosen = {"model": str(path), "num_speculative_tokens": 2}
+    config = EngineConfig(config_format="mistral", load_format="mistral", speculative_config=chosen)
+    draft = open_draft(config, read_hf(json.loads((path / "config.json").read_text())))
+    draft.close()
+    assert draft.path == path

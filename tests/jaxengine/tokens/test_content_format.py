@@ -134,6 +134,18 @@ def test_continuing_a_message_with_a_picture(tokenizer):
         render(tokenizer, [{"role": "user", "content": [TEXT, IMAGE]}], QWEN, **options)
 
 
+def test_parts_of_thinking_are_for_templates_that_take_them(tokenizer):
+    parts = [{"type": "thinking", "thinking": "a"}, TEXT]
+    template = "{% for part in messages[0]['content'] %}{{ part | tojson }}{{ part['thinking'] }}{% endfor %}"
+    text = render(tokenizer, [{"role": "assistant", "content": parts}], template, add_generation_prompt=False)
+    assert '"closed": true}a{' in text
+    for template in (QWEN, CHATML):
+        with pytest.raises(RequestError, match="the chat template takes no content part of type 'thinking'"):
+            render(tokenizer, [{"role": "assistant", "content": parts}], template)
+    with pytest.raises(RequestError, match=r"content\[0\] must have a text, thinking, and may have a bool, closed"):
+        render(tokenizer, [{"role": "assistant", "content": [{"type": "thinking", "thinking": 1}]}], QWEN)
+
+
 def test_a_part_of_a_picture_has_nothing_but_its_type(tokenizer):
     for part in ({"type": "image", "image": "a"}, {"type": "image_url", "image_url": {}}, {"type": ["image"]}):
         with pytest.raises(RequestError, match=r"content\[1\].type must be 'text' or 'refusal'"):

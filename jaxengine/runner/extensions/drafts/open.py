@@ -70,6 +70,7 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
         model=chosen.model,
         revision=chosen.revision,
         load_format="dummy" if config.load_format == "dummy" else "auto",
+        config_format="auto",
         skip_tokenizer_init=True,
         tokenizer=None,
         tokenizer_revision=None,

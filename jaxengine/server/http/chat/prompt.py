@@ -21,7 +21,8 @@ from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.tokens.chat_template import OWN_NAMES
 
 _NUM_THREADS = 4
-_THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")
+# Not keys and attributes of these names, which parts of messages have.
+_THINKING = re.compile(r"(?<!['\".])\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
 class ChatRenderer:

@@ -6,6 +6,7 @@ import pytest
 
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
+from jaxengine.server.http.chat import prompt
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.messages.protocol import MessagesRequest
@@ -286,3 +287,8 @@ async def test_fields_that_clients_read_are_there(app):
 )
 async def test_advice_can_be_followed(app, fields, said):
     assert said in (await post(app, "/v1/chat/completions", messages=HI, **fields)).error["message"]
+
+
+def test_variables_of_a_template_are_not_keys_of_messages():
+    template = "{% if thinking %}{{ message.enable_thinking }}{{ part['reasoning_effort'] }}{% endif %}"
+    assert prompt._thinking_names(template) == {"thinking"}
