@@ -307,7 +307,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
                 yield each
 
         if body.stream:
-            return await stream_events(request, events(), config.stream_write_timeout)
+            return await stream_events(request, events(), config)
         return await answer(request, whole())
 
     @routes.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=_BODY)

@@ -46,7 +46,12 @@ async def test_a_session_is_its_keys_own(chat_engine, size):
     app = create_app(engine, ServerConfig(api_key=("one", "two")))
     async with http_client(app, "one") as one, http_client(app, "two") as two:
         for client in (one, two):
-            for fields, header in ((BODY, "talk"), ({**BODY, "session_id": "talk"}, "other")):
+            for fields, header in (
+                (BODY, "talk"),
+                ({**BODY, "session_id": "talk"}, "other"),
+                ({**BODY, "vllm_xargs": {"session_id": "other"}}, "talk"),
+                ({**BODY, "session_id": "", "vllm_xargs": {"session_id": "talk"}}, ""),
+            ):
                 answer = await client.post("/v1/completions", json=fields, headers={"X-Session-ID": header})
                 assert answer.status_code == 200
         await one.post("/v1/completions", json=BODY)
