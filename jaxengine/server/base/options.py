@@ -130,8 +130,8 @@ class ServerConfig:
       max_prompts: largest number of prompts in a request.
       max_captured_bytes: most bytes of activations in an answer, before base64 (capture, return_hidden_states).
       chat_template_kwargs_allowed: whether requests may set variables of the chat template.
-      default_chat_template_kwargs: variables of the chat template for all requests, such as {"enable_thinking": false};
-        those that a request sets replace them.
+      default_chat_template_kwargs: variables of the chat template for the conversations of all requests, such as
+        {"enable_thinking": false}; those that a request sets replace them.
       trust_request_chat_template: whether requests may include their own chat template.
       exclude_tools_when_tool_choice_none: leave the tools of a request with tool_choice "none" out of its prompt.
       enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
