@@ -340,7 +340,7 @@ ROOMS = {
     "server.http.request": (
         "scheduler.base jaxengine:base requests.params requests.output requests api server.base server.observe"
     ),
-    "server.http.answer": "requests.output server.http.request",
+    "server.http.answer": "requests.output server.base server.http.request",
     "server.http": (
         "scheduler.base jaxengine:base requests.params requests.output requests api server.base server.adapters "
         "server.weights server.http.request server.http.answer"

@@ -51,8 +51,18 @@ def settle(args: argparse.Namespace) -> None:
         raise ValueError(f"--{' and --'.join(routes)} name different routes; give one")
     args.route = next(iter(routes.values()), ROUTES[0])
     if args.url is None:
-        base = args.base_url or f"http://{args.host or '127.0.0.1'}:{8000 if args.port is None else args.port}"
+        host = args.host or "127.0.0.1"
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host  # IPv6
+        base = args.base_url or f"http://{host}:{8000 if args.port is None else args.port}"
         args.url = base.rstrip("/") + prefix
+    if args.random_prefix_len < 0:
+        raise ValueError(f"--random-prefix-len is {args.random_prefix_len}; allowed: whole numbers from 0")
+    for name, other, clash in (
+        ("random-range-ratio", "lengths", args.random_range_ratio is not None and args.lengths != "fixed"),
+        ("random-prefix-len", "prefix-len", args.random_prefix_len and (args.num_prefixes or args.prefix_len)),
+    ):
+        if clash:
+            raise ValueError(f"--{name} and --{other} are both given; give one")
     if args.random_range_ratio:
         args.lengths, args.range_ratio = "uniform", args.random_range_ratio
     if args.random_prefix_len:

@@ -188,7 +188,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "scheduler_reserve_full_isl": (True,),
     "sleep_mode_backend": ("cumem",),
     "sparse_indexer_topk_backend": ("auto",),
-    "sse_keep_alive_interval": (0,),
     "swa_bounded_replay": (True,),
     "swap_space": (0, 4),
     "ubatch_size": (0,),

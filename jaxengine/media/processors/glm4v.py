@@ -70,10 +70,10 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return resized_frames(depth if modality == "image" else num_frames, height, width, bounds, self.factor, depth)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return (height, width) in pixels of the largest frames, the squarest with about their share of bounds.most;
-        an image counts as the frames of one patch.
+        """Return (height, width) in pixels of the largest frames, each with an equal share of the bounds; an image
+        counts as the frames of one patch.
         """
-        return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
+        return self.widest(bounds, self.tower.temporal_patch_size if modality == "image" else num_frames)
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
         """Return the span [start, end) of the placeholder at `place` alone: a video's start and end tokens stay around

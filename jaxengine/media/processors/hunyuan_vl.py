@@ -4,7 +4,6 @@ an image. M-RoPE positions are a token's column and row in its image, and the im
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor
+from jaxengine.media.processors.grids import GridProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor, Sizes
 from jaxengine.media.processors.settings import WHOLE
 from jaxengine.models.config.fields import ConfigFields
@@ -100,13 +99,7 @@ class HunYuanVLProcessor(Qwen2VLProcessor):
         """Return (height, width) in pixels of an image with at least as many squares, marked ones included, as any
         other: a tall one has more lines. modality, num_frames: not used.
         """
-        units = max(1, bounds.most // self.factor**2)
-        # Sides are rounded, so that an image's ratio may exceed the limit by less than one column.
-        sizes = [(min(units // wide, MAX_ASPECT_RATIO * (wide + 1)), wide) for wide in range(1, units + 1)]
-        # A side is at least one square, which makes strips larger than the bound if that is small.
-        if units < MAX_ASPECT_RATIO:
-            sizes[0] = math.isqrt(MAX_ASPECT_RATIO * units), 1
-        high, wide = max(sizes, key=lambda size: size[0] * (size[1] + 1))
+        wide, high = max(self.sides(bounds), key=lambda sides: sides[1] * (sides[0] + 1))
         return high * self.factor, wide * self.factor
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:

@@ -211,19 +211,33 @@ class Qwen2VLProcessor(GridProcessor):
         subclasses.
         """
         del modality, num_frames
-        return self.widest(bounds.most)
+        return self.widest(bounds)
 
-    def widest(self, pixels: int) -> tuple[int, int]:
-        """Return (height, width) in pixels, multiples of `factor`, whose product is closest to `pixels` from below; of
-        equal ones the squarest.
-
-        The width is the longer side, at most about MAX_ASPECT_RATIO times the height. For less than factor**2 pixels
-        the result is one square of `factor`.
+    def widest(self, bounds: Bounds, num_frames: int = 1) -> tuple[int, int]:
+        """Return (height, width) in pixels of the frame with the most patches; of equal ones the squarest. The width is
+        the longer side. bounds: of the pixels of num_frames frames together.
         """
-        units = max(1, pixels // self.factor**2)
-        sides = range(math.isqrt(units), max(0, math.isqrt(units // MAX_ASPECT_RATIO)), -1)
-        high = max(sides, key=lambda side: side * (units // side), default=1)
-        return high * self.factor, units // high * self.factor
+        high, wide = max(self.sides(bounds, num_frames), key=lambda sides: sides[0] * sides[1])
+        return high * self.factor, wide * self.factor
+
+    def sides(self, bounds: Bounds, num_frames: int = 1) -> list[tuple[int, int]]:
+        """Return the shorter side and the longest other side with it, in squares of `factor` pixels, that a frame may
+        have after resizing; the squarest first.
+
+        bounds: of the pixels of num_frames frames together.
+        """
+        ratio, share = MAX_ASPECT_RATIO, num_frames * self.factor**2
+        units = max(1, bounds.most // share)
+        # Sides are rounded, so that a frame's ratio may exceed the limit by less than one square of the shorter one.
+        found = [(side, min(units // side, ratio * (side + 1))) for side in range(math.isqrt(units), 0, -1)]
+        # A side is at least one square, which makes strips larger than the bound if that is small.
+        found.append((1, math.isqrt(ratio * bounds.most // share)))
+        # Sides of frames that are too small are rounded up, which may exceed the bound if `least` is near it.
+        least = bounds.least / share
+        shortest = math.sqrt(least / ratio)
+        for side in range(math.ceil(math.sqrt(least)), max(0, math.ceil(shortest) - 1), -1):
+            found.append((side, math.ceil(least / max(side - 1, shortest))))
+        return found
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder repeated as often as its item has embeddings, and with M-RoPE

@@ -46,10 +46,10 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return resized_frames(num_frames, height, width, bounds, self.factor, self.tower.temporal_patch_size)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return (height, width) in pixels of the largest frames, the squarest with at most bounds.most pixels, of
-        which each of a video's num_frames has an equal share.
+        """Return (height, width) in pixels of the largest frames, of which each of a video's num_frames has an equal
+        share of the bounds.
         """
-        return self.widest(bounds.most if modality == "image" else bounds.most // num_frames)
+        return self.widest(bounds, 1 if modality == "image" else num_frames)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder replaced by the tokens of its item's steps, and with M-RoPE

@@ -88,10 +88,19 @@ class ThinkFormat:
         always be opened.
         """
         begin = None if self._begins_inside(prompt, continued) else self.begins[0]
-        before = (prompt + continued).rstrip()
-        pairs = zip(self.begins, self.ends, strict=False)
-        closing = next((end for opened, end in pairs if before.endswith(opened)), self.ends[0])
+        closing = self.ends[0] if begin else self._end_word(prompt, continued)
         return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": closing}
+
+    def _end_word(self, prompt: str, continued: str) -> str:
+        """Return the end word of the last opening word in `continued` or else at the end of `prompt`; the first end
+        word if there is none.
+        """
+        pairs = list(zip(self.begins, self.ends, strict=False))
+        opened, end = max(pairs, key=lambda pair: _end_of_last(continued, pair[0]))
+        if opened in continued:
+            return end
+        before = prompt[-_TAIL_CHARS:].rstrip()
+        return next((end for opened, end in pairs if before.endswith(opened.rstrip())), self.ends[0])
 
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
         """Whether an output begins inside reasoning, by the words before it or else by `always`. False if reasoning has

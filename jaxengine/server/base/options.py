@@ -55,10 +55,11 @@ _BOUNDS = (
     ("max_batch_files_per_client", 1, 2**20),
     ("max_batches_per_client", 1, 2**20),
 )
-# Field -> least and most value, of options where 0 means no limit.
+# Field -> least and most value, of options where 0 means no limit, or none of it.
 _BOUNDS_OR_NONE = (
     ("engine_hang_timeout", 1, 86400),
     ("api_hang_timeout", 1, 86400),
+    ("sse_keep_alive_interval", 0.01, 86400),
     ("api_memory_limit_bytes", 256 * MIB, 2**53),
 )
 
@@ -108,6 +109,8 @@ class ServerConfig:
         never.
       api_memory_limit_bytes: memory that an API process may take beyond its initial size; 0: no limit.
       stream_write_timeout: seconds after which a stream that its client does not read is ended.
+      sse_keep_alive_interval: seconds without an event after which a stream over HTTP sends a comment, so that proxies
+        keep the connection; 0 for none.
       read_timeout: seconds in which the headers of a request must arrive, and the same for its body, with one more for
         each 256 KiB received. An idle connection is closed after this time, too.
       max_connections: connections to each API process. Beyond them, the one that has waited longest for a request is
@@ -127,8 +130,8 @@ class ServerConfig:
       max_prompts: largest number of prompts in a request.
       max_captured_bytes: most bytes of activations in an answer, before base64 (capture, return_hidden_states).
       chat_template_kwargs_allowed: whether requests may set variables of the chat template.
-      default_chat_template_kwargs: variables of the chat template for all requests, such as {"enable_thinking": false};
-        those that a request sets replace them.
+      default_chat_template_kwargs: variables of the chat template for the conversations of all requests, such as
+        {"enable_thinking": false}; those that a request sets replace them.
       trust_request_chat_template: whether requests may include their own chat template.
       exclude_tools_when_tool_choice_none: leave the tools of a request with tool_choice "none" out of its prompt.
       enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
@@ -191,6 +194,7 @@ class ServerConfig:
     api_hang_timeout: float = 60.0
     api_memory_limit_bytes: int = 4096 * MIB
     stream_write_timeout: float = 60.0
+    sse_keep_alive_interval: float = 0
     read_timeout: float = 30.0
     max_connections: int | None = None
     max_request_bytes: int = 32 * MIB

@@ -354,7 +354,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             yield writer.end()
 
         if body.stream:
-            return await stream_events(request, events(), config.stream_write_timeout)
+            return await stream_events(request, events(), config)
         return await answer(request, whole())
 
     return routes

@@ -29,6 +29,8 @@ def listen_at(path: str) -> socket.socket:
     """
     made = socket.socket(socket.AF_UNIX)
     try:
+        if not path or "\0" in path:  # Linux would take a free name, or the beginning
+            raise ValueError("no path of a file")
         if _is_left_over(path):
             os.unlink(path)
         made.bind(path)
@@ -44,6 +46,7 @@ def listen_at(path: str) -> socket.socket:
 def _is_left_over(path: str) -> bool:
     """Whether a path is that of a Unix domain socket that no program listens at."""
     with socket.socket(socket.AF_UNIX) as trial:
+        trial.setblocking(False)  # the program that listens may take no connections
         return trial.connect_ex(path) == errno.ECONNREFUSED and stat.S_ISSOCK(os.stat(path).st_mode)
 
 

@@ -123,10 +123,11 @@ class Supervisor:
         takes a free one. The HTTP socket listens; the others are only reserved. Starts no process. Raises ConfigError
         for an unusable host, port or path.
         """
-        self._listener = listen(server.host, server.port) if server.uds is None else listen_at(server.uds)
         asked = {name: port for name in _SHARED_PORTS if (port := getattr(server, name)) is not None}
         self._reserved = {name: reserve_port(name, server.host, port) for name, port in asked.items()}
         ports = {name: each.getsockname()[1] for name, each in self._reserved.items()}
+        # Last, so that no file is left if another port is in use.
+        self._listener = listen(server.host, server.port) if server.uds is None else listen_at(server.uds)
         if server.uds is None:
             ports["port"] = self._listener.getsockname()[1]
         self._server = dataclasses.replace(server, **ports)

@@ -13,7 +13,7 @@ from jaxengine.server.base.options import ServerConfig
 # Server options without a meaning under Ray Serve, and who does what they are for.
 _PROXIES, _CONTROLLER = "whose proxies have the clients' connections", "whose controller watches the replicas"
 _REFUSED = {
-    **dict.fromkeys(("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), _PROXIES),
+    **dict.fromkeys(("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), _PROXIES),
     **dict.fromkeys(("max_connections", "stream_write_timeout"), _PROXIES),
     **dict.fromkeys(("grpc_port", "metrics_port", "enable_reflection"), "which serves HTTP on one port"),
     **dict.fromkeys(("engine_hang_timeout", "api_hang_timeout", "api_memory_limit_bytes"), _CONTROLLER),

@@ -182,6 +182,7 @@ def test_flags_of_vllms_command():
         ("--url http://a/v2 --backend openai-chat", {"url": "http://a/v2", "route": "chat/completions"}),
         ("--base-url https://a:1/ --insecure", {"url": "https://a:1/v1", "insecure": True}),
         ("--port 9 --endpoint /x/v1/chat/completions", {"url": "http://127.0.0.1:9/x/v1", "route": "chat/completions"}),
+        ("--host ::1", {"url": "http://[::1]:8000/v1"}),
         ("--random-range-ratio 0.25", {"lengths": "uniform", "range_ratio": 0.25}),
         ("--random-range-ratio 0 --random-prefix-len 5", {"lengths": "fixed", "num_prefixes": 1, "prefix_len": 5}),
     ):
@@ -193,6 +194,9 @@ def test_flags_of_vllms_command():
         ("--base-url http://a --host b", "--base-url and --host or --port are both given"),
         ("--endpoint /v1/embeddings", "--endpoint is '/v1/embeddings'; allowed: a path that ends with /completions"),
         ("--route completions --backend openai-chat", "--route and --backend name different routes"),
+        ("--random-prefix-len -1", "--random-prefix-len is -1; allowed: whole numbers from 0"),
+        ("--random-prefix-len 4 --prefix-len 9", "--random-prefix-len and --prefix-len are both given"),
+        ("--random-range-ratio 0 --lengths lognormal", "--random-range-ratio and --lengths are both given"),
     ):
         with pytest.raises(ValueError, match=said):
             settle(parser.parse_args(words.split()))

@@ -175,10 +175,10 @@ def test_every_way_to_say_a_sound(llm):
     assert outputs[0].prompt_token_ids == ids and outputs[-1].prompt_token_ids[0] != ids[0]
 
 
+@pytest.mark.thorough("a further engine; tests/jaxengine/server/http asks the others")
+@pytest.mark.parametrize("llm", ["glmasr_sound", "glmasr_wide_sound"], indirect=True)
 def test_what_is_asked_for_a_transcript(llm):
     processor, found = llm.core.inputs.media.processor, goldens(llm.name)
-    if not llm.name.startswith("glmasr"):
-        pytest.skip("tests/jaxengine/server/http asks the others")
     for case, asked in sounds.ASKED_GLM.items():
         (message,) = processor.transcription(None, asked.get("prompt", ""))
         message["content"][0] |= {"audio": (sound(*sounds.B), RATE)}

@@ -250,4 +250,6 @@ def test_ids_are_new_and_of_the_models_form():
     ],
 )
 def test_a_limit_closes_with_the_word_of_what_the_prompt_opens(prompt, closing):
-    assert REASONING_PARSERS["k2_horizon"].format.limited_by(prompt)["closing"] == closing
+    limited = REASONING_PARSERS["k2_horizon"].format.limited_by
+    assert limited(prompt)["closing"] == closing == limited(prompt, "I think")["closing"]
+    assert limited("<ifm|assistant>", f"{prompt}I think")["closing"] == closing

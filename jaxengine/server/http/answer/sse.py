@@ -16,11 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.request.errors import ApiError, as_api_error, error_body
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+# A comment, which clients skip.
+_KEEP_ALIVE = b": keep-alive\n\n"
 T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
@@ -83,7 +86,7 @@ async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Respo
 async def stream_events(
     request: Request,
     events: AsyncGenerator[bytes, None],
-    write_timeout: float,
+    config: ServerConfig,
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = failed_event,
 ) -> Response:
@@ -92,9 +95,12 @@ async def stream_events(
 
     The first event is awaited here, before anything is sent, so that an exception until then is raised here and gets an
     HTTP status: a generator should submit to the engine before it yields. A later exception ends the stream with the
-    event `failed(error)`, then `done`. `events` is closed in every case. write_timeout: seconds after which a stream
-    that its client does not read is ended.
+    event `failed(error)`, then `done`. `events` is closed in every case. config: stream_write_timeout, seconds after
+    which a stream that its client does not read is ended, and sse_keep_alive_interval (see `_kept_alive`): the first
+    comment counts as an event, so that later exceptions get no status.
     """
+    if config.sse_keep_alive_interval:
+        events = _kept_alive(events, config.sse_keep_alive_interval)
     try:
         first = await while_connected(request.receive, anext(events, b""))
     except ClientLeft:
@@ -103,13 +109,32 @@ async def stream_events(
     except BaseException:
         await events.aclose()
         raise
-    return _EventStream(first, events, write_timeout, done, failed)
+    return _EventStream(first, events, config.stream_write_timeout, done, failed)
+
+
+async def _kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
+    """Yield the events, and a comment each time that none has come for `seconds`. Closes the events."""
+    coming: asyncio.Future[bytes | None] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(events, None))
+            while not (await asyncio.wait({coming}, timeout=seconds))[0]:
+                yield _KEEP_ALIVE
+            if (chunk := coming.result()) is None:
+                return
+            yield chunk
+    finally:
+        if coming is not None:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+        await events.aclose()
 
 
 class _EventStream(Response):
     """Response that sends server-sent events as they are generated.
 
-    first: the first event, which has been generated already. The other arguments are those of `stream_events`.
+    first: the first event, which has been generated already. write_timeout: seconds after which a stream that is not
+    read is ended. The other arguments are those of `stream_events`.
     """
 
     def __init__(

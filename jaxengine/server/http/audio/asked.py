@@ -5,7 +5,7 @@ Speech, GLM-ASR).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from fastapi import Response
@@ -22,7 +22,13 @@ from jaxengine.server.http.request.form import FILE
 class AskedTranscript(Transcript):
     """Transcript of a model without timestamps. The model writes the text, after its language if the request gives
     none.
+
+    variables: of the chat template, None for none. others: arguments of Transcript.
     """
+
+    def __init__(self, variables: Mapping[str, Any] | None, *others: Any):
+        super().__init__(*others)
+        self._variables = variables
 
     async def begin(self, data: bytes) -> None:
         """Read the sound of a file and render the prompt, both on threads. Raises RequestError for translations,
@@ -58,6 +64,7 @@ class AskedTranscript(Transcript):
             add_generation_prompt=not begun,
             continue_final_message=begun,
             chat_template=self.engine.inputs.config.chat_template,
+            chat_template_kwargs=self._variables,
             placeholder=placeholder,
         )
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -264,10 +265,12 @@ _FORM = {"type": "object", "required": [FILE], "properties": {FILE: {"type": "st
 _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 
 
-def _kind(engine: EngineClient) -> type[Transcript]:
-    """Return the class of transcripts for the engine's model. Raises RequestError if the model cannot transcribe."""
+def _kind(engine: EngineClient, config: ServerConfig) -> Callable[..., Transcript]:
+    """Return what makes the transcripts of the engine's model, with the arguments of Transcript. Raises RequestError if
+    the model cannot transcribe.
+    """
     if transcriber(engine.inputs.media) is not None:
-        return AskedTranscript
+        return partial(AskedTranscript, config.default_chat_template_kwargs)
     sound_processor(engine.inputs.media)
     return _Transcript
 
@@ -283,7 +286,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         task: TRANSCRIBE or TRANSLATE. Raises RequestError, ApiError for a damaged form or an unknown model, and the
         errors of Transcript.begin and `last`.
         """
-        kind = _kind(engine)  # refused before a file is read
+        kind = _kind(engine, config)  # refused before a file is read
         data = bytearray()
 
         async def keep(piece: bytes) -> None:
@@ -307,7 +310,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
                 yield each
 
         if body.stream:
-            return await stream_events(request, events(), config.stream_write_timeout)
+            return await stream_events(request, events(), config)
         return await answer(request, whole())
 
     @routes.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=_BODY)

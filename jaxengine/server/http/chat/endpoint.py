@@ -35,7 +35,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         completion = ChatAnswer(server, body, name, model, body.options(request, config, lora))
         await completion.prepare(request.state.ignored_fields)
         if body.stream:
-            return await stream_events(request, completion.events(), config.stream_write_timeout)
+            return await stream_events(request, completion.events(), config)
         return await with_load(engine, request, await answer(request, completion.whole()))
 
     return routes

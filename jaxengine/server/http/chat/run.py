@@ -84,8 +84,8 @@ class ChatRun:
         """Create the sampling parameters and parsers of a request; nothing runs before `pieces`.
 
         name: the request's id in the engine. options: its scheduling options. is_stream: whether the answer is counted
-        as streamed among parsed outputs. Raises RequestError, with the field names
-        of `body`, for fields that this model or server cannot serve.
+        as streamed among parsed outputs. Raises RequestError, with the field names of `body`, for fields that this
+        model or server cannot serve.
         """
         self._server = server
         self._name = name

@@ -64,11 +64,10 @@ def tool_use(
 
     A forced call is constrained by a grammar of body.text_forms, else by the forced_grammar of the model's own format,
     else by a JSON schema of the functions. With "auto", calls are in the model's format; a response_format, or
-    structured_outputs, adds a grammar for an answer or calls or, if the format has no grammar, constrains the
-    answer only. auto: whether the
-    server lets models choose. tool_format, reasoning_format: formats of the model, None if the server has no parser.
-    switches: options of structured outputs that are on by default. Raises RequestError for tools, or a tool_choice,
-    that these formats cannot serve.
+    structured_outputs, adds a grammar for an answer or calls or, if the format has no grammar, constrains the answer
+    only. auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model, None if the
+    server has no parser. switches: options of structured outputs that are on by default. Raises RequestError for tools,
+    or a tool_choice, that these formats cannot serve.
     """
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":

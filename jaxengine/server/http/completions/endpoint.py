@@ -236,7 +236,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         completion = _Completion(engine, config, body, name, model, body.options(request, config, lora))
         await completion.read_prompts(encoder)
         if body.stream:
-            return await stream_events(request, completion.events(), config.stream_write_timeout)
+            return await stream_events(request, completion.events(), config)
         return await with_load(engine, request, await answer(request, completion.whole()))
 
     return routes

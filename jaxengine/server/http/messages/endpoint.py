@@ -161,8 +161,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         request.state.ignored_fields += _ignored(server, body, request)
         await message.prepare(request.state.ignored_fields)
         if body.stream:
-            events, limit = message.stream(), config.stream_write_timeout
-            return await stream_events(request, events, limit, done=b"", failed=_failed)
+            return await stream_events(request, message.stream(), config, done=b"", failed=_failed)
         return await answer(request, message.whole())
 
     @routes.post("/v1/messages/count_tokens", response_class=Response)

@@ -76,6 +76,8 @@ class PoolingServer:
             side = body.truncation_side or inputs.require_pooling().cut_side
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode(rendered, add_special_tokens=special, param="messages", cut_side=side)
+        if not ids:
+            raise RequestError("messages make no tokens; at least one is needed", param="messages")
         return self._cut(ids, body)
 
     async def encode_given(

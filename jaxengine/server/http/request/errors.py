@@ -50,7 +50,12 @@ _MESSAGES_TYPES = {
 }
 _BRANCHES = {"str", "int", "float", "bool", "none"}
 # Field of the engine -> another name under which an HTTP request may give it.
-_OTHER_NAMES = {"extra_args": "vllm_xargs", "structured_outputs": "response_format", "version": "weight_version"}
+_OTHER_NAMES = {
+    "extra_args": "vllm_xargs",
+    "session": "session_id",
+    "structured_outputs": "response_format",
+    "version": "weight_version",
+}
 
 
 class ApiError(HTTPException):

@@ -236,12 +236,13 @@ class NamedRequest(RequestModel):
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
         """Return the request's scheduling options: its priority, but not more urgent than `request.state.priority`; its
-        timeout, or else the server's; the client, arrival and owner of `request`; and the session, session_id or else
-        X-Session-Id. lora: name of the adapter, or None.
+        timeout, or else the server's; the client, arrival and owner of `request`; and the session, the first of
+        session_id, X-Session-Id and the session_id of vllm_xargs that is not empty. lora: name of the adapter, or None.
         """
         state, timeout = request.state, self.timeout or config.request_timeout
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
-        own = state.owner_tag, getattr(self, "session_id", None) or request.headers.get("x-session-id")
+        header, further = request.headers.get("x-session-id"), getattr(self, "vllm_xargs", None) or {}
+        own = state.owner_tag, getattr(self, "session_id", None) or header or further.get("session_id")
         return RequestOptions(priority, timeout, state.client, state.arrival, lora, *own)
 
     def register(self, prefix: str, request: Request) -> str:
@@ -426,7 +427,8 @@ class TextRequest(GenerationRequest):
         if self.logit_bias is not None:
             given["logit_bias"] = bias_by_id(self.logit_bias, inputs.model_config.vocab_size)
         given["structured_outputs"] = self._structure()
-        given["extra_args"] = with_kv_transfer(self.vllm_xargs, self.kv_transfer_params, bool(self.stream))
+        further = {name: value for name, value in (self.vllm_xargs or {}).items() if name != "session_id"} or None
+        given["extra_args"] = with_kv_transfer(further, self.kv_transfer_params, bool(self.stream))
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:  # temperature 0 allows n > 1 here; beam_params checks it

@@ -258,7 +258,7 @@ class _Responses:
                 return await self._begin(making, keeper, request.app.state)
             if body.stream:
                 events = self._stream(making, keeper)
-                return await stream_events(request, events, self._config.stream_write_timeout, done=b"")
+                return await stream_events(request, events, self._config, done=b"")
             return await answer(request, self._whole(making, keeper))
         except BaseException:
             held.release()

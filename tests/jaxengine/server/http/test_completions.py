@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput, WeightSpan
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.sse import DONE, stream_events
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.endpoint import _without_output
 from jaxengine.server.processes.sockets import cut_unread, listen
@@ -198,6 +200,33 @@ async def test_a_client_that_does_not_read_is_ended(chat_engine):
     connection.reads.clear()
     await connection.ended()
     await idle(chat_engine)
+
+
+async def test_a_silent_stream_has_comments():
+    """Also before its first event, after which an exception has no status."""
+    go_on, closed = asyncio.Event(), asyncio.Event()
+
+    async def events():
+        try:
+            await go_on.wait()
+            yield b"data: 1\n\n"
+            raise OverloadedError("full")
+        finally:
+            closed.set()
+
+    async def app(scope, receive, send):
+        config = ServerConfig(sse_keep_alive_interval=0.01)
+        await (await stream_events(Request(scope, receive), events(), config))(scope, receive, send)
+
+    left, whole = Connection(app, PATH), Connection(app, PATH)
+    for connection in (left, whole, whole):
+        assert (await connection.chunks.get(), connection.status) == (b": keep-alive\n\n", 200)
+    await left.leave()
+    assert closed.is_set()
+    go_on.set()
+    await whole.ended()
+    said = [each for each in (whole.chunks.get_nowait() for _ in range(whole.chunks.qsize())) if each[:1] != b":"]
+    assert said[::2] == [b"data: 1\n\n", DONE] and b'"message":"full' in said[1]
 
 
 async def test_a_connection_that_nobody_reads_is_cut():

@@ -315,6 +315,9 @@ async def test_a_conversation_is_one_prompt(scoring_app, classifier, monkeypatch
         (both, "continue_final_message"),
         ({"messages": image}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "w5 " * 9999}]}, "messages"),
         ({"messages": messages, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ):
         answer = await post(scoring_app, "/classify", **fields)

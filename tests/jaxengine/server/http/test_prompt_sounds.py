@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import io
 import wave
 
@@ -15,6 +16,7 @@ import pytest
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
+from jaxengine.server.http.audio.endpoint import _kind
 from tests.fixtures import sound_checkpoints as sounds
 from tests.jaxengine.engine.test_prompt_sounds import TIGHT, goldens
 from tests.jaxengine.engine.test_sounds import OPTIONS
@@ -29,12 +31,17 @@ SAY = {"type": "text", "text": "Say it."}
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory, executables_dir):
+def engine(tmp_path_factory, executables_dir):
     folder = sounds.whole_checkpoint(NAME, tmp_path_factory.mktemp("sounds"))
     options = {**OPTIONS, **TIGHT, "limit_mm_per_prompt": {"audio": 1}, "max_audio_seconds": 3}
     engine = AsyncLLM(str(folder), **options, compile_cache_dir=executables_dir)
-    yield create_app(engine, ServerConfig(served_model_name=("hears",)))
+    yield engine
     engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    return create_app(engine, ServerConfig(served_model_name=("hears",)))
 
 
 def text_of(tokens) -> str:
@@ -115,6 +122,14 @@ def test_transcripts_are_those_of_transformers(app):
         *deltas, done = ask(app, stream=True, **asked)
         assert done.text == wanted and "".join(each.delta for each in deltas).strip() == wanted
         assert done.usage.input_tokens == len(found[f"{case}_ids"])
+
+
+def test_a_server_sets_variables_of_the_template_for_transcripts_too(engine, monkeypatch):
+    template = "{{ messages[0].role }} says {{ word }}"
+    monkeypatch.setattr(engine.inputs, "config", dataclasses.replace(engine.inputs.config, chat_template=template))
+    made = _kind(engine, ServerConfig(default_chat_template_kwargs={"word": "it"}))
+    ids = made(engine, None, "transcribe", "x", None)._encoded([{"role": "user", "content": "a"}], None)
+    assert ids == sounds.tokenizer().encode("user says it").ids
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,21 @@ async def test_a_session_is_its_keys_own(chat_engine, size):
     app = create_app(engine, ServerConfig(api_key=("one", "two")))
     async with http_client(app, "one") as one, http_client(app, "two") as two:
         for client in (one, two):
-            for fields, header in ((BODY, "talk"), ({**BODY, "session_id": "talk"}, "other")):
+            for fields, header in (
+                (BODY, "talk"),
+                ({**BODY, "session_id": "talk"}, "other"),
+                ({**BODY, "vllm_xargs": {"session_id": "other"}}, "talk"),
+                ({**BODY, "session_id": "", "vllm_xargs": {"session_id": "talk"}}, ""),
+            ):
                 answer = await client.post("/v1/completions", json=fields, headers={"X-Session-ID": header})
                 assert answer.status_code == 200
         await one.post("/v1/completions", json=BODY)
         assert len(engine.kept) == 2  # of the same name
         bad = await one.post("/v1/completions", json=BODY, headers={"X-Session-ID": "a/b"})
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "session"
+        bad = await one.post("/v1/completions", json={**BODY, "session_id": "a/b"})
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "session_id"
+        assert bad.json()["error"]["message"].startswith("session_id is 'a/b'; allowed: 1 to 128")
         if size is None:
             assert (await one.delete("/v1/sessions/talk")).status_code == 404
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import socket
 import time
 from pathlib import Path
 
@@ -88,8 +89,12 @@ async def test_a_unix_domain_socket(tmp_path):
         with pytest.raises(ConfigError, match="uds .*http' cannot be bound .Address already in use.; name a file"):
             listen_at(path)
     assert Path(path).exists()
-    listen_at(path).close()  # nobody listens there any more
-    for wrong in (str(tmp_path / "no" / "http"), "x" * 200, str(tmp_path)):
+    with listen_at(path) as busy, socket.socket(socket.AF_UNIX) as first:  # nobody listens there any more
+        busy.listen(0)
+        first.connect(path)
+        with pytest.raises(ConfigError, match="Address already in use"):  # also where no more connections are taken
+            listen_at(path)
+    for wrong in (str(tmp_path / "no" / "http"), "x" * 200, str(tmp_path), "", f"{tmp_path}/a\0b", "\0a"):
         with pytest.raises(ConfigError) as caught:
             listen_at(wrong)
         assert caught.value.param == "uds"
