@@ -250,12 +250,12 @@ class AdapterStore:
         """Remove a name, so that no further request can use its adapter; running requests use it until they end.
 
         slots: the scheduler's adapter slots, of which the adapter's becomes the next to be reused. in_use: returns the
-        adapters of unfinished requests; the adapter is dropped at once if it is not among them. Raises RequestError for
-        an unknown name.
+        adapters of unfinished requests; the adapter is dropped at once if it is not among them. Raises
+        UnknownAdapterError for an unknown name.
         """
         if name not in self._named:
             text = f"the adapter {show_value(name)} does not exist"
-            raise RequestError(text, param="lora_name", value=name)
+            raise UnknownAdapterError(text, param="lora_name", value=name)
         record = self._named.pop(name)
         slots.retire(record.adapter)
         self._forget(in_use)
