@@ -72,7 +72,7 @@ async def test_over_http(engine, admin, tmp_path):
             done = await operator.post(LOAD, json={"lora_name": name, "lora_path": name})
             assert (done.status_code, done.text) == (200, f"Success: LoRA adapter '{name}' added successfully.")
         again = await operator.post(LOAD, json={"lora_name": "a", "lora_path": "b"})
-        assert again.status_code == 400 and "is loaded already" in again.text
+        assert again.status_code == 400 and "has already been loaded" in again.text
         first = await text("a")
         for route, path in ((LOAD, "b"), ("/load_lora_adapter", "a")):
             body = {"lora_name": "a", "lora_path": "empty", "load_inplace": True}

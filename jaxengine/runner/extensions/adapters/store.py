@@ -171,7 +171,7 @@ class AdapterStore:
         Raises RequestError if the adapter is loaded already, or for a name or number that `known` refuses.
         """
         if self.known(name, path, number):
-            raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
+            raise RequestError(f"the adapter {name!r} has already been loaded", param="lora_name", value=name)
         adapter = self._adapter(name, weights)
         record = AdapterRecord(adapter, path, number, weights.digest, weights.rank, weights.config)
         self._named[name] = self._records[adapter] = record
@@ -310,7 +310,7 @@ class AdapterStore:
         if number is not None:
             return self.known(name, path, number)
         if name in self._named:
-            raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
+            raise RequestError(f"the adapter {name!r} has already been loaded", param="lora_name", value=name)
         return self.known(name, path, self.free_number())
 
     def find(self, request: Request) -> None:
