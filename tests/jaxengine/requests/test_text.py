@@ -108,6 +108,11 @@ def test_logprobs_carry_the_tokens_text(smollm, answer):
     output = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, params, use_tqdm=False)[0].outputs[0]
     shown = [entry[token].decoded_token for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
     assert "".join(shown) == output.text
+    silent = params.clone_with(detokenize=False, prompt_logprobs=1)
+    answered = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, silent, use_tqdm=False)[0]
+    assert answered.outputs[0].text == "" and answered.outputs[0].token_ids == output.token_ids
+    entries = [*answered.outputs[0].logprobs, *answered.prompt_logprobs[1:]]
+    assert all(one.decoded_token is None for entry in entries for one in entry.values())
 
 
 def test_bad_text_requests_are_named(smollm):
