@@ -412,7 +412,8 @@ class LLM(WeightMethods, VllmMethods):
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         """Return a SamplingParams for each of `count` prompts, from one for all, one each, or None for defaults."""
-        return params_for(count, self.get_default_sampling_params() if params is None else params)
+        given = self.get_default_sampling_params() if params is None else params
+        return params_for(count, given, self.core.inputs.config.max_model_len)
 
     def _answer(
         self,

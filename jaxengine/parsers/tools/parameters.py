@@ -397,12 +397,17 @@ class ParameterToolParser(StateParser):
 
     def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
         """Return the name of the current parameter, and the JSON types that the format states for its value; None if it
-        states none.
+        states none, or if the function's schema contradicts it: no string where it has a string only, or a string where
+        it has none.
         """
         name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
         if not self._words.says_string:
             return "".join(self._word).strip(), None
-        return name.partition('"')[0], {"": None, "true": _STRING}.get(says_string, _NO_STRING)
+        name = name.partition('"')[0]
+        stated = {"": None, "true": _STRING}.get(says_string, _NO_STRING)
+        declared = self._arguments.declared_types(name) if self._arguments else None
+        agrees = declared is None or ("string" in declared if stated == _STRING else declared != _STRING)
+        return name, stated if agrees else None
 
     def _in_value(self, text: str, at: int) -> int:
         """Process a value, up to a word that may end it. Reads `text` from the index `at`; returns the index after the

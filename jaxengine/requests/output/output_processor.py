@@ -381,7 +381,7 @@ class OutputProcessor:
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
         assert count is not None
         given = list(zip(given_ids, scores.given_logprobs[row, : len(given_ids)].tolist(), strict=True))
-        sequence.logprobs.append(self._position(token_id, scores, row, count, given))
+        sequence.logprobs.append(self._position(params, token_id, scores, row, count, given))
         sequence.cumulative_logprob += float(scores.logprobs[row])
         if params.return_sampling_mass:
             sequence.masses.append(scores.given_logprobs[row, -len(SAMPLING_FIELDS) :])
@@ -402,14 +402,21 @@ class OutputProcessor:
             position = scores.first + row
             token_id = group.prompt_token_ids[position]
             given = scores.scores.given_logprobs[row, first : first + len(given_ids)].tolist()
-            entry = self._position(token_id, scores.scores, row, count, list(zip(given_ids, given, strict=True)))
-            group.prompt_logprobs[position] = entry
+            pairs = list(zip(given_ids, given, strict=True))
+            group.prompt_logprobs[position] = self._position(params, token_id, scores.scores, row, count, pairs)
 
     def _position(
-        self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
+        self,
+        params: SamplingParams,
+        token_id: int,
+        scores: TokenScores,
+        row: int,
+        count: int,
+        given: Sequence[tuple[int, float]],
     ) -> PositionLogprobs:
-        """Return the log-probabilities at one position, `row` of the scores, by token id. count: number of likeliest
-        tokens to list, -1 for all. given: further (token id, logprob) to list.
+        """Return the log-probabilities at one position, `row` of the scores, by token id, without texts if the request
+        has detokenize=False. count: number of likeliest tokens to list, -1 for all. given: further (token id, logprob)
+        to list.
         """
         return position_logprobs(
             token_id,
@@ -418,7 +425,7 @@ class OutputProcessor:
             scores.top_ids[row].tolist(),
             scores.top_logprobs[row].tolist(),
             count,
-            None if self._tokenizer is None else self._decode_one,
+            self._decode_one if self._tokenizer is not None and params.detokenize else None,
             given,
         )
 

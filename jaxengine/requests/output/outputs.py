@@ -22,7 +22,7 @@ class Logprob:
     Attributes:
       logprob: its log-probability, or its logit with a logprobs_mode of logits.
       rank: 1 is the likeliest of the vocabulary; None for tokens that were only requested by id.
-      decoded_token: its text; None without a tokenizer.
+      decoded_token: its text; None without a tokenizer, and with detokenize=False.
     """
 
     logprob: float

@@ -110,8 +110,9 @@ def _invalid(name: str, value: Any, text: str) -> RequestError:
     return RequestError(text, param=name, value=value)
 
 
-def params_for(count: int, params: Any) -> list[SamplingParams]:
-    """Return copies of sampling parameters that request one output at the end, one for each of `count` prompts.
+def params_for(count: int, params: Any, max_model_len: int) -> list[SamplingParams]:
+    """Return copies of sampling parameters that request one output at the end, one for each of `count` prompts. Their
+    max_tokens are at most `max_model_len`: no output is longer, and vLLM accepts more, too, except over HTTP.
 
     params: one for all, or a sequence. Raises RequestError for a sequence of another length. An entry that is no
     SamplingParams is returned unchanged, for the caller to refuse.
@@ -124,5 +125,10 @@ def params_for(count: int, params: Any) -> list[SamplingParams]:
             param="sampling_params",
             value=params,
         )
-    final = RequestOutputKind.FINAL_ONLY
-    return [each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params]
+
+    def fitting(each: SamplingParams) -> SamplingParams:
+        """Return the copy of one of the parameters."""
+        most = None if each.max_tokens is None else min(each.max_tokens, max_model_len)
+        return each.clone_with(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=most)
+
+    return [fitting(each) if isinstance(each, SamplingParams) else each for each in params]

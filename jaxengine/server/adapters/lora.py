@@ -13,7 +13,7 @@ from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.scheduler.base.adapter_names import alike
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, UnknownAdapterError, show_value
 from jaxengine.server.base.names import names_of
 from jaxengine.server.base.options import ServerConfig
 
@@ -75,7 +75,7 @@ async def load_from_root(
     names: the model's names, which no adapter may have. path: relative to lora_root, or absolute. in_place: whether
     `name` may be that of a loaded adapter, which is then replaced; its running requests continue with the old matrices.
     Raises RequestError if there is no lora_root, for a name that is taken, a path outside lora_root and an unusable
-    adapter, and EngineDeadError; nothing is loaded in these cases.
+    adapter, UnknownAdapterError for a path at which nothing is, and EngineDeadError; nothing is loaded in these cases.
     """
     refuse_models_name(name, names)
     if config.lora_root is None:
@@ -88,6 +88,9 @@ async def load_from_root(
     if folder is None or not folder.is_relative_to(root):
         text = f"lora_path {show_value(path)} leads out of lora_root; allowed: folders in it"
         raise RequestError(text, param="lora_path", value=path)
+    if not folder.exists():
+        text = f"lora_path {show_value(path)} does not exist; allowed: folders in lora_root"
+        raise UnknownAdapterError(text, param="lora_path", value=path)
     # The caller may leave, but a load that the engine has begun must be completed.
     await asyncio.shield(load_adapter(engine.utility, name, str(folder), in_place=in_place))
 
@@ -111,5 +114,7 @@ async def has_adapter(engine: EngineClient, name: str) -> bool:
 
 
 async def unload(engine: EngineClient, name: str) -> None:
-    """Unload an adapter; further requests cannot name it. Raises RequestError for an unknown name, EngineDeadError."""
+    """Unload an adapter; further requests cannot name it. Raises UnknownAdapterError for an unknown name, and
+    EngineDeadError.
+    """
     await engine.utility("unload_adapter", name)

@@ -87,14 +87,15 @@ class LineError(ConfigError):
 
 
 def read_lines(path: str, only_url: str | None = None, most: int | None = None) -> tuple[list[BatchLine], str]:
-    """Return the requests of a file, and the SHA-256 of the file's bytes in hexadecimal. Empty lines are skipped.
+    """Return the requests of a file, [] if there are none, and the SHA-256 of the file's bytes in hexadecimal. Empty
+    lines are skipped.
 
     only_url: the url that every line must have; None for any of URLS. most: largest number of requests; None for no
     limit.
 
     Raises:
       LineError: a line is not a request, has the custom_id of an earlier one or another url than `only_url`, or there
-        are no requests or too many. The message has the line's number.
+        are too many requests. The message has the line's number.
       ConfigError: the path is not that of a file.
       OSError: the file cannot be read.
     """
@@ -115,8 +116,6 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
         found.append(line)
         if most is not None and len(found) > most:
             raise LineError.at(path, number, f"it is one request too many; allowed: {most}")
-    if not found:
-        raise LineError.at(path, None, "it has no requests")
     return found, hashlib.sha256(data).hexdigest()
 
 

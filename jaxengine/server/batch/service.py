@@ -165,6 +165,8 @@ class BatchService:
         source = str(self._store.content(owner, record["input_file_id"]))
         try:
             lines, digest = await asyncio.to_thread(read_lines, source, record["endpoint"], MAX_LINES)
+            if not lines:
+                raise LineError.at(source, None, "it has no requests")
         except ConfigError as error:
             number, said = (error.number, error.problem) if isinstance(error, LineError) else (None, "it is gone")
             problem = {"code": "invalid_request", "line": number, "message": said, "param": "input_file_id"}

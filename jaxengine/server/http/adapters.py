@@ -1,4 +1,6 @@
-"""Admin routes that load and unload adapters at run time. The engine reads their files in a thread."""
+"""Admin routes that load and unload adapters at run time, under vLLM's names and SageMaker's. The engine reads their
+files in a thread.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,9 @@ from jaxengine.server.http.request.auth import ADMIN
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import RequestModel
 
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Path = Annotated[str, Field(min_length=1, max_length=4096)]
+
 
 class LoadRequest(RequestModel):
     """Adapter to load.
@@ -28,8 +33,18 @@ class LoadRequest(RequestModel):
 
     refused = {"is_3d_lora_weight": (False,)}
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    lora_name: Name
+    lora_path: Path
+    load_inplace: bool = False
+
+
+class SageMakerLoadRequest(RequestModel):
+    """Adapter to load, as SageMaker names the fields of a LoadRequest: `name`, `src`, `load_inplace`."""
+
+    refused = {"is_3d_lora_weight": (False,), "pin": (False,), "preload": (True,)}
+
+    name: Name
+    src: Path
     load_inplace: bool = False
 
 
@@ -38,7 +53,7 @@ class UnloadRequest(RequestModel):
 
     ignored = frozenset(("lora_int_id",))
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_name: Name
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -54,7 +69,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def load_lora_adapter(body: LoadRequest) -> Response:
         """Load an adapter, which requests may then name as their model, and answer in plain text once it is loaded.
         Raises RequestError for a name that is taken (without load_inplace), a path out of lora_root and an unusable
-        adapter, and EngineDeadError.
+        adapter, UnknownAdapterError for a path at which nothing is, and EngineDeadError.
         """
         await load_from_root(engine, config, names, body.lora_name, body.lora_path, in_place=body.load_inplace)
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -62,10 +77,22 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/unload_lora_adapter", response_class=Response)
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
         """Close an adapter to further requests, and answer in plain text; running requests continue. Raises
-        RequestError for an unknown name, EngineDeadError.
+        UnknownAdapterError for an unknown name, EngineDeadError.
         """
-        await unload(engine, body.lora_name)
-        return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+        return await remove(body.lora_name)
+
+    @routes.post("/adapters", response_class=Response)
+    async def load_sagemaker_adapter(body: SageMakerLoadRequest) -> Response:
+        """Do as /v1/load_lora_adapter, with SageMaker's names of the fields."""
+        return await load_lora_adapter(
+            LoadRequest(lora_name=body.name, lora_path=body.src, load_inplace=body.load_inplace)
+        )
+
+    @routes.delete("/adapters/{name:path}", response_class=Response)
+    async def remove(name: Name) -> Response:
+        """Do as /v1/unload_lora_adapter, with the name in the path."""
+        await unload(engine, name)
+        return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return routes
 

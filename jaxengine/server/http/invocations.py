@@ -4,6 +4,8 @@ fields.
 
 from __future__ import annotations
 
+import json
+
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +19,8 @@ _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "inpu
 _SCORES = {"query": "/rerank", "text_1": "/score", "queries": "/score", "data_1": "/score"}
 _POOLING_PATHS = {"embed": {"input": "/v1/embeddings", **_SCORES}, "classify": {"input": "/classify", **_SCORES}}
 _POOLING_PATHS |= {task: {"input": "/pooling", **_SCORES} for task in ("token_embed", "token_classify")}
+# Name of an adapter, which SageMaker sends where a caller chooses an inference component that is an adapter.
+_ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 
 
 class _PassedOn(Response):
@@ -52,14 +56,17 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/invocations", response_class=Response)
     async def invoke(request: Request) -> Response:
-        """Answer a request by the route that its fields belong to. Raises ApiError (400) for a body that is not valid
-        JSON, and RequestError unless it has exactly one of the fields that tell routes apart.
+        """Answer a request by the route that its fields belong to. The header X-Amzn-SageMaker-Adapter-Identifier takes
+        the place of `model`. Raises ApiError (400) for a body that is not valid JSON, and RequestError unless it has
+        exactly one of the fields that tell routes apart.
         """
         body = await request.body()
         value = read_json(body)
         fields = [name for name in paths if isinstance(value, dict) and name in value]
         if len(fields) != 1:
             raise RequestError(f"the body must have one of {', '.join(paths)}, got {fields or 'none'}")
+        if adapter := request.headers.get(_ADAPTER_HEADER):
+            body = json.dumps({**value, "model": adapter}).encode()
         return _PassedOn(request, paths[fields[0]], body)
 
     return routes

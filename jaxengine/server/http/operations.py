@@ -87,13 +87,13 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
-    async def abort_requests(body: AbortRequest) -> dict[str, int]:
+    async def abort_requests(body: AbortRequest) -> dict[str, Any]:
         """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns how many
-        were given.
+        were given, as `aborted`.
         """
         for request_id in body.request_ids:
             await engine.abort(request_id)
-        return {"num_requests": len(body.request_ids)}
+        return {"status": "aborted", "aborted": len(body.request_ids)}
 
     if engine.inputs.config.profiler_config is not None:
 

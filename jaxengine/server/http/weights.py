@@ -109,18 +109,23 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         default, both. keep_kv: with kv_offloading_size, cached pages stay in host memory and are found after /wake_up.
         """
         await weights.sleep(engine, level, mode, tags, keep_kv=keep_kv)
-        return {"status": "asleep"}
+        return {"status": "sleeping", "level": level}
 
     @routes.post("/release_kv_cache_memory")
     async def release_kv_cache_memory() -> dict[str, Any]:
         """Free the pages of a paused engine, else raise RequestError, until /wake_up. Kept requests are recomputed."""
         await weights.release_kv_cache_memory(engine)
-        return {"status": "released"}
+        return {"status": "kv_cache_released"}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-        """Put back "weights", "kv_cache" or by default both; requests run once both are. Returns what still sleeps."""
-        return {"asleep": await weights.wake_up(engine, tags)}
+        """Put back "weights", "kv_cache" or by default both; requests run once both are.
+
+        Returns `asleep`, the parts that still sleep, and vLLM's fields: `status`, "awake" if none does, else
+        "sleeping", and `tags`, those of the request.
+        """
+        asleep = await weights.wake_up(engine, tags)
+        return {"status": "sleeping" if asleep else "awake", "tags": tags, "asleep": asleep}
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:

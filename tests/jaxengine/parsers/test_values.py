@@ -133,3 +133,28 @@ def test_a_function_may_have_a_parameter_of_a_wrappers_name():
     text = FORMATS["deepseek_v32"].write([("run", {"input": {"input": {}}})])
     message = message_of([*parser.feed(text), *parser.finish()])
     assert json.loads(message.tool_calls[0].arguments) == {"input": {"input": {}}}
+
+
+@each_row(
+    ("kind", "is_string", "written", "expected"),
+    [
+        ("integer", "true", "42", 42),
+        ("integer", "true", "many", "many"),
+        (["object", "null"], "true", '{"a": 1}', {"a": 1}),
+        (["string", "integer"], "true", "42", "42"),
+        (["string", "null"], "false", "null", None),
+        ("string", "false", "null", "null"),
+        ("string", "false", "42", "42"),
+        ("integer", "false", "42", 42),
+    ],
+)
+def test_a_schema_counts_more_than_whether_the_model_says_that_a_value_is_a_string(kind, is_string, written, expected):
+    functions = {"run": {"type": "object", "properties": {"a": {"type": kind}}}}
+    for name, space in ("deepseek_v32", ""), ("deepseek_v41", " "):
+        text = (
+            f'<｜DSML｜{space}invoke name="run">\n<｜DSML｜{space}parameter name="a" string="{is_string}">{written}'
+            f"</｜DSML｜{space}parameter>\n</｜DSML｜{space}invoke>"
+        )
+        parser = TOOL_PARSERS[name].open(functions)
+        message = message_of([*parser.feed(text), *parser.finish()])
+        assert json.loads(message.tool_calls[0].arguments) == {"a": expected}

@@ -108,6 +108,19 @@ def test_logprobs_carry_the_tokens_text(smollm, answer):
     output = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, params, use_tqdm=False)[0].outputs[0]
     shown = [entry[token].decoded_token for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
     assert "".join(shown) == output.text
+    silent = params.clone_with(detokenize=False, prompt_logprobs=1)
+    answered = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, silent, use_tqdm=False)[0]
+    assert answered.outputs[0].text == "" and answered.outputs[0].token_ids == output.token_ids
+    entries = [*answered.outputs[0].logprobs, *answered.prompt_logprobs[1:]]
+    assert all(one.decoded_token is None for entry in entries for one in entry.values())
+
+
+def test_a_limit_above_the_context_is_the_rest_of_the_context(smollm, answer):
+    first = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, GREEDY, use_tqdm=False)[0].outputs[0]
+    most = smollm.core.inputs.config.max_model_len + 10
+    params = GREEDY.clone_with(max_tokens=most, stop_token_ids=first.token_ids[:1])
+    output = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, params, use_tqdm=False)[0].outputs[0]
+    assert (output.token_ids, output.finish_reason) == (first.token_ids[:1], "stop") and params.max_tokens == most
 
 
 def test_bad_text_requests_are_named(smollm):

@@ -63,17 +63,19 @@ async def test_over_http(engine, admin, tmp_path):
         for path in ("link", "../outside", str(tmp_path / "outside"), "a\0"):
             refused = await operator.post(LOAD, json={"lora_name": "a", "lora_path": path})
             assert refused.status_code == 400 and "leads out of lora_root" in refused.text, path
-        for body in ({"lora_name": "base", "lora_path": "a"}, {"lora_name": "a", "lora_path": "c"}):
-            assert (await operator.post(LOAD, json=body)).status_code == 400
+        (tmp_path / "root" / "empty").mkdir()
+        for name, path, status in (("base", "a", 400), ("a", "empty", 400), ("a", "c", 404)):
+            refused = await operator.post(LOAD, json={"lora_name": name, "lora_path": path})
+            assert refused.status_code == status, refused.text
         assert (await client.post("/v1/completions", json={**BODY, "model": "a"})).status_code == 404
         for name in ("a", "b"):
             done = await operator.post(LOAD, json={"lora_name": name, "lora_path": name})
             assert (done.status_code, done.text) == (200, f"Success: LoRA adapter '{name}' added successfully.")
         again = await operator.post(LOAD, json={"lora_name": "a", "lora_path": "b"})
-        assert again.status_code == 400 and "is loaded already" in again.text
+        assert again.status_code == 400 and "has already been loaded" in again.text
         first = await text("a")
         for route, path in ((LOAD, "b"), ("/load_lora_adapter", "a")):
-            body = {"lora_name": "a", "lora_path": "c", "load_inplace": True}
+            body = {"lora_name": "a", "lora_path": "empty", "load_inplace": True}
             before_it = await text("a")
             assert (await operator.post(route, json=body)).status_code == 400 and await text("a") == before_it
             done = await operator.post(route, json=body | {"lora_path": path})
@@ -89,9 +91,19 @@ async def test_over_http(engine, admin, tmp_path):
         assert await text("a", "/v1/chat/completions", **chat) != await text("base", "/v1/chat/completions", **chat)
         metrics = (await client.get("/metrics")).text
         assert 'running_lora_adapters=""' in metrics and 'max_lora="1"' in metrics
+        # SageMaker names an adapter in a header, and its routes' fields in its own way.
+        named = {"X-Amzn-SageMaker-Adapter-Identifier": "a"}
+        invoked = (await client.post("/invocations", json={**BODY, "model": "base"}, headers=named)).json()
+        assert (invoked["model"], invoked["choices"][0]["text"]) == ("a", found[1])
+        for body, status in (({"name": "s/1", "src": "b"}, 200), ({"name": "s/2", "src": "c"}, 404)):
+            assert (await operator.post("/adapters", json=body)).status_code == status
+        assert await text("s/1") == found[2]
+        statuses = [(await operator.delete("/adapters/s/1")).status_code for _ in range(2)]
+        assert statuses == [200, 404]
         for name in ("a", "b"):
             assert (await operator.post(UNLOAD, json={"lora_name": name})).status_code == 200
-        assert (await operator.post(UNLOAD, json={"lora_name": "a"})).status_code == 400
+        gone = await operator.post(UNLOAD, json={"lora_name": "a"})
+        assert (gone.status_code, gone.json()["error"]["type"]) == (404, "NotFoundError")
         assert (await client.post("/v1/completions", json={**BODY, "model": "a"})).status_code == 404
         assert await text("base") == before
 

@@ -26,6 +26,7 @@ from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
 from tests.tables import each_row
 
 BODY = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+AWAKE = {"status": "awake", "tags": None, "asleep": []}
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +155,11 @@ async def test_pause_and_sleep(app, engine):
             assert (await client.post(path)).status_code == 400, path
         assert not (await client.get("/is_paused")).json()["is_paused"]
         await client.post("/pause?mode=keep")
-        assert (await client.post("/release_kv_cache_memory")).json() == {"status": "released"}
-        await client.post("/sleep?tags=weights")
-        assert (await client.post("/wake_up?tags=kv_cache")).json() == {"asleep": ["weights"]}
-        assert (await client.post("/wake_up")).json() == {"asleep": []} and await tokens(client) == first
+        assert (await client.post("/release_kv_cache_memory")).json() == {"status": "kv_cache_released"}
+        assert (await client.post("/sleep?tags=weights")).json() == {"status": "sleeping", "level": 1}
+        part = {"status": "sleeping", "tags": ["kv_cache"], "asleep": ["weights"]}
+        assert (await client.post("/wake_up?tags=kv_cache")).json() == part
+        assert (await client.post("/wake_up")).json() == AWAKE and await tokens(client) == first
         for path, name in {
             "/resume?now=1": "now",
             "/reset_mm_cache?now=1": "now",
@@ -185,7 +187,7 @@ async def test_pause_and_sleep(app, engine):
             assert answer.status_code == 400 and "weights" in json.loads(answer.text)["error"]["message"]
         assert (await client.get("/weight_info?checksum=true")).status_code == 400
         assert (await client.post("/update_weights", json={"path": str(TINY_CHECKPOINT)})).status_code == 200
-        assert (await client.post("/wake_up")).json() == {"asleep": []}
+        assert (await client.post("/wake_up")).json() == AWAKE
         assert await tokens(client) == first
 
 

@@ -171,7 +171,7 @@ class AdapterStore:
         Raises RequestError if the adapter is loaded already, or for a name or number that `known` refuses.
         """
         if self.known(name, path, number):
-            raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
+            raise RequestError(f"the adapter {name!r} has already been loaded", param="lora_name", value=name)
         adapter = self._adapter(name, weights)
         record = AdapterRecord(adapter, path, number, weights.digest, weights.rank, weights.config)
         self._named[name] = self._records[adapter] = record
@@ -250,12 +250,12 @@ class AdapterStore:
         """Remove a name, so that no further request can use its adapter; running requests use it until they end.
 
         slots: the scheduler's adapter slots, of which the adapter's becomes the next to be reused. in_use: returns the
-        adapters of unfinished requests; the adapter is dropped at once if it is not among them. Raises RequestError for
-        an unknown name.
+        adapters of unfinished requests; the adapter is dropped at once if it is not among them. Raises
+        UnknownAdapterError for an unknown name.
         """
         if name not in self._named:
             text = f"the adapter {show_value(name)} does not exist"
-            raise RequestError(text, param="lora_name", value=name)
+            raise UnknownAdapterError(text, param="lora_name", value=name)
         record = self._named.pop(name)
         slots.retire(record.adapter)
         self._forget(in_use)
@@ -310,7 +310,7 @@ class AdapterStore:
         if number is not None:
             return self.known(name, path, number)
         if name in self._named:
-            raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
+            raise RequestError(f"the adapter {name!r} has already been loaded", param="lora_name", value=name)
         return self.known(name, path, self.free_number())
 
     def find(self, request: Request) -> None:

@@ -109,7 +109,7 @@ SWITCHED_OFF: dict[str, str] = {
     **dict.fromkeys(("/is_paused", "/is_sleeping", "/pause", "/resume", "/sleep", "/wake_up"), _ADMIN),
     **dict.fromkeys(("/areal_continue_generation", "/areal_pause_generation", "/areal_update_weights"), _ADMIN),
     **dict.fromkeys(("/release_kv_cache_memory", "/update_weights", "/weight_info"), _ADMIN),
-    **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
+    **dict.fromkeys(("/adapters", "/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(("/v1/batches", "/v1/files"), _BATCHES),
     **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILES),
     "/tokenizer_info": "--enable-tokenizer-info-endpoint",

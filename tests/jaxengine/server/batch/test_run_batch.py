@@ -63,9 +63,13 @@ def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path, second, pr
     assert problem in str(error.value)
 
 
-def test_a_file_without_requests_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no requests"):
-        read_lines(written(tmp_path, "", " "))
+def test_a_file_without_requests_has_no_results(tmp_path):
+    """No engine is started for one, as where a pipeline's share is empty."""
+    out = tmp_path / "out"
+    for lines in ((), ("", " ")):
+        assert main(["run-batch", "gone", "-i", written(tmp_path, *lines), "-o", str(out)]) == 0
+        assert out.read_bytes() == b""
+        out.unlink()
     with pytest.raises(ConfigError, match="input_file is .* a file on this machine"):
         read_lines(str(tmp_path / "none"))
 

@@ -390,7 +390,8 @@ async def test_operators_may_abort_and_forget(chat_engine, tmp_path):
         )
         while not chat_engine.core.has_unfinished:
             await asyncio.sleep(0.001)
-        assert (await client.post("/abort_requests", json={"request_ids": ["cmpl-one"]})).status_code == 200
+        answer = await client.post("/abort_requests", json={"request_ids": ["cmpl-one"]})
+        assert answer.json() == {"status": "aborted", "aborted": 1}
         assert (await task).json()["choices"][0]["finish_reason"] == "abort"
         for path in ("/reset_prefix_cache", "/reset_mm_cache"):
             assert (await client.post(path)).json() == {"success": True}

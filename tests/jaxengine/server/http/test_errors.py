@@ -357,6 +357,7 @@ def test_the_tables_of_missing_routes_are_true(chat_engine, locked_config):
     )
     assert len(always) > 20 and not always & SWITCHED_OFF.keys() and not more & NOT_BUILT.keys()
     of_engine = {
+        "/adapters",
         "/load_lora_adapter",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
