@@ -203,7 +203,6 @@ def test_a_bad_prompt_is_named_and_nothing_else_happens(make_llm, alone, prompt,
         ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
         ({"stop": "x"}, "stop"),
         ({"bad_words": ["x"]}, "bad_words"),
-        ({"max_tokens": 97}, "max_tokens"),
     ],
     ids=str,
 )
