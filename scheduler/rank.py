@@ -25,7 +25,7 @@ from jaxengine.scheduler.pages.snapshots import Hits
 
 
 class Offer(NamedTuple):
-    """What a waiting request would get from a replica if it were admitted now.
+    """Cached pages and work of a waiting request on a replica, if the request were admitted now.
 
     Attributes:
       known: i32 [n], the request's known tokens.

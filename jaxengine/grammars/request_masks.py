@@ -50,7 +50,7 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """What a grammar determines for the tokens that its request has not sampled yet.
+    """Constraints of a grammar on the tokens that its request has not sampled yet.
 
     Attributes:
       forced: the next tokens, each the only one that is allowed at its position.

@@ -40,7 +40,7 @@ class Dialect(Protocol):
     """Protocol of what is done to messages before a template writes them.
 
     Attributes:
-      joint: what joins the text parts of a message.
+      joint: text between the text parts of a message.
     """
 
     joint: str

@@ -84,7 +84,7 @@ class ExpertsOfTwoKinds(nnx.Module):
 
 
 class ErnieVLLayer(LlamaLayer):
-    """Llama's layer, whose MLP is told which rows are tokens of images."""
+    """Llama's layer, which passes to its MLP which rows are tokens of images."""
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         assert step.of_layer is not None

@@ -56,7 +56,7 @@ class DraftOptions:
 
 
 class DraftSection(NamedTuple):
-    """How the rows of a step with drafts sample, bool[n] each.
+    """Kinds of sampling of the rows of a step with drafts, bool[n] each.
 
     Attributes:
       is_forced: rows without drafts, and those with grammar drafts.

@@ -39,7 +39,7 @@ class _Rows(NamedTuple):
 
 
 class _Progress:
-    """What a request that asked for activations has received so far.
+    """Activations that a request asks for, and how many positions it has received so far.
 
     Attributes:
       taps: taps (named points of the model) that the request asked for, without "hidden_states".

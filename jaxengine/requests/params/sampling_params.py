@@ -218,7 +218,7 @@ _RULES: dict[str, Rule] = {
 
 @dataclass(kw_only=True)
 class SamplingParams(SamplingFields):
-    """How tokens of a request are sampled, stopped and reported. Each request takes its own copy.
+    """Parameters of how a request's tokens are sampled, stopped and reported. Each request takes its own copy.
 
     Values are checked and normalised at construction and whenever a field is set. Rules between fields are checked at
     construction, and again when a request is submitted. Field names, defaults and meanings are vLLM's; those of

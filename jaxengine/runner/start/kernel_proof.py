@@ -219,9 +219,9 @@ def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None
     """Context of work that may hang in a kernel. Stores a note under `text` first, which the caller replaces by a
     verdict or deletes.
 
-    After _LONG seconds, logs a warning and stores that the work takes long. If the process is told to end before that,
-    by a signal or an exception, the note is deleted, because the kernel is not the reason. what: the work, in words for
-    the warning. then: in words, what the next start does if this process is ended.
+    After _LONG seconds, logs a warning and stores that the work takes long. If a signal or an exception ends the
+    process before that, the note is deleted, because the kernel is not the reason. what: the work, in words for the
+    warning. then: in words, what the next start does if this process is ended.
     """
 
     def warn() -> None:

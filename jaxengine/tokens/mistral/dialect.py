@@ -1,5 +1,5 @@
-"""What Mistral AI's own library does to messages before it writes them: results of tools get one form or one order, and
-special tokens that users write stay texts.
+"""Changes to messages that Mistral AI's own library makes before it writes them: results of tools get one form or one
+order, and special tokens that users write stay texts.
 
 The library encodes the texts of a conversation apart from its marks. Here a chat template writes both into one text, so
 a character that the tokenizer leaves out is put into special tokens that are written in messages.

@@ -27,7 +27,7 @@ _CONTENT = """
     {%- for part in content -%}
       {%- if part['type'] == 'text' -%}{{ write(part['text']) }}
       {%- elif part['type'] == 'image' and IMAGES and turn.sees -%}
-        {%- if not turn.moves -%}{{ MARK_IMAGE }}{%- endif -%}{%- set ns.open = false -%}
+        {%- if not turn.moves -%}{{ '[IMG]' }}{%- endif -%}{%- set ns.open = false -%}
       {%- elif part['type'] == 'audio' and SOUNDS -%}{{ '[BEGIN_AUDIO][AUDIO]' }}{%- set ns.open = false -%}
       {%- elif part['type'] == 'thinking' and THINKS -%}
         {{- '[THINK]' ~ part['thinking'] ~ ('[/THINK]' if part['closed']) -}}{%- set ns.open = false -%}
@@ -76,9 +76,9 @@ _START = """
 # Versions 1 to 3: all system messages are one text before a message of the user, with which a conversation begins.
 _SYSTEM_INSIDE = """
 {%- for message in messages if message['role'] == 'system' -%}
-  {%- set told = render(message['content']) -%}
+  {%- set text = render(message['content']) -%}
   {%- set ns.open = false -%}
-  {%- set ns.system = ns.system ~ ('\\n\\n' if ns.system) ~ told -%}
+  {%- set ns.system = ns.system ~ ('\\n\\n' if ns.system) ~ text -%}
 {%- endfor -%}
 {%- set others = messages | rejectattr('role', 'equalto', 'system') | list -%}
 {%- if not others or others[0]['role'] == 'assistant' -%}
@@ -99,7 +99,7 @@ _LOOP = """
       {%- endif -%}
       {{- '[INST] ' if VERSION == 1 else '[INST]' -}}
       {%- if ns.system and PLACE -%}{{ ns.system ~ '\\n\\n' }}{%- endif -%}
-      {%- set turn.moves = loop.index0 in turn.moved -%}{{ MARK_IMAGE if turn.moves }}
+      {%- set turn.moves = loop.index0 in turn.moved -%}{{ '[IMG]' if turn.moves }}
     {%- endif -%}
     {{- render(message['content']) -}}
     {%- if ends -%}{{ ' [/INST]' if VERSION == 1 else '[/INST]' }}{%- set turn.moves = false -%}{%- endif -%}
@@ -184,7 +184,7 @@ _SETTINGS = """
 
 @dataclass(frozen=True)
 class MistralFormat:
-    """What a tokenizer's file says of its chat format.
+    """Chat format of a tokenizer, as its file describes it.
 
     Attributes:
       version: one of VERSIONS.
@@ -202,7 +202,7 @@ class MistralFormat:
 
     @property
     def joint(self) -> str:
-        """What joins the text parts of a message."""
+        """Text between the text parts of a message."""
         return "\n\n" if self.version < 15 else ""
 
     def template(self) -> str:
@@ -227,7 +227,6 @@ class MistralFormat:
             "SOUNDS": str(self.sounds).lower(),
             "THINKS": str(self.thinks).lower(),
             "CHUNK_BREAKS": str(version < 15).lower(),
-            "MARK_IMAGE": "'[IMG]'",
         }
         for name, text in facts.items():
             source = source.replace(name, text)

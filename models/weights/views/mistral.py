@@ -7,17 +7,17 @@ order of models that rotate the first half of a head with the second. Latent att
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.params.source import WHOLE, WeightSource
+from jaxengine.models.weights.views.renamed import NamedSource
 
-_OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_MLP = {f"feed_forward.{old}": f"mlp.{new}" for old, new in _PARTS.items()}
 _LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -25,14 +25,17 @@ _LAYER = {
     **{f"attention.w{name}": f"self_attn.{name}_proj" for name in ("q_a", "q_b", "kv_b")},
     "attention.wkv_a_with_mqa": "self_attn.kv_a_proj_with_mqa",
     **{f"attention.{name}_norm": f"self_attn.{name}_layernorm" for name in ("q_a", "kv_a")},
-    **_MLP,
+    **{f"feed_forward.{old}": f"mlp.{new}" for old, new in _PARTS.items()},
     **{f"shared_experts.{old}": f"mlp.shared_experts.{new}" for old, new in _PARTS.items()},
 }
 _TOWER_LAYER = {
     **{f"attention.w{name}": f"attention.{name}_proj" for name in "qkvo"},
     **{f"feed_forward.{old}": f"feed_forward.{new}" for old, new in _PARTS.items()},
 }
-_PROJECTOR = {
+_OUTER = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
     "vision_language_adapter.w_in": "multi_modal_projector.linear_1",
     "vision_language_adapter.w_out": "multi_modal_projector.linear_2",
     "patch_merger.merging_layer": "multi_modal_projector.patch_merger.merging_layer",
@@ -63,8 +66,7 @@ def renamed(stored: str, *, latent: bool = False) -> str:
         return f"model.layers.{layer}.{_in_layer(inner, latent)}.{end}"
     if module.startswith("vision_encoder."):
         return f"{TOWER}{module.removeprefix('vision_encoder.')}.{end}"
-    known = {**_OUTER, **_PROJECTOR}
-    return f"{known[module]}.{end}" if module in known else stored
+    return f"{_OUTER[module]}.{end}" if module in _OUTER else stored
 
 
 def _in_layer(inner: str, latent: bool) -> str:
@@ -82,16 +84,14 @@ def _in_layer(inner: str, latent: bool) -> str:
 def heads_in_pairs(config: ModelConfig) -> tuple[dict[str, int], bool]:
     """Return arguments of MistralSource for a model: (num_heads, latent)."""
     first = config.attention[0]
-    if first.latent is not None:
-        text = {}
-    else:
-        text = {"self_attn.q_proj": first.num_heads, "self_attn.k_proj": first.num_kv_heads}
+    text = {"self_attn.q_proj": first.num_heads, "self_attn.k_proj": first.num_kv_heads}
+    text = text if first.latent is None else {}
     seen = getattr(config.tower, "num_heads", None)
     tower = {} if seen is None else {f".attention.{name}_proj": seen for name in "qk"}
     return {**text, **tower}, first.latent is not None
 
 
-class MistralSource(WrappedSource):
+class MistralSource(NamedSource):
     """WeightSource of a checkpoint in Mistral AI's format under transformers' names, with its order of rows.
 
     num_heads: number of heads by the end of a projection's name ("self_attn.q_proj"), for all whose rows are rotated in
@@ -100,15 +100,9 @@ class MistralSource(WrappedSource):
     """
 
     def __init__(self, source: WeightSource, num_heads: Mapping[str, int], latent: bool):
-        super().__init__(source)
-        self._stored: dict[str, str] = {}
+        super().__init__(source, partial(renamed, latent=latent))
         # Tensors whose rows are put into another order -> rows of a head.
         self._head_dims: dict[str, int] = {}
-        for stored in source.names():
-            name = renamed(stored, latent=latent)
-            if name in self._stored:
-                raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
-            self._stored[name] = stored
         for name, stored in self._stored.items():
             module, _, end = name.rpartition(".")
             heads = next((count for last, count in num_heads.items() if module.endswith(last)), None)
@@ -133,19 +127,12 @@ class MistralSource(WrappedSource):
             return head_dim
         return 0 if (found[0] // num_rows) % head_dim == 0 else None
 
-    def names(self) -> Iterable[str]:
-        return self._stored.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._stored[name])
-
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        stored = self._stored[name]
         if name not in self._head_dims:
-            return self._source.read(stored, rows, columns)
+            return super().read(name, rows, columns)
         head_dim, count = self._head_dims[name], self.shape(name)[0]
         first, last, _ = rows.indices(count)
         start, end = first // head_dim * head_dim, -(-last // head_dim) * head_dim
-        held = self._source.read(stored, slice(start, end), columns)
+        held = super().read(name, slice(start, end), columns)
         pairs = held.reshape(-1, head_dim // 2, 2, *held.shape[1:])
         return pairs.swapaxes(1, 2).reshape(held.shape)[first - start : last - start]

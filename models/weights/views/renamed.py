@@ -1,9 +1,9 @@
-"""View of a checkpoint under its model's names for the tensors."""
+"""Views of a checkpoint under other names for its tensors, such as its model's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,34 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
 
 
-class RenamedSource(WrappedSource):
+class NamedSource(WrappedSource):
+    """WeightSource of a checkpoint under other names.
+
+    name_of: returns the name of a tensor, given the checkpoint's; None to leave the tensor out. Raises ModelFileError
+    if two tensors get one name, and the errors of `name_of`.
+    """
+
+    def __init__(self, source: WeightSource, name_of: Callable[[str], str | None]):
+        super().__init__(source)
+        self._stored: dict[str, str] = {}
+        for stored in source.names():
+            if (name := name_of(stored)) is None:
+                continue
+            if name in self._stored:
+                raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
+            self._stored[name] = stored
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._stored[name])
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        return self._source.read(self._stored[name], rows, columns)
+
+
+class RenamedSource(NamedSource):
     """WeightSource of a checkpoint under the model's names and shapes, as its CheckpointNames define them. Unused
     tensors and known constants are left out.
 
@@ -20,17 +47,14 @@ class RenamedSource(WrappedSource):
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
-        super().__init__(source)
         self._squeezed, self._flattened = names.squeezed, names.flattened
         self._raveled, self._transposed = names.raveled, names.transposed
-        self._stored: dict[str, str] = {}
-        for stored in source.names():
-            if names.is_unused(stored) or self._is_constant(stored, names):
-                continue
-            name = names.renamed(stored)
-            if name in self._stored:
-                raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
-            self._stored[name] = stored
+
+        def name_of(stored: str) -> str | None:
+            is_left_out = names.is_unused(stored) or self._is_constant(stored, names)
+            return None if is_left_out else names.renamed(stored)
+
+        super().__init__(source, name_of)
 
     def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
         """Whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError if it
@@ -43,9 +67,6 @@ class RenamedSource(WrappedSource):
         if held.size != 1 or held.item() not in (np.float32(value), np.float32(ml_dtypes.bfloat16(value))):
             raise ModelFileError(self.path, f"must hold {value} and nothing else, got {held.ravel()[:4]}", stored)
         return True
-
-    def names(self) -> Iterable[str]:
-        return self._stored.keys()
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name of the tensor with the model's name `name`. Raises KeyError for an unknown

@@ -136,7 +136,7 @@ class AdapterPools(HostExtension):
 
     @property
     def forms(self) -> list[dict[str, str]]:
-        """How each kind of product with adapters is computed on this platform: rows of a table for display."""
+        """Rows of a table for display: the form in which this platform computes each kind of product with adapters."""
         models = [stage.programs.model for stage in self.runner.stages]
         return product_forms(models, platform_of(self.runner.device))
 
