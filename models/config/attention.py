@@ -102,11 +102,12 @@ class KeyIndex:
 
 @lru_cache(maxsize=8)
 def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
-    """Return the ALiBi slope of each head (Press et al. 2021, arXiv:2108.12409): powers of two with exponents in equal
-    steps down to -largest.
+    """Return the ALiBi slope of each head (Press et al. 2021, arXiv:2108.12409): 2 ** e with the exponents e in equal
+    steps, the last of which is -largest.
 
-    If the number of heads is not a power of two, the slopes for the next power of two are computed, and every second
-    one is taken first, then the others. Results for the last 8 arguments are cached.
+    If the number of heads is not a power of two, the slopes for the next power of two are computed. Of these the 2nd,
+    4th, ... come first, then the 1st, 3rd, ..., until there is one for each head. Results for the last 8 arguments are
+    cached.
     """
     count = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-largest * (index + 1) / count) for index in range(count)]

@@ -115,7 +115,7 @@ class CompressedKeys:
 
     def num_slots(self, page_size: int) -> int:
         """Return the number of a page's token slots that a block's key fills: the block's tokens, or the page's if the
-        page is shorter. Raises ModelConfigError if neither size divides the other.
+        page is shorter; 1 without blocks. Raises ModelConfigError if neither size divides the other.
         """
         rate = self.rate or 1
         if page_size % rate and rate % page_size:
@@ -126,8 +126,8 @@ class CompressedKeys:
 
     def page_sizes(self, page_size: int) -> dict[str, int | bool]:
         """Return fields of KVSpec by name: the elements of a block's key that each slot holds, those of the indexer's
-        key in place of a value, and whether values are part of the keys. Raises ModelConfigError if neither the page's
-        nor the block's size divides the other.
+        key in place of a value, and whether values are part of the keys, which they are without an indexer. Raises
+        ModelConfigError if neither the page's nor the block's size divides the other.
         """
         own, *of_index = (-(-width // self.num_slots(page_size)) for width in self.widths)
         return {"head_dim": own, "v_head_dim": (of_index or [own])[0], "values_in_keys": not of_index}

@@ -43,8 +43,8 @@ class EncoderConfig(NamedTuple):
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:
-    """Return the activation's name in the field `name`, the first of ACTIVATIONS if it is absent. Raises
-    ModelConfigError for a name that is not in ACTIVATIONS.
+    """Return the activation's name in the field `name`, the first of ACTIVATIONS if it is absent or null. Raises
+    ModelConfigError for a value that is not in ACTIVATIONS.
     """
     activation = fields.text(name, ACTIVATIONS[0])
     if activation not in ACTIVATIONS:

@@ -234,7 +234,7 @@ class ConfigFields:
 
     def part(self, name: str, **defaults: Any) -> ConfigFields:
         """Return a reader of a nested configuration, such as `vision_config`, whose errors show the full name.
-        defaults: values for absent fields in it. Raises ModelConfigError if the field is not a mapping, absent or null.
+        defaults: values for absent fields in it. Raises ModelConfigError if the field is absent, null or not a mapping.
         """
         own = self.mapping(name)
         if own is None:

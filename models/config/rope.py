@@ -248,9 +248,9 @@ class Rope:
     def up_to(self, num_positions: int) -> Rope:
         """Return the rope for an engine whose sequences have at most `num_positions` tokens.
 
-        With longrope one set of factors is chosen for all sequences, as in vLLM. A choice by each sequence's own
-        length, as in transformers, would change the rotation of keys that are already cached. Other ropes are returned
-        unchanged.
+        With longrope it has explicit factors: the long ones if `num_positions` exceeds the original context, otherwise
+        the short ones. The set is chosen once for all sequences, as in vLLM. A choice by each sequence's own length, as
+        in transformers, would change the rotation of keys that are already cached. Other ropes are returned unchanged.
         """
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "longrope":
@@ -282,8 +282,9 @@ class Rope:
 
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the radians per position of each rotated pair, float64[rotary_dim / 2]. scaling: None for none; with
-    longrope, its long factors are used. Raises ModelConfigError if the number of factors differs from that of pairs.
+    """Return the radians per position of each rotated pair, float64[rotary_dim / 2], divided as `scaling` says (None:
+    not at all). With longrope its long factors are used. Raises ModelConfigError if there is not one factor for each
+    pair.
     """
     freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:

@@ -138,8 +138,8 @@ class GatedDelta:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """State arrays: the convolution's window [kernel - 1, channels], and the matrices [N, k_head_dim,
-        v_head_dim].
+        """State arrays: the convolution's window [kernel - 1, channels] in the model's dtype, and the matrices
+        float32[N, k_head_dim, v_head_dim].
         """
         channels = 2 * self.key_size + self.value_size
         return (
@@ -242,8 +242,8 @@ class StateSpace:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """State arrays: the convolution's windows [kernel - 1, ...] of inputs and of each group's B and C, and the
-        matrices [N, head_dim, state_size].
+        """State arrays: the convolution's windows [kernel - 1, ...] of inputs and of all groups' B and C, in the
+        model's dtype, and the matrices float32[N, head_dim, state_size].
         """
         before = self.conv_kernel - 1
         return (
@@ -291,7 +291,9 @@ class SelectiveScan:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """State arrays: the convolution's window [kernel - 1, channels], and the vectors [channels, state_size]."""
+        """State arrays: the convolution's window [kernel - 1, channels] in the model's dtype, and the vectors
+        float32[channels, state_size].
+        """
         return (
             StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),
             StateArray((self.channels, self.state_size), "float32", ("heads", None)),

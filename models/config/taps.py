@@ -64,8 +64,8 @@ class Tap(NamedTuple):
         return self.kind if self.kind == FINAL_NORM else f"{self.kind}:{self.layer}"
 
     def width(self, model: ModelConfig) -> int:
-        """Return the number of values per token at the tap: for ROUTER the number of experts, otherwise the hidden
-        size.
+        """Return the number of values per token at the tap: for ROUTER, which only models with experts have, the number
+        of experts that it scores, otherwise the hidden size.
         """
         if self.kind != ROUTER:
             return model.hidden_size
@@ -92,8 +92,9 @@ def check_form(names: Iterable[str]) -> None:
 
 
 def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list[int]]:
-    """Return, for each of `kinds`, the ascending list of the layers that have such a tap ([0] for FINAL_NORM). Kinds
-    that the model lacks are left out.
+    """Return, for each of `kinds`, the ascending list of the layers that have such a tap: all layers for ATTENTION and
+    MLP, those with experts for ROUTER, [0] for FINAL_NORM. RESIDUAL has one more than there are layers, the last
+    layer's output, but none in a model with several hidden states per token. Kinds that the model lacks are left out.
     """
     count, experts = model.num_layers, model.experts
     routed = [] if experts is None else [layer for layer in range(count) if layer not in experts.dense_layers]

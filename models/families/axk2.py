@@ -78,8 +78,8 @@ class Axk2Attention(SparseLatentAttention):
         return jnp.concatenate([super().normed(q_latent), q_latent], axis=-1)
 
     def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates. x: [T, .], the latent of queries as
-        `normed` returns it.
+        """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates, one for each element. x: [T, .], the
+        latent of queries as `normed` returns it. Computed in float32; returned in the dtype of o.
         """
         gate = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
         return (o.astype(jnp.float32) * gate).astype(o.dtype)

@@ -41,7 +41,8 @@ _DEFAULTS: dict[str, Any] = {
 
 def _lower_bound(fields: ConfigFields) -> float | None:
     """Return GatedDelta.lower_bound: `kda_lower_bound`, -5 by default; None if `kda_safe_gate`, true by default, is
-    false. Raises ModelConfigError for fields of a wrong type.
+    false. Raises ModelConfigError for a bound that is not a finite number below 0, and for a `kda_safe_gate` that is
+    not a bool.
     """
     if not fields.boolean("kda_safe_gate", True):
         return None

@@ -76,7 +76,9 @@ class DebertaV2Model(PostNormEncoder):
         return DisentangledAttention(config.attention[layer], config.hidden_size, **names)
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
-        """Return the scores of labels, after a dense layer with the activation `pooler_hidden_act`."""
+        """Return the module that scores labels, with a dense layer and the activation `pooler_hidden_act` before the
+        scores.
+        """
         assert self.config.encoder is not None
         activation = FUNCTIONS[self.config.encoder.head_activation]
         sources = self.names.dense, self.names.labels

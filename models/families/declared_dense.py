@@ -134,8 +134,9 @@ def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer a scale of 1 and, if it is local by `attention_layers` or, without that field, `attention_types`,
-    `window_size`. Raises ModelConfigError.
+    """Return the layer's attention with a scale of 1, and with `window_size` as its window if `attention_layers` or,
+    without that field, `attention_types` says that the layer is local; otherwise without a window. Raises
+    ModelConfigError for wrong fields, and if they do not say "global" or "local" for each layer.
     """
     count, field = fields.integer("num_hidden_layers"), "attention_types"
     if fields.has("attention_layers"):

@@ -44,7 +44,9 @@ _TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "a
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention: if `sliding_window` is set, FULL ones get no rope, others it. Raises ModelConfigError."""
+    """Return the layer's attention. If `sliding_window` is set, SLIDING layers have that window, and FULL layers have
+    no rope; otherwise it is unchanged. Raises ModelConfigError for wrong fields.
+    """
     window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
     if window is None:
         return attention
@@ -52,7 +54,9 @@ def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 
 def sliding_but(every: int, name: str = "") -> Any:
-    """Return an `adapt` that gives `layer_types`, by default each `every`-th FULL (or the number in field `name`)."""
+    """Return a function for Row.adapt that gives `layer_types`. If they are not listed, every `every`-th layer is FULL
+    and the others are SLIDING; the field `name`, if it is given and present, contains that period instead.
+    """
 
     def adapt(fields: ConfigFields) -> Mapping[str, Any]:
         count = fields.integer(name, every) if name else every
@@ -62,7 +66,10 @@ def sliding_but(every: int, name: str = "") -> Any:
 
 
 def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`, else from a pattern of L (SLIDING) and G, the last FULL. Raises ModelConfigError."""
+    """Return `layer_types`. If they are not listed, `sliding_window_pattern` gives them: a period, as in `sliding_but`
+    (4 by default), or a text of L (SLIDING) and G (FULL), which is repeated and after which the last layer is made
+    FULL. Raises ModelConfigError for wrong fields.
+    """
     pattern, count = fields.value("sliding_window_pattern", 4), fields.integer("num_hidden_layers")
     if fields.has("layer_types") or not isinstance(pattern, str):
         return sliding_but(4, "sliding_window_pattern")(fields)
@@ -73,7 +80,9 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **options: Any) -> LayerAttention:
-    """Return the attention with the window and rope of its kind. options: of ropes_by_kind. Raises ModelConfigError."""
+    """Return the layer's attention with the window and the rope of its kind; a part of each head may be rotated.
+    options: options of ropes_by_kind. Raises ModelConfigError for wrong fields.
+    """
     kinds, options = layer_kinds(fields), {"partial_rotary": True, **options}
     window = windows_by_kind(kinds, fields.integer("sliding_window"))[layer]
     rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], **options)[0]
@@ -81,7 +90,9 @@ def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, 
 
 
 def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention with its kind's window and rope, and its listed number of heads. Raises ModelConfigError."""
+    """Return the layer's attention with the window and the rope of its kind, and with the number of heads that
+    `num_attention_heads_per_layer` lists for it, if present. Raises ModelConfigError for wrong fields.
+    """
     counts, num_layers = fields.value("num_attention_heads_per_layer", None), fields.integer("num_hidden_layers")
     attention = kinds_of_ropes(fields, layer, attention)
     if counts is None:
@@ -92,7 +103,9 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form, gated by head or by element, as `gating` says. Raises ModelConfigError for other values."""
+    """Return the form with a gate for each head or, if `gating` is "per-element", for each element. Raises
+    ModelConfigError for values other than these, "per-head" and true, the default.
+    """
     gating = fields.value("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.fail("gating", "true, per-head or per-element")
@@ -107,7 +120,11 @@ def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of attention and MLPs, and the window including the token itself. Raises ModelConfigError."""
+    """Return `layer_types` (by default as `hybrid_layer_pattern` says, or the first and every sixth layer FULL),
+    `mlp_layer_types` (by default as `moe_layer_freq` says, or all but the first sparse), and `sliding_window`, which
+    counts the token itself, as `sliding_window_size` does not. Raises ModelConfigError for wrong fields, and if SLIDING
+    layers do not have the heads of FULL ones and twice their KV heads.
+    """
     count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
@@ -125,7 +142,9 @@ def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
-    """Return the list `name` of 0 and 1, as long as the default. Raises ModelConfigError for any other value."""
+    """Return the list `name` of 0 and 1, or `default` if it is absent or null. Raises ModelConfigError for any other
+    value, and for a list of another length than the default.
+    """
     listed = fields.value(name, default)
     if not isinstance(listed, list) or len(listed) != len(default) or any(each not in (0, 1) for each in listed):
         raise fields.fail(name, f"a list of {len(default)} of 0 and 1")
@@ -133,7 +152,11 @@ def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of attention and MLPs, by default from periods, and the epsilon. Raises ModelConfigError."""
+    """Return `layer_types`, `mlp_layer_types` and the epsilon of norms. By default the first `first_k_dense_replace`
+    layers are dense and the others sparse, and in each of these two runs every n-th layer is FULL, with n from
+    `prefix_dense_sliding_window_pattern` (1) and `sliding_window_pattern` (4). Raises ModelConfigError for wrong
+    fields.
+    """
     count, first = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace", 0, minimum=0)
     first = min(first, count)
     periods = fields.integer("prefix_dense_sliding_window_pattern", 1), fields.integer("sliding_window_pattern", 4)
@@ -148,7 +171,10 @@ def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention: SLIDING with a window, FULL without rope (some dense keep it). Raises ModelConfigError."""
+    """Return the layer's attention: SLIDING layers with the window, or without rope if there is no window; FULL ones
+    without rope, except that dense layers keep it if `prefix_dense_sliding_window_pattern` is 1, the default. Raises
+    ModelConfigError for wrong fields.
+    """
     if layer_kinds(fields)[layer] == SLIDING:
         window = fields.integer("sliding_window", None)  # without one its layers have no rope
         return replace(attention, window=window, rope=None if window is None else attention.rope)
@@ -157,7 +183,9 @@ def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig, with a shared MLP that is added or averaged with experts. Raises ModelConfigError."""
+    """Return the ExpertsConfig, whose shared MLP, if any, is added to the experts' output or averaged with it, as
+    `shared_expert_combination_strategy` says. Raises ModelConfigError for wrong fields.
+    """
     scores, mix = fields.text("expert_selection_fn"), fields.text("shared_expert_combination_strategy")
     if scores not in ("softmax", "sigmoid"):
         raise fields.fail("expert_selection_fn", "softmax or sigmoid")
@@ -177,7 +205,9 @@ def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of softmax experts in all layers not listed as dense. Raises ModelConfigError."""
+    """Return the ExpertsConfig of experts chosen by softmax scores in all layers that `mlp_layer_types` does not list
+    as dense. Raises ModelConfigError for wrong fields.
+    """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),
@@ -194,7 +224,9 @@ def shared_of_size(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention with the temperature of queries in `rope_parameters`, if any. Raises ModelConfigError."""
+    """Return the layer's attention, with a temperature of queries if `rope_parameters` has a llama_4_scaling_beta.
+    Raises ModelConfigError for wrong fields.
+    """
     rope = ConfigFields(fields.mapping("rope_parameters") or {})
     if (beta := rope.number("llama_4_scaling_beta", None)) is None:
         return attention
@@ -217,7 +249,9 @@ def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _bailing(about: str, **defaults: Any) -> Row:
-    """Return a Row with Ling 2.0's layers. about: its description. defaults: further defaults of absent fields."""
+    """Return a Row for layers as in Ling 2.0. about: the row's description. defaults: further defaults of absent
+    fields.
+    """
     return Row(
         about,
         replace(

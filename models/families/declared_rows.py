@@ -94,13 +94,17 @@ def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention with `sliding_window` if SLIDING, None if FULL. Raises ModelConfigError if wrong."""
+    """Return the layer's attention with `sliding_window` as its window if it is SLIDING, without a window if it is
+    FULL. Raises ModelConfigError for wrong fields.
+    """
     windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window", None))
     return replace(attention, window=windows[layer])
 
 
 def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`, by default every fourth layer FULL, from the first on. Raises ModelConfigError if wrong."""
+    """Return `layer_types`. If they are not listed, every fourth layer, from the first on, is FULL and the others are
+    SLIDING. Raises ModelConfigError for a wrong number of layers.
+    """
     count = fields.integer("num_hidden_layers")
     kinds = [FULL if layer % 4 == 0 else SLIDING for layer in range(count)]
     return {"layer_types": fields.value("layer_types", kinds)}
@@ -113,13 +117,16 @@ def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def embedding_width(fields: ConfigFields) -> int:
-    """Return the width of embeddings: `n_embed`, or else `hidden_size`. Raises ModelConfigError if wrong."""
+    """Return the width of embeddings: `n_embed` if it is present, otherwise `hidden_size`. Raises ModelConfigError for
+    wrong sizes.
+    """
     return fields.integer("n_embed" if fields.has("n_embed") else "hidden_size")
 
 
 def _falcon_sizes(fields: ConfigFields) -> Mapping[str, Any]:
     """Return the hidden size, the number of KV heads (`num_kv_heads` with `new_decoder_architecture`, else 1 with
-    `multi_query`, else all heads), and the feed-forward size, by default 4 * hidden size. Raises ModelConfigError.
+    `multi_query`, else all heads), and the feed-forward size, by default 4 * hidden size. Raises ModelConfigError for
+    wrong fields.
     """
     heads = fields.integer("num_attention_heads")
     new, multi_query = fields.boolean("new_decoder_architecture"), fields.boolean("multi_query")
@@ -134,7 +141,9 @@ def rope_unless_alibi(fields: ConfigFields, head_dim: int) -> Rope | None:
 
 
 def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention; if `alibi`, with slopes times the scale of products. Raises ModelConfigError if wrong."""
+    """Return the layer's attention, if `alibi` is true with ALiBi slopes multiplied by the scale of products of q and
+    k. Raises ModelConfigError for a value that is not a bool.
+    """
     if not fields.boolean("alibi"):
         return attention
     # Falcon adds the bias of ALiBi to products before they are scaled.

@@ -100,8 +100,9 @@ class DeepseekOcr2ForConditionalGeneration(LlamaForCausalLM):
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of a config.json of DeepseekOCR2ForCausalLM as transformers calls them. Raises
-    ModelConfigError, also for latent attention, dense layers after sparse ones, and another projector than a product.
+    """Return the fields of a config.json of DeepseekOCR2ForCausalLM as transformers calls them. Raises ModelConfigError
+    for wrong fields and for what is not supported: latent attention, dense layers between sparse ones, another
+    projector than a linear one, and another tile_tag than 2D.
     """
     language = fields.part("language_config")
     language.require(use_mla=False, kv_lora_rank=None, moe_layer_freq=1)

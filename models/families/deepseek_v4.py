@@ -255,8 +255,9 @@ def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys:
-    """Return the CompressedKeys of layers of one kind, WINDOW, SPARSE or HEAVY. WINDOW layers have no rate, and only
-    SPARSE layers have an index of blocks. head_dim: elements of a key. Raises ModelConfigError for wrong fields.
+    """Return the CompressedKeys of layers of one kind, WINDOW, SPARSE or HEAVY. WINDOW layers have no rate; only SPARSE
+    layers have an index of blocks, and blocks that overlap. head_dim: elements of a key. Raises ModelConfigError for
+    wrong fields.
     """
     rates, own = fields.mapping("compress_rates") or {}, {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
     rate = None if kind == WINDOW else ConfigFields(rates).integer(kind, None)

@@ -142,8 +142,9 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
 def _read_rope(text: ConfigFields, head_dim: int) -> Rope:
     """Return the rope, of neighbouring elements, with M-RoPE's sections.
 
-    `mrope_section` counts pairs of height, width and time; without it `freq_allocation` (default: 20) is the last count
-    and the others are equal. Raises ModelConfigError, also if both are given and differ, and for scaled frequencies.
+    `mrope_section` counts the pairs of height, width and time, in this order. If it is absent, `freq_allocation` is the
+    number of time's pairs, and height and width share the others equally; without both fields the sections are those of
+    ERNIE 4.5. Raises ModelConfigError for wrong fields, if the two contradict each other, and for scaled frequencies.
     """
     given = ConfigFields(text.mapping("rope_parameters") or text.mapping("rope_scaling") or {})
     plain = read_rope(text, head_dim, interleaved=True)
@@ -161,10 +162,9 @@ def _read_rope(text: ConfigFields, head_dim: int) -> Rope:
 
 
 def _read_experts(text: ConfigFields, num_layers: int) -> ExpertsConfig:
-    """Return the experts' configuration. Fields may have one value for experts of both kinds, or a list of two.
-
-    Layers with experts are given by `mlp_layer_types`, or as in ERNIE 4.5 by their first and last one; without both all
-    but the first. Raises ModelConfigError, also if the two kinds differ in number or layers.
+    """Return the ExpertsConfig. Fields may have one value for experts of both kinds, text and images, or a list of two.
+    Layers without experts are those of `_dense_layers`. Raises ModelConfigError for wrong fields, and if the two kinds
+    differ in number or layers.
     """
     sizes = _both(text, "moe_intermediate_size", [1536, 512])
     numbers = _both(text, "moe_num_experts", 64)
@@ -183,7 +183,12 @@ def _read_experts(text: ConfigFields, num_layers: int) -> ExpertsConfig:
 
 
 def _dense_layers(text: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of layers with a dense MLP, ascending. Raises ModelConfigError."""
+    """Return the ascending indices of the layers with a dense MLP: those that `mlp_layer_types` lists as dense.
+
+    Without the list, experts are in each `moe_layer_interval`-th layer (1 by default) from `moe_layer_start_index` (1)
+    to `moe_layer_end_index` (-1, the last), both included, counted from 0. Raises ModelConfigError for wrong fields,
+    and if the layers for text and images differ.
+    """
     kinds = text.value("mlp_layer_types", None)
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in ("dense", "sparse") for k in kinds):
@@ -202,8 +207,8 @@ def _dense_layers(text: ConfigFields, num_layers: int) -> tuple[int, ...]:
 
 
 def _both(text: ConfigFields, name: str, default: Any, *, minimum: int = 1) -> tuple[int, int]:
-    """Return the field `name`, an integer for experts of both kinds or a list of one for text and one for images.
-    Raises ModelConfigError for other values, and integers below `minimum`.
+    """Return the field `name` as (value for text, value for images): a list of two integers, or one integer for both.
+    default: value of an absent field. Raises ModelConfigError for other values, and for integers below `minimum`.
     """
     value = text.value(name, default)
     both = value if isinstance(value, list) else [value, value]

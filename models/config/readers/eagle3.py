@@ -36,9 +36,9 @@ class Eagle3Config(ModelConfig):
 
 
 def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
-    """Return the fields of a head's config.json in one mapping. In files of the library speculators, the nested fields
-    of the layer are moved up. Raises ModelConfigError unless it is an EAGLE-3 head of one layer without unsupported
-    features.
+    """Return a reader of the fields of a head's config.json. In files of the library speculators, the nested fields of
+    the layer are moved up; fields outside of them take precedence, and norm_before_residual is true if neither has it.
+    Raises ModelConfigError unless it is an EAGLE-3 head of one layer without unsupported features.
     """
     fields = ConfigFields(raw)
     kind = fields.text(SPECULATORS, None)
@@ -58,11 +58,11 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig) -> Eagle3Config:
-    """Return the Eagle3Config of these fields.
+    """Return the Eagle3Config of these fields, with ARCHITECTURES[1] as its architecture and without tied embeddings.
 
     Args:
       fields: result of `head_fields`.
-      layer: fields of the head's layer, as keyword arguments of ModelConfig.
+      layer: fields of the head's layer, as keyword arguments of ModelConfig without the architecture.
       model: the target model, whose hidden states the head reads.
 
     Raises ModelConfigError for a field that is missing, of a wrong type or out of its limits, and for a draft
@@ -84,12 +84,13 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
 
 
 def _streams(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """Return Eagle3Config.streams: the listed ones, or, without a list, (2, L // 2, L - 3) for L layers, on which heads
-    are trained by default.
+    """Return Eagle3Config.streams: the listed ones, or, without a list or with an empty one, (2, L // 2, L - 3) for L
+    layers, on which heads are trained by default.
 
     Some files count the layers before a hidden state; others give the number, from 0, of the layer that produced it.
     Lists of the latter kind begin with 1 and are increased by one. num_layers: layers of the target model. Raises
-    ModelConfigError for a value that is not a list of whole numbers >= 0, and if use_aux_hidden_state is false.
+    ModelConfigError for a value that is not a list of at most MAX_LAYERS whole numbers >= 0, and if
+    use_aux_hidden_state is false.
     """
     inner = ConfigFields(fields.mapping("eagle_config") or {})
     inner.require(use_aux_hidden_state=True)

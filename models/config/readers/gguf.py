@@ -33,7 +33,8 @@ def gguf_family(metadata: Mapping[str, Any]) -> str:
     """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
 
     It is the file's architecture, with two exceptions: MIXTRAL for llama with experts, and DEEPSEEK_V3 for deepseek2
-    whose experts are chosen by sigmoids. Raises ModelConfigError if the architecture is missing.
+    whose experts are chosen by sigmoids. Raises ModelConfigError if the architecture is missing, and if the number of
+    experts or the gating function is not an integer in its limits.
     """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
@@ -135,7 +136,9 @@ def gguf_fields(
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return a GGUF value as an array. For nested lists of unequal lengths, return an array that contains only None."""
+    """Return a GGUF value as an array. For nested lists of unequal lengths, return an array of shape () that contains
+    None.
+    """
     try:
         return np.asarray(value)
     except ValueError:
@@ -174,7 +177,7 @@ def gguf_experts(
 def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsConfig:
     """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers, in groups, with a shared MLP.
     scoring_func: "softmax", or "sigmoid", which comes with a correction bias. Raises ModelConfigError for a field that
-    is missing or wrong, or for another scoring function.
+    is missing or wrong, and if the file gives another gating function than `scoring_func`.
     """
     number = {"softmax": SOFTMAX, "sigmoid": SIGMOID}[scoring_func]
     if fields.integer("expert_gating_func", number) != number:
@@ -195,8 +198,8 @@ def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsCo
 
 
 def _ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return all tokens that end an answer, without repetitions: the listed ones, and named tokens with which chat
-    models end their turns, if they are below vocab_size. Raises ModelConfigError for ids that are not integers >= 0.
+    """Return all tokens that end an answer, without repetitions: first the listed ones, then those named tokens below
+    vocab_size with which chat models end their turns. Raises ModelConfigError if a listed id is not an integer >= 0.
     """
     general = ConfigFields({**metadata, EOS_LIST: listed_ends(metadata)})
     ids = [number for key in (*END_KEYS, EOS_LIST) for number in general.token_ids(key)]
@@ -245,8 +248,9 @@ def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
     """Return (kind of rope scaling, its factor): the kind is "none" for a file without scaling, the factor None if the
     file gives none.
 
-    As in llama.cpp, a factor without a kind is linear, `rope.scale_linear` is its older name, and a factor of 0 means
-    none. Raises ModelConfigError for a kind that is not a string or a factor that is not a number >= 0.
+    As in llama.cpp, a factor without a kind is linear ("none" if it is 1), `rope.scale_linear` is its older name, which
+    counts only if the newer is absent, and a factor of 0 is returned as None. Raises ModelConfigError for a kind that
+    is not a string or a factor that is not a number >= 0.
     """
     names = ("rope.scaling.factor", "rope.scale_linear")
     name = next((name for name in names if fields.has(name)), names[0])

@@ -12,12 +12,13 @@ from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 
 def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     """Return keyword arguments of ModelConfig, without the architecture, from the GGUF file of a model with multi-head
-    latent attention: those of `gguf_fields`, with a Latent in each layer, one KV head, and a softmax scale that
-    includes the square of YaRN's mscale.
+    latent attention: those of `gguf_fields`, with a Latent in each layer, one KV head, interleaved rope, and a softmax
+    scale that includes the square of YaRN's mscale.
 
     Current files give the sizes of attention over latents, with one KV head, and in addition those of a head; older
-    files give only the latter. options: options of gguf_fields. Raises ModelConfigError for a field that is missing,
-    wrong or not supported, and for heads in which all elements are rotated.
+    files give only the latter. options: further options of gguf_fields, without interleaved and yarn. Raises
+    ModelConfigError for a field that is missing, wrong or not supported, and for heads in which all elements are
+    rotated.
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count")

@@ -67,14 +67,14 @@ def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str,
 
 def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a config.json as transformers 5 reads it, for every family: with one description of rope, with
-    its names of the kinds in `layer_types`, and with its classes' defaults (`with_class_defaults`). Nested
-    configurations, such as text_config, are treated in the same way.
+    its names of the kinds in `layer_types`, and with its classes' defaults (`with_class_defaults`). Configurations in
+    it, such as text_config, are treated in the same way, but not those nested in them.
 
-    If both `rope_scaling` and `rope_parameters` are present, the former replaces the latter, as in transformers 5.
-    Such files result from applying the YaRN recipe of model cards in a folder that transformers 5 wrote. A warning is
-    logged if a `rope_theta` in rope_parameters is lost. If rope_parameters has a mapping for each kind of layers,
-    rope_scaling is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged. Raises
-    ModelConfigError if either field is not a mapping.
+    If both `rope_scaling` and `rope_parameters` are present, the former replaces the latter, as in transformers 5. Such
+    files result from applying the YaRN recipe of model cards in a folder that transformers 5 wrote. A warning is logged
+    if a `rope_theta` in rope_parameters is lost. If rope_parameters has a mapping for each kind of layers, rope_scaling
+    is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged. Raises ModelConfigError
+    if both are present and either is not a mapping.
     """
     inner = {name: value for name, value in raw.items() if name.endswith("_config") and isinstance(value, Mapping)}
     return _usual(raw) | {name: _usual(value) for name, value in inner.items()}
@@ -82,7 +82,7 @@ def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of one mapping of fields as `with_usual_fields` describes, without treating nested mappings. Raises
-    ModelConfigError for ropes that are not mappings.
+    ModelConfigError if there are two ropes and either is not a mapping.
     """
     kinds = raw.get("layer_types")
     if isinstance(kinds, list):
@@ -92,8 +92,8 @@ def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of one mapping of fields with `rope_scaling` merged into `rope_parameters` as `with_usual_fields`
-    describes, without treating nested mappings. Logs a warning if a rope_theta is lost. Raises ModelConfigError if
-    either field is not a mapping.
+    describes, without treating nested mappings; an unchanged copy if either is absent or null. Logs a warning if a
+    rope_theta is lost. Raises ModelConfigError if both are present and either is not a mapping.
     """
     fields, merged = ConfigFields(raw), dict(raw)
     if not fields.has("rope_parameters") or not fields.has("rope_scaling"):
@@ -299,10 +299,11 @@ def ropes_by_kind(
     """Return the rope of each layer. kinds: the kind of each layer, FULL or SLIDING. options: options of read_rope.
     Raises ModelConfigError for a field that is missing or wrong.
 
-    transformers 5 writes a mapping for each kind into `rope_parameters`. transformers 4 writes `rope_theta` and
-    `rope_scaling` for FULL layers, and the field named by `sliding_theta` for SLIDING ones, which are not scaled.
-    Either must name the kind of scaling as `rope_type`; the older `type`, which transformers 5 does not read there, is
-    refused.
+    transformers 5 writes a mapping for each kind into `rope_parameters`, whose `rope_theta` takes precedence.
+    transformers 4 writes `rope_theta` and `rope_scaling` for FULL layers, and the field named by `sliding_theta` for
+    SLIDING ones, which are not scaled. The outer base of each kind must be present in either case, so that families
+    give it a default. Either must name the kind of scaling as `rope_type`; the older `type`, which transformers 5 does
+    not read there, is refused.
     """
     parameters, by_kind = fields.mapping("rope_parameters"), {}
     for kind in dict.fromkeys(kinds):
@@ -330,13 +331,16 @@ def require_rope(fields: ConfigFields) -> None:
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:
-    """Return a model's Rope from its config.json. `rope_theta` defaults to 10000.
+    """Return a model's Rope from its config.json.
 
-    transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`.
+    transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`, which is read
+    if both are present. A `rope_theta` or `partial_rotary_factor` in the mapping takes precedence over one outside of
+    it, but an outer `original_max_position_embeddings` over the mapping's. `rope_theta` defaults to 10000.
 
     Args:
       head_dim: elements of a head.
-      partial_rotary: whether partial_rotary_factor may be less than 1.
+      partial_rotary: whether partial_rotary_factor may be less than 1. With rope_type proportional it always may, and
+        the Rope covers the whole head.
       interleaved: see Rope.
 
     Raises ModelConfigError for wrong or unsupported fields, and for a mapping per layer type.

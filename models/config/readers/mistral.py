@@ -82,7 +82,7 @@ def config_of_params(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_others(fields: ConfigFields, known: Any) -> None:
-    """Raise ModelConfigError for a field that is not among `known` and is neither null nor false."""
+    """Raise ModelConfigError for a field that is not among `known` and is neither null nor false nor 0."""
     for name in fields.raw:
         own = name.removeprefix(fields.prefix)
         if own not in known and fields.value(own, None) not in (None, False):
@@ -131,7 +131,8 @@ def _class(kind: str) -> dict[str, Any]:
 
 def _windows(fields: ConfigFields, num_layers: int, length: int) -> list[int | None]:
     """Return the window of each layer, None for one that sees all keys, as one of at least `length` tokens does. A list
-    is repeated for all layers. Raises ModelConfigError for two fields with windows, and for any other value.
+    is repeated until there is one window for each layer. Raises ModelConfigError if both sliding_window and
+    _sliding_window are present, for a list whose length does not divide num_layers, and for any other value.
     """
     name = "sliding_window" if fields.has("sliding_window") else "_sliding_window"
     if fields.has("sliding_window") and fields.has("_sliding_window"):
@@ -146,8 +147,9 @@ def _windows(fields: ConfigFields, num_layers: int, length: int) -> list[int | N
 
 
 def _latent(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of latent attention and of experts; a file without `moe` has no fields of experts. Raises
-    ModelConfigError for a field that is missing, wrong or not supported.
+    """Return the fields of latent attention and of experts. For a file without `moe` these say that all layers are
+    dense, since the class of such models always has experts. Raises ModelConfigError for a field that is missing, wrong
+    or not supported.
     """
     found = {name: fields.integer(name) for name in _LATENT[1:]}
     found |= {"q_lora_rank": fields.integer("q_lora_rank", None), "rope_interleave": True, "norm_topk_prob": True}

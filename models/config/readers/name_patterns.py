@@ -104,7 +104,9 @@ class _Text:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Map from each character in the name to the set of positions before its occurrences."""
+        """Map from each character in the name to the set of positions before its occurrences, an integer with a bit for
+        each.
+        """
         found: dict[str, int] = {}
         for index, char in enumerate(self.name):
             found[char] = found.get(char, 0) | 1 << index
@@ -187,7 +189,7 @@ class _Repeat(_Node):
 
     def ends(self, starts: int, text: _Text) -> int:
         """Return the set of positions at which `least` to `most` repetitions may end if they begin at one of `starts`.
-        Spends a step for each repetition tried. Raises PatternError if no step is left.
+        Spends a step, and those of each repetition tried. Raises PatternError if no step is left.
         """
         text.effort.spend()
         # A repetition longer than the name includes empty matches, which can be repeated without end.

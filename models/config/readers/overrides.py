@@ -39,11 +39,12 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     """Return a copy of a config.json with overridden fields.
 
     A nested configuration (`text_config`, `vision_config`) is changed field by field, any other mapping is replaced.
-    Fields of the language model are set in `text_config` if there is one. A new scaling of rope keeps the base and the
-    sections of the old one. Unless overrides set the context length, it becomes the one to which yarn or linear scaling
-    stretches it. The same holds for a yarn scaling in the file itself that gives its original length, as model cards
-    recommend, if the result is longer. Raises ModelConfigError for a rope that is not a mapping, or that overrides give
-    twice.
+    Fields of the language model are set in `text_config` if there is one, and those that are present outside of it are
+    set there, too. A lower number of layers cuts lists with an entry for each. A new scaling of rope keeps the base and
+    the sections of the old one. Unless overrides set the context length, it becomes the one to which yarn or linear
+    scaling stretches it. The same holds for a yarn scaling in the file itself that gives its original length, as model
+    cards recommend, if the result is longer. Raises ModelConfigError for a rope that is not a mapping, or that
+    overrides give twice.
     """
     merged, inner = _merged(raw, overrides), overrides.get(_TEXT)
     if _LENGTH in overrides or isinstance(inner, Mapping) and _LENGTH in inner:
@@ -117,7 +118,8 @@ def _is_inner(name: str, value: Any) -> bool:
 
 def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield, for each overridden field, its dotted name and the overrides with an invalid value of that field. Fields
-    that equal the file's own are left out. Fields of nested configurations and of rope mappings are yielded one by one.
+    of nested configurations are yielded one by one. A rope mapping is yielded as a whole and then field by field,
+    without its kind and the fields of _KEPT. Other fields that equal the file's own are left out.
     """
     for name, value in overrides.items():
         if _is_inner(name, value):
@@ -133,9 +135,10 @@ def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tu
 
 
 def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of one mapping of a config.json with `changes` applied. Rope fields keep the spelling of the
-    mapping (rope_parameters or rope_scaling), and the context length follows a new scaling. Raises ModelConfigError for
-    a rope that is not a mapping, or that is given twice.
+    """Return a copy of one mapping of a config.json with `changes` applied. Lists with an entry per layer are cut if
+    the number of layers is reduced. Rope fields keep the spelling of the mapping (rope_parameters or rope_scaling), and
+    the context length follows a new scaling. Raises ModelConfigError for a rope that is not a mapping, or that is given
+    twice.
     """
     merged = {**_shortened(fields, changes), **{name: value for name, value in changes.items() if name not in _ROPE}}
     if not changes.keys() & {*_ROPE}:
@@ -167,8 +170,8 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the fields in which lists with an entry per layer (layer_types, no_rope_layers) are cut if
-    `changes` reduce the number of layers.
+    """Return a copy of the fields in which lists with an entry per layer are cut if `changes` reduce the number of
+    layers: lists of that length whose names contain "layer", such as layer_types and no_rope_layers.
     """
     before, after = fields.get(_LAYERS), changes.get(_LAYERS)
     if type(before) is not int or type(after) is not int or not 0 < after < before:
@@ -220,8 +223,9 @@ def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None
 
 
 def overridden_metadata(metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of GGUF metadata with an overridden rope or context length. Raises UnreadError for other fields,
-    ModelConfigError for a rope that is not a mapping or is given twice.
+    """Return a copy of GGUF metadata with an overridden rope or context length. A rope mapping replaces all settings of
+    the file's own scaling. Raises UnreadError for other fields, also for those in a rope mapping that GGUF files lack,
+    and ModelConfigError for a rope that is not a mapping or is given twice.
     """
     prefix, changed = f"{metadata.get('general.architecture')}.", dict(metadata)
     for name in overrides:
