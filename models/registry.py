@@ -63,7 +63,7 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
 def usual_pooling(architecture: str, fields: ConfigFields) -> str:
     """Return the type of pooling of a checkpoint that names none: the field `pooling` for classes in POOLINGS, an
-    encoder family's own choice, otherwise LAST. Raises ModelConfigError.
+    encoder family's own choice, otherwise LAST. Raises ModelConfigError for wrong fields.
     """
     family, _ = family_of(architecture)
     if (kinds := POOLINGS.get(architecture) or POOLINGS.get(family)) is not None:
@@ -114,8 +114,8 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
 
 
 def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
-    """Return the ModelConfig of a Hugging Face config.json, `raw`. Raises ModelConfigError, also for an architecture
-    that is not registered.
+    """Return the ModelConfig of a Hugging Face config.json, `raw`. Raises ModelConfigError for wrong fields, and for an
+    architecture that is not registered.
 
     pooler: the computation of a pooling model on hidden states; None for a model that generates. With a pooler, the
     layers of a model whose tokens see their whole prompt are not causal; without one, such a model is an error.
@@ -153,7 +153,7 @@ def _with_ids_of_tokens(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 def sees_all(fields: ConfigFields) -> bool:
     """Whether the tokens of a pooling model with a decoder's layers see their whole prompt, by its class or because
-    `is_causal` is false. Raises ModelConfigError.
+    `is_causal` is false. Raises ModelConfigError for wrong fields.
     """
     return hf_architecture(fields) in BIDIRECTIONAL or not fields.boolean("is_causal", True)
 
@@ -199,8 +199,8 @@ def read_gguf(
     rope_factors: RopeFactors = _NO_FACTORS,
     pooler: Pooler | None = None,
 ) -> ModelConfig:
-    """Return the ModelConfig of GGUF metadata. Raises ModelConfigError, also for an architecture that is not
-    registered.
+    """Return the ModelConfig of GGUF metadata. Raises ModelConfigError for wrong fields, and for an architecture that
+    is not registered.
 
     In that format two facts are in tensors instead of metadata, so the caller passes them: whether the file lacks an
     output head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: the computation

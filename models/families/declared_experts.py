@@ -15,12 +15,18 @@ from jaxengine.models.config.readers.hf import (
     SLIDING,
     layer_kinds,
     listed_dense,
-    read_head_dim,
     require_rope,
-    ropes_by_kind,
-    windows_by_kind,
 )
-from jaxengine.models.families.declared_row import EPS, Row, neighbours, no_rope, parts_of_heads
+from jaxengine.models.families.declared_row import (
+    EPS,
+    Row,
+    kinds_of_ropes,
+    neighbours,
+    no_rope,
+    parts_of_heads,
+    rope_in_windows,
+    softmax_experts,
+)
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.layers.experts.moe import ExpertNames
 
@@ -41,16 +47,6 @@ _ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
 _NEW: dict[str, Any] = {"rope_scaling": None}  # Mellum and Laguna, whose ropes have no older spelling
 _BASE, _LOCAL = {"rope_theta": 500000.0}, {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 _TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "attention_bias": False}
-
-
-def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention. If `sliding_window` is set, SLIDING layers have that window, and FULL layers have
-    no rope; otherwise it is unchanged. Raises ModelConfigError for wrong fields.
-    """
-    window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
-    if window is None:
-        return attention
-    return replace(attention, window=window) if kind == SLIDING else replace(attention, rope=None)
 
 
 def sliding_but(every: int, name: str = "") -> Any:
@@ -79,16 +75,6 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
     return {"layer_types": [*kinds[:-1], FULL]}
 
 
-def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **options: Any) -> LayerAttention:
-    """Return the layer's attention with the window and the rope of its kind; a part of each head may be rotated.
-    options: options of ropes_by_kind. Raises ModelConfigError for wrong fields.
-    """
-    kinds, options = layer_kinds(fields), {"partial_rotary": True, **options}
-    window = windows_by_kind(kinds, fields.integer("sliding_window"))[layer]
-    rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], **options)[0]
-    return replace(attention, window=window, rope=rope)
-
-
 def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with the window and the rope of its kind, and with the number of heads that
     `num_attention_heads_per_layer` lists for it, if present. Raises ModelConfigError for wrong fields.
@@ -113,7 +99,9 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention with its kind's rope; in windows sinks, twice the KV heads. Raises ModelConfigError."""
+    """Return the layer's attention with the rope of its kind, values of `v_head_dim` elements and, if it is SLIDING, a
+    window, sinks and twice the KV heads. Raises ModelConfigError for wrong fields.
+    """
     own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
     own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
     return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
@@ -204,21 +192,10 @@ def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
     )
 
 
-def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts chosen by softmax scores in all layers that `mlp_layer_types` does not list
-    as dense. Raises ModelConfigError for wrong fields.
-    """
-    return ExpertsConfig(
-        num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
-        num_per_token=fields.integer("num_experts_per_tok"),
-        intermediate_size=fields.integer("moe_intermediate_size", None) or fields.integer("intermediate_size"),
-        norm_weights=fields.boolean("norm_topk_prob", False),
-        dense_layers=listed_dense(fields) or (),
-    )
-
-
 def shared_of_size(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of sigmoid experts and a shared MLP of a size of its own. Raises ModelConfigError."""
+    """Return the ExpertsConfig of `sigmoid_experts` with a shared MLP of size `shared_expert_intermediate_size`. Raises
+    ModelConfigError for wrong fields.
+    """
     size = fields.integer("shared_expert_intermediate_size")
     return replace(sigmoid_experts(fields), shared_intermediate_size=size)
 
@@ -242,7 +219,9 @@ def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_scaling` of type yarn if it is "deepseek_yarn", {} for another type. Raises ModelConfigError."""
+    """Return `rope_scaling` with type yarn in place of "deepseek_yarn"; {} for a file with another type. Raises
+    ModelConfigError for a field that is not a mapping.
+    """
     rope = fields.mapping("rope_scaling") or {}
     named = {"rope_type": "yarn", **{key: value for key, value in rope.items() if key not in ("type", "rope_type")}}
     return {"rope_scaling": named} if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")) else {}

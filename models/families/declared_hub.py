@@ -13,8 +13,7 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.families.declared_experts import softmax_experts
-from jaxengine.models.families.declared_row import Row
+from jaxengine.models.families.declared_row import Row, softmax_experts
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME, transformer_names
 
 _RMS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}

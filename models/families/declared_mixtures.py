@@ -11,8 +11,8 @@ from jaxengine.models.config.declared import AROUND, OFFSET, PARALLEL, RMS, ROWS
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, LAYER_CONFIG, SLIDING, layer_kinds
-from jaxengine.models.families.declared_experts import kinds_of_ropes, rope_in_windows, shared_of_size, softmax_experts
-from jaxengine.models.families.declared_row import EPS, Row, no_rope
+from jaxengine.models.families.declared_experts import shared_of_size
+from jaxengine.models.families.declared_row import EPS, Row, kinds_of_ropes, no_rope, rope_in_windows, softmax_experts
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames

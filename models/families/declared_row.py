@@ -14,7 +14,19 @@ from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import SILU, Activation, hf_fields, read_head_dim, read_rope, text_fields
+from jaxengine.models.config.readers.hf import (
+    SILU,
+    SLIDING,
+    Activation,
+    hf_fields,
+    layer_kinds,
+    listed_dense,
+    read_head_dim,
+    read_rope,
+    ropes_by_kind,
+    text_fields,
+    windows_by_kind,
+)
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
@@ -59,6 +71,39 @@ def neighbours(fields: ConfigFields, head_dim: int) -> Rope | None:
 def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
     """Return None, which means that layers have no rope."""
     return None
+
+
+def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention. If `sliding_window` is set, SLIDING layers have that window, and FULL layers have
+    no rope; otherwise it is unchanged. Raises ModelConfigError for wrong fields.
+    """
+    window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
+    if window is None:
+        return attention
+    return replace(attention, window=window) if kind == SLIDING else replace(attention, rope=None)
+
+
+def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **options: Any) -> LayerAttention:
+    """Return the layer's attention with the window and the rope of its kind; a part of each head may be rotated.
+    options: options of ropes_by_kind. Raises ModelConfigError for wrong fields.
+    """
+    kinds, options = layer_kinds(fields), {"partial_rotary": True, **options}
+    window = windows_by_kind(kinds, fields.integer("sliding_window"))[layer]
+    rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], **options)[0]
+    return replace(attention, window=window, rope=rope)
+
+
+def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Return the ExpertsConfig of experts chosen by softmax scores in all layers that `mlp_layer_types` does not list
+    as dense. Raises ModelConfigError for wrong fields.
+    """
+    return ExpertsConfig(
+        num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size", None) or fields.integer("intermediate_size"),
+        norm_weights=fields.boolean("norm_topk_prob", False),
+        dense_layers=listed_dense(fields) or (),
+    )
 
 
 class GGUFRow(NamedTuple):

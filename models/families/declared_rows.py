@@ -111,7 +111,9 @@ def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types` as full_first_of_four does. Raises ModelConfigError, also for a file without rope."""
+    """Return `layer_types` as full_first_of_four does. Raises ModelConfigError for wrong fields, and for a file without
+    rope.
+    """
     require_rope(fields)
     return full_first_of_four(fields)
 

@@ -21,8 +21,7 @@ from jaxengine.models.config.state import (
     read_dt_limits,
     read_state_space,
 )
-from jaxengine.models.families.declared_experts import softmax_experts
-from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads
+from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads, softmax_experts
 from jaxengine.models.layers.experts.moe import ExpertNames
 
 # Default of the longest context, which sizes page tables. A model without attention does not limit it.

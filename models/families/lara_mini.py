@@ -14,7 +14,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, hf_fields, read_head_dim, read_rope, windows_by_kind
 from jaxengine.models.config.state import GatedDelta
-from jaxengine.models.families.declared_experts import softmax_experts
+from jaxengine.models.families.declared_row import softmax_experts
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.families.qwen3_next import LINEAR
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts

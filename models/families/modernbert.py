@@ -170,7 +170,9 @@ class ModernBertModel(Encoder):
         return made
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
-        """Return the scores of labels of a prompt, after a dense layer, an activation and a norm."""
+        """Return the module that scores the labels of a prompt, with a dense layer, an activation and a norm before the
+        scores.
+        """
         return DenseLabelScores(
             self.config.hidden_size,
             classifier,
@@ -182,8 +184,8 @@ class ModernBertModel(Encoder):
         )
 
     def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
-        """Return the scores of tokens: those of a separate checkpoint module if the head names one, otherwise the
-        scores of a prompt's labels applied to each token.
+        """Return the module that scores tokens: with a module of its own in the checkpoint if the head names one,
+        otherwise with the scores of a prompt's labels, applied to each token.
         """
         if heads[0].source is not None:
             return super().make_token_heads(heads, build)
@@ -210,7 +212,7 @@ class ModernBertModel(Encoder):
 
 def _window(fields: ConfigFields) -> int:
     """Return the number of keys that a token of a SLIDING layer sees on each side, its own included: one more than
-    `sliding_window` or, without that field, than half of `local_attention`. Raises ModelConfigError.
+    `sliding_window` or, without that field, than half of `local_attention`. Raises ModelConfigError for wrong fields.
     """
     return fields.integer("sliding_window", fields.integer("local_attention") // 2) + 1
 

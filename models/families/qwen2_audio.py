@@ -46,7 +46,7 @@ def read_sound_text(fields: ConfigFields, defaults: dict[str, Any]) -> dict[str,
     config.json.
 
     `defaults` are used for fields that the text part lacks. A `rope_theta` among them is not used if the text part has
-    `rope_parameters`. Raises ModelConfigError.
+    `rope_parameters`. Raises ModelConfigError for wrong fields.
     """
     text = fields.mapping("text_config") or {}
     given = {name: value for name, value in defaults.items() if name != "rope_theta" or "rope_parameters" not in text}

@@ -72,7 +72,7 @@ def with_sight(
       read_tower: function that returns the tower's config from (fields of `vision_config`, hidden size of the text
         model).
 
-    Raises ModelConfigError, also if `mrope_section` or `vision_config` is absent.
+    Raises ModelConfigError for wrong fields, and if `mrope_section` or `vision_config` is absent.
     """
     vision = fields.mapping("vision_config")
     if vision is None:
@@ -82,8 +82,8 @@ def with_sight(
 
 def with_rope_sections(shared: dict[str, Any], text: ConfigFields) -> dict[str, Any]:
     """Return a copy of `shared`, keyword arguments of a ModelConfig, in which each layer of "attention" that has rope
-    has M-RoPE with the `mrope_section` of the text part `text`. Raises ModelConfigError if `mrope_section` is absent or
-    not a list of integers.
+    has M-RoPE with the `mrope_section` of the text part `text`, interleaved if `mrope_interleaved` is true (false by
+    default). Raises ModelConfigError if `mrope_section` is absent or not a list of integers.
     """
     rope = ConfigFields(next((found for name in _ROPES if (found := text.mapping(name)) is not None), {}))
     sections = rope.value("mrope_section")

@@ -72,7 +72,8 @@ def thinker_fields(fields: ConfigFields) -> ConfigFields:
 
 def _text(fields: ConfigFields, defaults: dict[str, Any]) -> ConfigFields:
     """Return the fields of the text part, with `defaults` for absent ones and plain rope in place of M-RoPE.
-    `tie_word_embeddings` is taken from outside the text part, False if it is absent there. Raises ModelConfigError.
+    `tie_word_embeddings` is taken from outside the text part, False if it is absent there. Raises ModelConfigError for
+    wrong fields.
     """
     tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", False)}
     return without_mrope(ConfigFields({**text_fields(fields).with_defaults(**defaults).raw, **tied}))

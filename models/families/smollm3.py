@@ -45,7 +45,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, always without rope in every fourth layer, as in llama.cpp, whatever
-        the file contains. Raises ModelConfigError.
+        the file contains. Raises ModelConfigError for wrong fields.
         """
         shared = gguf_fields(gguf)
         layer, count = shared["attention"][0], len(shared["attention"])

@@ -40,7 +40,7 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, always with all biases and without a sliding window, as in
-        llama.cpp. Raises ModelConfigError.
+        llama.cpp. Raises ModelConfigError for wrong fields.
         """
         shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", bias=True, output_bias=True)
         return shared | {"mlp_bias": True}

@@ -184,9 +184,10 @@ class Decoder(nnx.Module):
         """Return the cache groups of the whole model. Each lists only those of its layers that are in this stage, which
         may be none.
 
-        Groups with pages come first, then those with states. Shapes are those of one device. page_size: in tokens.
-        kv_dtype: dtype of the pages. hybrid: see jaxengine.models.cache.group_layers. Raises ModelConfigError for a
-        page_size that does not suit a layer's compressed keys.
+        Groups with pages come first, of which there is at least one, without layers if no layer has pages; then those
+        with states. Shapes are those of one device. page_size: in tokens. kv_dtype: dtype of the pages. hybrid: see
+        jaxengine.models.cache.group_layers. Raises ModelConfigError for a page_size that does not suit a layer's
+        compressed keys.
         """
         specs = {
             layer: KVSpec(

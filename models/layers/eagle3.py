@@ -174,7 +174,7 @@ class Eagle3Source(WrappedSource):
 
         `d2t` has, for each drafted token, its token id minus its index; if it is missing, the first draft_vocab_size
         tokens are drafted. Raises ModelFileError if it is missing although fewer tokens are drafted than the vocabulary
-        has, or if it does not name distinct tokens of the vocabulary.
+        has, if it does not have an integer for each drafted token, or does not name distinct tokens of the vocabulary.
         """
         count, vocab_size, stored = config.draft_vocab_size, config.vocab_size, self._stored.pop("d2t", None)
         ids = np.arange(count, dtype=np.int64)
@@ -194,10 +194,10 @@ class Eagle3Source(WrappedSource):
         return columns
 
     def _is_of(self, model: WeightSource | None) -> bool:
-        """Whether the head's embeddings equal those of `model`, of which most checkpoints have a copy.
+        """Return whether the head's embeddings equal those of `model`, of which most checkpoints have a copy.
 
-        False without a model, or if it has no such tensor of that shape. Otherwise both are read, _ROWS rows at a time.
-        Raises ModelFileError if reading fails.
+        Returns False without a model, or if it has no such tensor of that shape. Otherwise both are read, _ROWS rows at
+        a time. Raises ModelFileError if reading fails.
         """
         if model is None or EMBEDDING not in model.names() or model.shape(EMBEDDING) != self.shape(EMBEDDING):
             return False

@@ -77,7 +77,7 @@ def encoder_fields(
     encoder: the configuration read already. The result's vocab_size counts each token once for each token type, and its
     max_position_embeddings leaves out the rows of a position table before the first position. rope: rope of all layers;
     None for none. bias: whether attention's projections have biases. names: further arguments of hf_fields,
-    `activation` and `eps`. Raises ModelConfigError, also for too many token types.
+    `activation` and `eps`. Raises ModelConfigError for wrong fields, and for too many token types.
     """
     ropes = [rope] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=bias, output_bias=bias, **names)
@@ -94,7 +94,7 @@ def rotated_fields(fields: ConfigFields, *, types: int, rope: Rope | None = None
     `encoder_fields`.
 
     types: default of type_vocab_size. rope: rope of all layers; None for the rope in the file. bias: whether
-    attention's projections have biases. Raises ModelConfigError.
+    attention's projections have biases. Raises ModelConfigError for wrong fields.
     """
     types = fields.integer("type_vocab_size", types, minimum=0)
     encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)

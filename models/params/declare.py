@@ -51,7 +51,7 @@ class Source(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Range (first, end), without end, of each run of rows that are used, in order."""
+        """Ranges (first, end) of the tensor's rows that are used, without end, in the order of use."""
         if self.stride is None:
             return [(self.first, self.first + self.rows)]
         run = self.run or self.group
@@ -148,7 +148,8 @@ class DeclaredParam:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
-        """Return the largest number of equal parts into which an axis can be split. Other numbers must divide it.
+        """Return the largest number of equal parts into which an axis can be split. Other numbers of parts must be
+        divisors of it.
 
         On the axis along which sources are joined, each part has an equal share of every source, in whole groups.
         """

@@ -47,8 +47,8 @@ class AudioFlamingo3TowerConfig(TowerConfig):
 
 
 def read_audioflamingo3(fields: ConfigFields) -> AudioFlamingo3TowerConfig:
-    """Return the tower's configuration from a config.json. Raises ModelConfigError, also for an odd number of
-    positions.
+    """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and for an odd
+    number of positions.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)

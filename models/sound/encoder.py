@@ -53,7 +53,8 @@ _NAMES = {
 def read_encoder(fields: ConfigFields) -> EncoderSizes:
     """Return the sizes of an encoder from its configuration, which has Whisper's names or the usual ones of encoders.
 
-    Raises ModelConfigError, also if the number of heads does not divide the size, or the size is odd or below 4.
+    Raises ModelConfigError for wrong fields, and if the number of heads does not divide the size, or the size is odd or
+    below 4.
     """
     names = {ours: next((name for name in known if fields.has(name)), known[0]) for ours, known in _NAMES.items()}
     found = {ours: fields.integer(name) for ours, name in names.items()}

@@ -108,8 +108,8 @@ def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundCon
     """Return the tower's configuration from the `audio_config` of a config.json, with transformers' defaults for absent
     fields.
 
-    filler_id: Gemma4TowerConfig's filler_id. Raises ModelConfigError, also for sizes that do not fit each other or are
-    too large.
+    filler_id: Gemma4TowerConfig's filler_id. Raises ModelConfigError for wrong fields, and for sizes that do not fit
+    each other or are too large.
     """
     audio = fields.part("audio_config", **DEFAULTS)
     audio.require(hidden_act="silu")

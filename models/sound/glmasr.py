@@ -57,8 +57,8 @@ class GlmAsrTowerConfig(TowerConfig):
 def read_glmasr(fields: ConfigFields) -> GlmAsrTowerConfig:
     """Return the tower's configuration from a config.json. A window has 2 * max_position_embeddings frames.
 
-    Raises ModelConfigError, also for heads that do not divide the size, other numbers of key heads than of heads, an
-    inner size other than that of the joined positions, and ropes other than the plain one.
+    Raises ModelConfigError for wrong fields, and for heads that do not divide the size, other numbers of key heads than
+    of heads, an inner size other than that of the joined positions, and ropes other than the plain one.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     size, heads = audio.integer("hidden_size"), audio.integer("num_attention_heads")
@@ -91,8 +91,9 @@ def read_glmasr(fields: ConfigFields) -> GlmAsrTowerConfig:
 
 
 def _read_rope(audio: ConfigFields, head_dim: int) -> tuple[int, float]:
-    """Return (elements of a head that rotate, base of their frequencies) from `rope_parameters`, with transformers'
-    defaults, half of a head and 10,000. Raises ModelConfigError for other ropes, and an odd or too large number.
+    """Return (elements of a head that rotate, base of their frequencies) from `rope_parameters`, or else from fields
+    outside of it, with transformers' defaults, half of a head and 10,000. Raises ModelConfigError for other ropes, and
+    for a number that is odd, below 2 or above head_dim.
     """
     rope = ConfigFields(audio.mapping("rope_parameters") or {})
     if rope.text("rope_type", "default") != "default":

@@ -136,8 +136,8 @@ def _bounded(fields: ConfigFields, name: str, most: int) -> int:
 
 def read_granite_speech(fields: ConfigFields, multiplier: float, *, joins: bool = False) -> GraniteSpeechConfig:
     """Return the tower's configuration from a config.json. multiplier: the text model's factor of embeddings. joins:
-    whether `cat_hidden_layers` is read. Raises ModelConfigError, also for sizes that do not fit each other or are too
-    large.
+    whether `cat_hidden_layers` is read. Raises ModelConfigError for wrong fields, and for sizes that do not fit each
+    other or are too large.
     """
     audio = fields.part("encoder_config", **_DEFAULTS)
     size, heads = _bounded(audio, "hidden_dim", MAX_HIDDEN), _bounded(audio, "num_heads", MAX_HEADS)
@@ -197,7 +197,7 @@ def _read_queries(fields: ConfigFields, size: int, num_states: int) -> QueryConf
     (default: 5).
 
     size: elements of the conformer's hidden states. num_states: number of hidden states that are read side by side.
-    Raises ModelConfigError, also for sizes that do not fit each other.
+    Raises ModelConfigError for wrong fields, and for sizes that do not fit each other.
     """
     own = fields.part("projector_config", **_QUERY_DEFAULTS)
     own.require(use_qformer_text_input=False, model_type="blip_2_qformer")

@@ -42,8 +42,8 @@ class Qwen2AudioTowerConfig(TowerConfig):
 
 
 def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
-    """Return the tower's configuration from the `audio_config` of a config.json. Raises ModelConfigError, also for an
-    odd number of positions.
+    """Return the tower's configuration from the `audio_config` of a config.json. Raises ModelConfigError for wrong
+    fields, and for an odd number of positions.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)

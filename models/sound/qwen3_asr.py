@@ -81,8 +81,8 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
 
 def read_qwen3_asr(fields: ConfigFields, hidden_size: int) -> Qwen3ASRTowerConfig:
-    """Return the tower's configuration from a config.json. hidden_size: the text model's. Raises ModelConfigError, also
-    if `n_window_infer` is not a multiple of twice `n_window`, or `output_dim` is not hidden_size.
+    """Return the tower's configuration from a config.json. hidden_size: the text model's. Raises ModelConfigError for
+    wrong fields, and if `n_window_infer` is not a multiple of twice `n_window`, or `output_dim` is not hidden_size.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     chunk, window = 2 * audio.integer("n_window"), audio.integer("n_window_infer")

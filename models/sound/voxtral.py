@@ -47,7 +47,7 @@ class VoxtralTowerConfig(TowerConfig):
 
 def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
     """Return the tower's configuration from a config.json; intermediate_size / hidden_size positions become one row.
-    Raises ModelConfigError, also if that is not an integer that divides the number of positions.
+    Raises ModelConfigError for wrong fields, and if that is not an integer that divides the number of positions.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)

@@ -74,8 +74,8 @@ class WhisperTowerConfig(TowerConfig):
 
 
 def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
-    """Return the tower's configuration from a config.json. Raises ModelConfigError, also if `median_filter_width`
-    (default: 7) is even or above 31.
+    """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and if
+    `median_filter_width` (default: 7) is even or above 31.
     """
     sizes, layers = read_encoder(fields.with_defaults(num_mel_bins=80)), fields.integer("decoder_layers")
     frames, width = 2 * sizes.num_positions, fields.integer("median_filter_width", 7)

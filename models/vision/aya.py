@@ -55,7 +55,7 @@ def read_aya(fields: ConfigFields) -> AyaTowerConfig:
     """Return the configuration of Aya Vision's tower from a config.json: with the hidden states that
     `vision_feature_layer` (default: -1) selects, and a norm before the projector.
 
-    Raises ModelConfigError, also for a selection strategy other than "full".
+    Raises ModelConfigError for wrong fields, and for a selection strategy other than "full".
     """
     fields.require(vision_feature_select_strategy="full")
     vit = read_siglip(fields)
@@ -66,7 +66,7 @@ def read_aya(fields: ConfigFields) -> AyaTowerConfig:
 
 def read_cohere2_vision(fields: ConfigFields) -> AyaTowerConfig:
     """Return the configuration of Command A Vision's tower from a config.json: with all layers of SigLIP, and no norm
-    before the projector. Raises ModelConfigError.
+    before the projector. Raises ModelConfigError for wrong fields.
     """
     vit = read_siglip(fields)
     return _tower(fields, vit, None, fields.integer("alignment_intermediate_size", 36864), None)

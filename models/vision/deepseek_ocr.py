@@ -84,8 +84,8 @@ class DeepseekOcr2TowerConfig(TowerConfig):
 
 
 def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError, also for a unit whose three
-    quarters are not whole rows.
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and for a
+    unit whose three quarters are not whole rows.
     """
     vision = fields.part("vision_config")
     sam = read_sam(vision, "sam_config", mlp_ratio=True)
@@ -111,8 +111,8 @@ def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
 
 
 def _read_encoder(fields: ConfigFields) -> EncoderSizes:
-    """Return the sizes of the second encoder. Raises ModelConfigError, also for windows, for scaled frequencies, and
-    for numbers of heads that do not divide each other and the hidden size.
+    """Return the sizes of the second encoder. Raises ModelConfigError for wrong fields, and for windows, for scaled
+    frequencies, and for numbers of heads that do not divide each other and the hidden size.
     """
     fields.require(hidden_act="silu", use_sliding_window=False)
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})

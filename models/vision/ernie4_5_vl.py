@@ -32,7 +32,7 @@ _TOKENS = {
 
 def _read_tokens(fields: ConfigFields) -> dict[str, int]:
     """Return the token ids around and in place of images and videos, by transformers' field names, from a config.json.
-    The published one has `im_patch_id` for the placeholder of images. Raises ModelConfigError.
+    The published one has `im_patch_id` for the placeholder of images. Raises ModelConfigError for wrong fields.
     """
     placeholder = fields.integer("im_patch_id", _TOKENS["image_token_id"], minimum=0)
     usual = {**_TOKENS, "image_token_id": placeholder}
@@ -59,7 +59,8 @@ def read_ernie4_5_vl(fields: ConfigFields, text: ConfigFields) -> ErnieVLTowerCo
     """Return the tower's configuration from a config.json. text: fields of its text part.
 
     The resampler's sizes may be in vision_config, as transformers writes them, or outside, as published. Raises
-    ModelConfigError, also for an epsilon of norms other than 1e-6, and for other than two frames to be joined.
+    ModelConfigError for wrong fields, and for an epsilon of norms other than 1e-6, and for other than two frames to be
+    joined.
     """
     vision = fields.part(
         "vision_config", depth=32, hidden_size=1280, num_heads=16, patch_size=14, hidden_act="quick_gelu"

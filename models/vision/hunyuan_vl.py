@@ -74,7 +74,8 @@ class HunYuanVLTowerConfig(TowerConfig):
 def read_hunyuan_vl(fields: ConfigFields, hidden_size: int) -> HunYuanVLTowerConfig:
     """Return the tower's configuration from a vision_config. hidden_size: not used.
 
-    Raises ModelConfigError, also for another interpolation of positions than bilinear, and grouped keys.
+    Raises ModelConfigError for wrong fields, and for another interpolation of positions than bilinear, and grouped
+    keys.
     """
     del hidden_size
     defaults: dict[str, Any] = {

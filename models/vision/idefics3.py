@@ -46,8 +46,8 @@ class Idefics3TowerConfig(TowerConfig):
 
 
 def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError, also if `scale_factor`
-    (default: 2) does not divide the number of patches along a unit's side.
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and if
+    `scale_factor` (default: 2) does not divide the number of patches along a unit's side.
     """
     vit = read_vit(fields.part("vision_config", **_DEFAULTS))
     factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)

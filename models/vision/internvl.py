@@ -86,8 +86,8 @@ def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVL
     """Return the vision tower's configuration from a config.json, with the hidden states that `vision_feature_layer`
     (default: -1) selects.
 
-    joined_qkv: whether checkpoints have q, k and v of a layer in one module. Raises ModelConfigError, also for a
-    norm_type or selection strategy that is not supported.
+    joined_qkv: whether checkpoints have q, k and v of a layer in one module. Raises ModelConfigError for wrong fields,
+    and for a norm_type or selection strategy that is not supported.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)

@@ -67,8 +67,8 @@ class Lfm2VlTowerConfig(TowerConfig):
 def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
     """Return the tower's configuration from a config.json.
 
-    Raises ModelConfigError, also if the number of learned positions is not a square, or a block of attention's queries
-    is not a whole number of squares of patches.
+    Raises ModelConfigError for wrong fields, and if the number of learned positions is not a square, or a block of
+    attention's queries is not a whole number of squares of patches.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", _SIGLIP2) != _SIGLIP2:

@@ -58,7 +58,7 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
     """Return the vision tower's configuration from a config.json. `vision_feature_layer` (default: -2) may list several
     hidden states.
 
-    Raises ModelConfigError, also for a vision_feature_select_strategy that does not fit CLIP or SigLIP.
+    Raises ModelConfigError for wrong fields, and for a vision_feature_select_strategy that does not fit CLIP or SigLIP.
     """
     kind, vit = read_clip_or_siglip(fields)
     if fields.text("vision_feature_select_strategy", "default") != _STRATEGIES[kind]:
@@ -79,7 +79,7 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
 
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
     """Return the configuration of LLaVA-NeXT's tower: LLaVA's, in which a unit also has one position for the end of
-    each line of patches. Raises ModelConfigError.
+    each line of patches. Raises ModelConfigError for wrong fields.
     """
     tower = read_llava(fields)
     lines = tower.vit.grid

@@ -82,8 +82,8 @@ class MoonVitTowerConfig(TowerConfig):
 
 
 def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
-    """Return MoonViT's configuration from the config.json of Kimi-VL. Raises ModelConfigError, also for a vision_config
-    of another model_type.
+    """Return MoonViT's configuration from the config.json of Kimi-VL. Raises ModelConfigError for wrong fields, and for
+    a vision_config of another model_type.
     """
     vision = ConfigFields(fields.mapping("vision_config") or {})
     if vision.text("model_type", "moonvit") != "moonvit":
@@ -94,8 +94,8 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
 def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfig:
     """Return the configuration of Kimi K2.5's tower from its config.json, with published or transformers' field names.
 
-    hidden_size: the text model's, which `text_hidden_size` must equal. Raises ModelConfigError, also for a setting that
-    the tower does not have.
+    hidden_size: the text model's, which `text_hidden_size` must equal. Raises ModelConfigError for wrong fields, and
+    for a setting that the tower does not have.
     """
     given = fields.mapping("vision_config") or {}
     raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
@@ -130,7 +130,7 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
 
 def _read_sizes(vision: ConfigFields) -> MoonVitTowerConfig:
     """Return the configuration of a tower for images from a vision_config, with Kimi-VL's defaults for absent fields.
-    Raises ModelConfigError.
+    Raises ModelConfigError for wrong fields.
     """
     size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
     if size % heads or size // heads % 4:

@@ -78,7 +78,7 @@ class PaddleOcrVLTowerConfig(TowerConfig):
 def read_paddleocr_vl(fields: ConfigFields, hidden_size: int) -> PaddleOcrVLTowerConfig:
     """Return the tower's configuration from a vision_config. hidden_size: not used.
 
-    Raises ModelConfigError, also for heads whose number of elements is not a multiple of 4.
+    Raises ModelConfigError for wrong fields, and for heads whose number of elements is not a multiple of 4.
     """
     del hidden_size
     fields = fields.with_defaults(

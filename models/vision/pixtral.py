@@ -78,7 +78,7 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
     absent vision_config means all defaults.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
-    None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError.
+    None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError for wrong fields.
     """
     joins = norm_eps is not None
     fields.require(vision_feature_layer=-1)

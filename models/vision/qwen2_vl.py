@@ -130,7 +130,7 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
     """Return the tower's configuration from a vision_config, for a text model of this hidden size. MLPs have
     `mlp_ratio` (default: 4) times the tower's width.
 
-    Raises ModelConfigError, also if the file's `hidden_size`, the text model's, is another.
+    Raises ModelConfigError for wrong fields, and if the file's `hidden_size`, the text model's, is another.
     """
     defaults = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "patch_size": 14, "hidden_act": "quick_gelu"}
     sizes = read_sizes(fields, width="embed_dim", **defaults)
@@ -146,9 +146,10 @@ def read_qwen2_5_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen2_5VLTowerConfig] = Qwen2_5VLTowerConfig
 ) -> Qwen2_5VLTowerConfig:
     """Return the configuration of Qwen2.5-VL's tower, of class `kind`, from a vision_config, for a text model of this
-    hidden size.
+    hidden size. Numbers in `fullatt_block_indexes` that are not a layer's are left out.
 
-    Raises ModelConfigError, also if `out_hidden_size` is another, or a window's side is not 1 to 64 patches.
+    Raises ModelConfigError for wrong fields, and if `out_hidden_size` is another, or a window's side is not 1 to 64
+    patches.
     """
     sizes = read_sizes(fields, depth=32, num_heads=16, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
@@ -175,7 +176,7 @@ def read_qwen2_5_vl(
 
 def read_qwen2_5_omni(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
     """Return the configuration of Qwen2.5-Omni's tower from a vision_config: that of `read_qwen2_5_vl` as a
-    Qwen2_5OmniTowerConfig. Raises ModelConfigError.
+    Qwen2_5OmniTowerConfig. Raises ModelConfigError for wrong fields.
     """
     return read_qwen2_5_vl(fields, hidden_size, Qwen2_5OmniTowerConfig)
 

@@ -48,8 +48,8 @@ def read_qwen3_vl(
 ) -> Qwen3VLTowerConfig:
     """Return the tower's configuration, of class `kind`, from a vision_config, for a text model of this hidden size.
 
-    Raises ModelConfigError, also if `out_hidden_size` is another, `num_position_embeddings` is not a square, or
-    `deepstack_visual_indexes` are not ascending layers.
+    Raises ModelConfigError for wrong fields, and if `out_hidden_size` is another, `num_position_embeddings` is not a
+    square, or `deepstack_visual_indexes` are not ascending layers.
     """
     defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
     sizes = read_sizes(fields, **defaults)
@@ -83,7 +83,7 @@ def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
 
 def read_qwen3_omni(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
     """Return the configuration of Qwen3-Omni's tower from a vision_config: that of `read_qwen3_vl` as a
-    Qwen3OmniTowerConfig. Raises ModelConfigError.
+    Qwen3OmniTowerConfig. Raises ModelConfigError for wrong fields.
     """
     return read_qwen3_vl(fields, hidden_size, Qwen3OmniTowerConfig)
 

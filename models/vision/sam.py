@@ -73,8 +73,8 @@ def read_sam(fields: ConfigFields, name: str, *, mlp_ratio: bool = False) -> Sam
     """Return the encoder's configuration from the mapping `name` of `fields`.
 
     mlp_ratio: whether the default of `mlp_dim` is the hidden size times the field `mlp_ratio`, instead of 3072. Raises
-    ModelConfigError, also for a side of a unit that is not a multiple of four patches, which convolutions merge into
-    one.
+    ModelConfigError for wrong fields, and for a side of a unit that is not a multiple of four patches, which
+    convolutions merge into one.
     """
     vision = fields.part(name, **_DEFAULTS)
     inner = int(vision.integer("hidden_size") * vision.number("mlp_ratio", 4.0)) if mlp_ratio else 3072
@@ -307,7 +307,7 @@ class GotOcr2TowerConfig(TowerConfig):
 
 
 def read_got_ocr2(fields: ConfigFields) -> GotOcr2TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError."""
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields."""
     sam = read_sam(fields, "vision_config")
     vit = sam.vit
     return GotOcr2TowerConfig(num_features=vit.num_features, columns=(), merge=16, unit=vit.num_patches, sam=sam)

@@ -169,7 +169,8 @@ def packed(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write `tensors` to one file, or to several of at most MAX_FILE_BYTES (or one tensor) and their index.
+    """Write `tensors` to one file, or to several of at most MAX_FILE_BYTES (or one tensor) and their index. Files of
+    the same names are replaced.
 
     Raises ModelFileError if that fails; files that were begun remain.
     """

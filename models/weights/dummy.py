@@ -75,7 +75,7 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
     """Return this device's part of a weight, computed from `_tensor_keys`, u32[experts, sources], in its shape [shape /
-    parts].
+    parts]: the numbers of `_drawn`, random bytes for uint8, and zeros for padding.
 
     parts: number of parts of each axis, over the mesh of the enclosing shard_map.
     """

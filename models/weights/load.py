@@ -81,18 +81,18 @@ def load_params(
       model_abstract: from jaxengine.models.registry.build_model.
       source: an open checkpoint; it stays open.
       mesh: weights are split over it by their logical axes; None leaves them on the default device.
-      progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of
-        the weight on all devices.
+      progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
+        weight on all devices.
       partial: whether the source may lack tensors. Weights none of whose tensors exist are left out of the state.
       loaded: weights by path that are loaded already. Only names and shapes of their tensors are checked.
-      chunk_bytes: bytes of tensors that are in host memory at a time, in addition to weights; None for a device's
-        part of one.
+      chunk_bytes: bytes of tensors that are in host memory at a time, in addition to weights; None for a device's part
+        of one.
 
-    Each weight has its own dtype. Floating-point weights are converted from the checkpoint's dtype; others must be
-    stored in theirs. Raises ModelFileError if a tensor is missing, has another shape than the model, is not used by the
-    model, or has numbers of the wrong kind; its `others` are all further tensors with faults of names and shapes.
-    Raises ValueError for a mesh that does not split a weight evenly, and for a model that reads some rows of a tensor
-    twice or not at all.
+    Each weight has its own dtype. Floating-point weights are converted from the checkpoint's dtype, and int32 weights
+    from int64; others must be stored in theirs. Raises ModelFileError if a tensor is missing, has another shape than
+    the model, is not used by the model, or has numbers of the wrong kind; its `others` are all further tensors with
+    faults of names and shapes. Raises ValueError for a mesh that does not split a weight evenly, and for a model that
+    reads some rows of a tensor twice or not at all.
     """
     params = list(declared_params(model_abstract))
     for param in params:
@@ -345,7 +345,7 @@ def _whole(model: CausalLM) -> CausalLM:
 
 def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -> bool:
     """Check that every tensor which the full model needs is present with its shape, and that every present tensor is
-    needed.
+    needed or one of those that checkpoints have for other uses (`is_unread`).
 
     partial: weights none of whose tensors are present are not needed. Returns whether a tied checkpoint stores the
     embedding a second time as the output head, which some do; their equality is checked when the embedding is read.
@@ -397,7 +397,7 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
 
 
 def is_unread(model: CausalLM, name: str) -> bool:
-    """Whether checkpoints of the model may have a tensor of this name that is ignored.
+    """Return whether checkpoints of the model may have a tensor of this name that is ignored.
 
     These are tensors of a tower that is not served, of heads, of next-token or other further layers, of keys and values
     that a layer takes from another one, of experts without weights, for which transformers writes some, scales of
@@ -433,8 +433,8 @@ def _begun(model: CausalLM, present: set[str]) -> list[str]:
 
 
 def _is_zero_bias(source: WeightSource, name: str) -> bool:
-    """Whether the tensor `name` is a bias of zeros, which AutoGPTQ writes for every module, even of models without
-    biases. Reads it. False for modules that are not quantised.
+    """Return whether the tensor `name` is a bias of zeros, which AutoGPTQ writes for every module, even of models
+    without biases. Reads it. False for modules that are not quantised.
     """
     module, _, kind = name.rpartition(".")
     if kind != "bias" or not isinstance(source, QuantizedSource) or module not in source.modules:

@@ -20,8 +20,10 @@ def on_device(array: Any) -> jax.Array:
 
 
 def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
-    """Whether this process's part of an array has only finite numbers; True for integers. chunk_bytes: bytes that are
-    copied to host memory at a time; None for a whole piece.
+    """Return whether this process's part of an array has only finite numbers; True for integers.
+
+    One device's piece at a time is in host memory. chunk_bytes: the most bytes of results for its elements; None for a
+    whole piece.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True

@@ -28,8 +28,8 @@ def with_own_files(
     """Return a view of a folder's weights under the names of its family, `names`, together with those of Dense modules
     and of heads for tokens, which are in files of their own.
 
-    partial: whether missing files are left out. Raises ModelFileError for a file that is missing, invalid or outside
-    the folder.
+    partial: whether missing files of Dense modules are left out; those of heads always are. Raises ModelFileError for a
+    file that is missing, invalid or outside the folder.
     """
     stored, weights, found = weights, with_prefix(weights, names), {}
     for index, each in enumerate(pooler.dense):

@@ -256,8 +256,8 @@ def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
 
 
 def _is_addable(group: _Group, names: CheckpointNames) -> bool:
-    """Whether tensors can be added to a group's weights one by one: none is rounded or has a format of its own, and the
-    orientation of a tensor of all experts does not depend on another tensor.
+    """Return whether tensors can be added to a group's weights one by one: none is rounded or has a format of its own,
+    and the orientation of a tensor of all experts does not depend on another tensor.
     """
     known = names.stacked_experts.out_first is not None
     return all(

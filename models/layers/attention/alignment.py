@@ -101,7 +101,8 @@ def standardised(weights: jax.Array, span: Span) -> jax.Array:
 
 def smoothed(weights: jax.Array, positions: jax.Array, width: int) -> jax.Array:
     """Return f32[T, S] in which each of the first `positions` entries of a row of `weights` f32[T, S] is replaced by
-    the median of the `width` entries (an odd number) around it; beyond both ends the row is mirrored.
+    the median of the `width` entries (an odd number) around it; beyond both ends the row is mirrored. The entries after
+    them are meaningless.
 
     Returns `weights` unchanged if `positions` is at most width // 2.
     """

@@ -75,7 +75,10 @@ class TokenBlocks(NamedTuple):
 
 
 def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
-    """Return the TokenBlocks of a step. key: tokens of a block, None for a layer without; and the keys' rope."""
+    """Return the TokenBlocks of a step.
+
+    key: (tokens of a block, or None for a layer without blocks; rope of the keys).
+    """
     (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
     num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -262,8 +265,8 @@ def _folded(
     softmax: tuple[jax.Array, ...], q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float
 ) -> tuple[jax.Array, ...]:
     """Return the online softmax `softmax` of queries [B, N, H] after adding keys [B, b, H], which are values as well;
-    those not `seen`, bool[B, b], count nothing. softmax: largest logits and totals, f32[B, N] each, and weighted sums
-    of values f32[B, N, H]. scale: factor of logits.
+    those not `seen`, bool[B, b], are left out. softmax: largest logits and totals, f32[B, N] each, and weighted sums of
+    values f32[B, N, H]. scale: factor of logits.
     """
     largest, total, sums = softmax
     keys = jnp.where(seen[..., None], keys.astype(q.dtype), 0)
@@ -278,9 +281,10 @@ def _folded(
 def _selected(
     q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: _Pages
 ) -> jax.Array:
-    """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence. Of
-    equal scores the lowest block comes first. A sequence with at most k blocks has all of them in order, followed by
-    -1. q, weights: the indexer's, [B, I, J] and f32[B, I]. seqs: i32[B], rows of the sequences. top_k: k.
+    """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence, the
+    best first. Of equal scores the lowest block comes first. A sequence with at most k blocks has all of them, in
+    ascending order, followed by -1. q, weights: the indexer's, [B, I, J] and f32[B, I]. seqs: i32[B], rows of the
+    sequences. top_k: k.
     """
     at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
@@ -436,8 +440,8 @@ class CompressedAttention(nnx.Module):
         self, q: jax.Array, window: _Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
     ) -> jax.Array:
         """Return the attention output f32[T, N, H] of queries q [T, N, H] over the window's keys and the complete
-        blocks, computed _TOKENS tokens at a time. window: keys of this step and of the states. pages: None for a layer
-        without blocks. index: queries and weights of the indexer; None without one.
+        blocks, computed _TOKENS tokens at a time. Rows of padding are arbitrary. window: keys of this step and of the
+        states. pages: None for a layer without blocks. index: queries and weights of the indexer; None without one.
         """
         blocks, (num_tokens, num_heads, dim) = window.blocks, q.shape
         size = min(_TOKENS, num_tokens)

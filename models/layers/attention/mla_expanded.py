@@ -80,7 +80,7 @@ def least_tokens(latent: Latent) -> int | None:
 
 
 def may_expand(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
-    """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`.
+    """Return whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`.
 
     This requires a platform in PLATFORMS, a pool that is not quantised and whose page size divides BLOCK, latent
     attention to all keys (no indexer, window or chunk), and at least `least_tokens` tokens.

@@ -202,8 +202,8 @@ class GatedMLP(nnx.Module):
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return x as float32 with its values rounded to the precision of `dtype`, except that subnormals of float16 are
-    not rounded as such.
+    """Return x, which has `dtype` or is float32, as float32 with its values rounded to the precision of `dtype`, except
+    that subnormals of float16 are not rounded as such.
     """
     if x.dtype == dtype:
         return x.astype(jnp.float32)

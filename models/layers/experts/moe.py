@@ -400,10 +400,11 @@ class MixtureOfExperts(nnx.Module):
         """Return weights f32[T, k] and experts i32[T, k] for each token of x [T, D], the best first; padding included.
 
         Of experts with equal scores the one with the lower index comes first. If `given` is set, its experts are used
-        in place of the picked ones. Weights are scores without the correction bias, which only affects which experts
-        are picked. With `norm_weights` they are divided by their sum: for softmax scores the weights are then the
-        softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. With `notes_experts`, sets the
-        attribute `picked` to the PickedExperts. adapters: those of x's rows; None for none.
+        in place of the picked ones, in its order. Weights are scores without the correction bias, which only affects
+        which experts are picked. With `norm_weights` they are divided by their sum, or by min_weight_sum if that is
+        larger: for softmax scores the weights are then the softmax over the k largest logits. All are multiplied by
+        `routed_scaling_factor`. With `notes_experts`, sets the attribute `picked` to the PickedExperts. adapters: those
+        of x's rows; None for none.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)

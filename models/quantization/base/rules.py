@@ -108,8 +108,9 @@ class Everywhere:
 
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
-    """Return the scheme of the model's module `module`; results are cached. Raises ModelConfigError if matching the
-    expressions of this quantization_config takes too many steps in total.
+    """Return the scheme of the model's module `module`: that of the first rule that matches it; plain storage if none
+    does, or if `ignored` or `listed` matches it. Results are cached. Raises ModelConfigError for an invalid expression,
+    and if matching the expressions of this quantization_config takes too many steps in total.
     """
     names, effort = quantization.names_of(module), _effort(quantization)
     if _any_fits(quantization.ignored, names, effort, linear=False):
@@ -132,7 +133,7 @@ def _effort(quantization: Quantization) -> Effort:
 
 
 def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *, linear: bool) -> bool:
-    """Whether one of `entries` matches a module with these names. linear: whether LINEAR matches it. Raises
+    """Return whether one of `entries` matches a module with these names. linear: whether LINEAR matches it. Raises
     ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
     """
     exact, others = _parted(entries)
@@ -144,15 +145,15 @@ def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *,
 @cache
 def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the entries that are exact module names, of which there may be tens of thousands, and the entries that
-    must be tried one by one. Results are cached.
+    must be tried one by one: LINEAR, expressions, and names of stacks of experts. Results are cached.
     """
     others = [entry for entry in entries if entry == LINEAR or entry.startswith("re:") or entry.endswith(".experts")]
     return frozenset(entries).difference(others), tuple(others)
 
 
 def _fits(entry: str, name: str, effort: Effort) -> bool:
-    """Whether an entry of a rule matches a module's name: an expression that matches its beginning, the name itself, or
-    the name of a module that contains it.
+    """Return whether an entry of a rule matches a module's name: an expression that matches its beginning, the name
+    itself, or the name of a module that contains it.
 
     Raises ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
     """
@@ -162,8 +163,9 @@ def _fits(entry: str, name: str, effort: Effort) -> bool:
 
 
 def _is_listed(entry: str, name: str, effort: Effort) -> bool:
-    """Whether an entry of Quantization.listed matches a module's name: a part of it between dots, or an expression that
-    matches its beginning up to a dot or its end.
+    """Return whether an entry of Quantization.listed matches a module's name: "re:" and an expression that matches its
+    beginning; an expression that matches its beginning up to a dot or its end; or one or more of its parts between
+    dots, which may contain wildcards (`*`, `?`).
 
     Raises ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
     """
@@ -176,7 +178,7 @@ def _is_listed(entry: str, name: str, effort: Effort) -> bool:
 
 
 def _begins(expression: str, name: str, effort: Effort) -> bool:
-    """Whether the regular expression matches a beginning of `name`. Uses up steps of `effort`.
+    """Return whether the regular expression matches a beginning of `name`. Uses up steps of `effort`.
 
     Raises ModelConfigError if they do not suffice, and for an expression that NamePattern refuses.
     """
@@ -251,7 +253,8 @@ def group_size(settings: Mapping[str, Any], field: str = "group_size", default: 
     """Return the number of inputs per scale from a field of a quantization_config; None, which is stored as -1, for all
     inputs.
 
-    default: value if the field is missing. Raises ModelConfigError for anything but -1 and integers from 1 to 2^20.
+    default: value if the field is missing or null; None if it must be present. Raises ModelConfigError for anything but
+    -1 and integers from 1 to 2^20.
     """
     value = given(settings, field, default)
     if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 20):
@@ -278,8 +281,8 @@ def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | Non
 
 
 def refuse(settings: Mapping[str, Any], *fields: str) -> None:
-    """Raise ModelConfigError if one of `fields`, which request unsupported features, is present and neither empty nor
-    false.
+    """Raise ModelConfigError if one of `fields`, which request unsupported features, is present and neither null,
+    empty, false nor 0.
     """
     for field in fields:
         if settings.get(field):

@@ -181,8 +181,8 @@ class Gptq(PackedInt32):
         return (points + np.uint8(1)) & np.uint8(7) if self.one_less and self.bits == 3 else points
 
     def _has_half_points(self, module: StoredModule) -> bool:
-        """Whether all zero points are half the range of codes; points of three bits in the form that GPTQModel before
-        version 7 wrote count as such, too.
+        """Return whether all zero points are half the range of codes; points of three bits in the form that GPTQModel
+        before version 7 wrote count as such, too.
 
         Raises ModelFileError if they are not int32.
         """

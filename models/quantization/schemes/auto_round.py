@@ -30,7 +30,8 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that AutoRound's settings describe. Raises ModelConfigError for unsupported ones.
 
     Modules of extra_config have their own settings. All others in the named blocks (all matrices if no block is named)
-    have those of the file. Heads stay plain unless extra_config names them.
+    have those of the file. Modules in modules_to_not_convert are plain, and so are heads unless extra_config names
+    them.
     """
     act_bits = settings.get("act_bits")
     if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):

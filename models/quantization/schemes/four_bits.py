@@ -42,7 +42,7 @@ def read_gptq(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that GPTQ settings describe. Raises ModelConfigError for unsupported ones.
 
     It has the rules of `dynamic`, then one for the modules that modules_in_block_to_quantize names, or for all
-    matrices. Heads stay plain unless `lm_head` is true.
+    matrices. Modules in modules_to_not_convert are plain, and so are heads unless `lm_head` is true.
     """
     refuse(settings, "is_marlin_format")
     one_of(settings, "pack_dtype", ("int32",), "int32")

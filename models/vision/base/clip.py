@@ -52,7 +52,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
     """Return the model_type of `vision_config`, CLIP or SIGLIP (`default` if absent), and its sizes, with transformers'
-    defaults for absent fields. Raises ModelConfigError, also for another type.
+    defaults for absent fields. Raises ModelConfigError for wrong fields, and for another type.
     """
     kind = fields.part("vision_config").text("model_type", default)
     if kind not in DEFAULTS:
@@ -62,7 +62,7 @@ def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str,
 
 def read_siglip(fields: ConfigFields) -> VitConfig:
     """Return the sizes of `vision_config`, whose model_type must be SigLIP's or absent, with transformers' defaults for
-    absent fields. Raises ModelConfigError, also for another type.
+    absent fields. Raises ModelConfigError for wrong fields, and for another type.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", SIGLIP) != SIGLIP:

@@ -51,8 +51,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
-    """Return the field `name`, a name of ACTIVATIONS; `default` if it is absent. Raises ModelConfigError for another
-    value.
+    """Return the field `name`, a name of ACTIVATIONS; `default` if it is absent or null. Raises ModelConfigError for
+    another value.
     """
     found = fields.text(name, default)
     if found not in ACTIVATIONS:
@@ -69,8 +69,8 @@ def rope_frequencies(size: int, theta: float) -> np.ndarray:
 
 def read_axial_theta(vision: ConfigFields, default: float = 10000.0) -> float:
     """Return the base of a tower's rotary frequencies: `rope_theta` of `rope_parameters`, or of `rope_scaling`,
-    otherwise that of the vision_config itself, otherwise `default`. Raises ModelConfigError, also for scaled
-    frequencies.
+    otherwise that of the vision_config itself, otherwise `default`. Raises ModelConfigError for wrong fields, and for
+    scaled frequencies.
     """
     name = "rope_parameters" if vision.mapping("rope_parameters") else "rope_scaling"
     rope = ConfigFields(vision.mapping(name) or {})

@@ -71,8 +71,8 @@ class VitConfig:
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
     """Return the sizes from a vision_config with the usual field names. more: further arguments of VitConfig.
 
-    Raises ModelConfigError, also if the number of heads does not divide the hidden size, or a unit is smaller than a
-    patch.
+    Raises ModelConfigError for wrong fields, and if the number of heads does not divide the hidden size, or a unit is
+    smaller than a patch.
     """
     vision.require(num_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")

@@ -111,7 +111,8 @@ class AdapterConfig:
         return f"{name}.weight" if not self.wants(name) and self.wants_parameter(f"{name}.weight") else name
 
     def rank_of(self, name: str) -> int:
-        """Return the LoRA rank of the module, or the parameter, with this name in the file.
+        """Return the LoRA rank of the module, or the parameter, with this name in the file: that of rank_pattern,
+        otherwise `r`.
 
         Raises ModelFileError if expressions take too many steps.
         """
@@ -126,8 +127,8 @@ class AdapterConfig:
         return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:
-        """Whether PEFT changes the module with this name in the file, if the model has it: target_modules names it, it
-        is in layers_to_transform, and exclude_modules and modules_to_save do not name it.
+        """Return whether PEFT changes the module with this name in the file, if the model has it: target_modules names
+        it, it is in layers_to_transform, and exclude_modules and modules_to_save do not name it.
 
         Results are cached. Raises ModelFileError if expressions take too many steps.
         """
@@ -151,12 +152,13 @@ class AdapterConfig:
                 raise ModelFileError(self.path, what, module)
 
     def faults_of_modules(self, stored: Mapping[str, str], targets: AdapterTargets) -> Iterator[ModelFileError]:
-        """Yield an error for each module of the model that the configuration names and the file lacks, and for each
-        that the file has and the configuration does not name.
+        """Yield an error for each module that the file has and the configuration does not name, and then for each
+        module of the model that the configuration names and the file lacks.
 
-        Names that match no module of this model are ignored. Single experts may be missing, because transformers may
-        store them as one parameter, which PEFT does not change by target_modules. stored: for each module in the file,
-        by the model's name, the file's name of it. Raises ModelFileError if expressions take too many steps.
+        Names that match no module of this model are ignored, and with "all-linear" the file need not have any. Single
+        experts may be missing, because transformers may store them as one parameter, which PEFT does not change by
+        target_modules. stored: for each module in the file, by the model's name, the file's name of it. Raises
+        ModelFileError if expressions take too many steps.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -174,17 +176,17 @@ class AdapterConfig:
                 yield ModelFileError(self.path, named.format("target_parameters"), module)
 
     def _is_saved(self, name: str) -> bool:
-        """Whether modules_to_save names the module with this name in the file.
+        """Return whether modules_to_save names the module with this name in the file.
 
         Raises ModelFileError if expressions take too many steps.
         """
         return any(self._fits("modules_to_save", each, name) for each in self._saved)
 
     def _is_in_layers(self, name: str) -> bool:
-        """Whether the module with this name in the file is in one of layers_to_transform.
+        """Return whether the module with this name in the file is in one of layers_to_transform.
 
-        True also without that field, if target_modules is not a list, and for a name that the list has as a whole.
-        Raises ModelFileError if expressions take too many steps.
+        Returns True also without that field, if target_modules is not a list, and for a name that the list has as a
+        whole. Raises ModelFileError if expressions take too many steps.
         """
         if self._layers is None or not isinstance(self._targets, frozenset) or name in self._targets:
             return True
@@ -196,7 +198,8 @@ class AdapterConfig:
         return False
 
     def _matches(self, field: str, wanted: str | NamePattern | frozenset[str], name: str) -> bool:
-        """Whether a module's name is one of `wanted`, the value that `_names` read from `field`.
+        """Return whether `wanted`, the value that `_names` read from `field`, matches a module's name: a set by the
+        name or a suffix of it after a dot, an expression as a whole, and "all-linear" always.
 
         Raises ModelFileError if expressions take too many steps.
         """
@@ -205,8 +208,8 @@ class AdapterConfig:
         return isinstance(wanted, str) or self._fits(field, wanted, name)
 
     def _fits(self, field: str, pattern: NamePattern, name: str) -> bool:
-        """Whether an expression of `field` matches the whole name. It uses up steps of the file's budget; raises
-        ModelFileError if they do not suffice.
+        """Return whether an expression of `field` matches the whole name. Uses up steps of the file's budget, and
+        raises ModelFileError if they do not suffice.
         """
         try:
             return pattern.fullmatch(name, self._effort)

@@ -35,8 +35,8 @@ class MergedSource(WrappedSource):
         self._stacked = of_shapes(targets.names.stacked_experts, renamed, hidden_size)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Return these rows and columns of a tensor, with the adapter's change added in float32 if it changes the
-        tensor.
+        """Return these rows and columns of a tensor. If the adapter changes the tensor, its change is added and the
+        result is float32; otherwise it has the tensor's dtype.
         """
         array = self._source.read(name, rows, columns)
         if name in self._stacks:

@@ -41,8 +41,8 @@ class ExpertTargets:
     interleaved: bool
 
     def rows_of_parts(self, parts: int, rows: int) -> list[slice]:
-        """Return, for each of a stack's `parts` modules, the slice of its rows in one expert's matrix of `rows`
-        rows.
+        """Return, for each of a stack's `parts` modules, the slice of its rows in one expert's matrix of `rows` rows:
+        consecutive parts or, if `interleaved`, every `parts`-th row.
         """
         own = rows // parts
         if self.interleaved:

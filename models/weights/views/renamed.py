@@ -57,8 +57,8 @@ class RenamedSource(NamedSource):
         super().__init__(source, name_of)
 
     def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
-        """Whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError if it
-        has another value.
+        """Return whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError
+        if it has another value.
         """
         value = next((value for end, value in names.constants.items() if stored.endswith(end)), None)
         if value is None:

@@ -255,8 +255,8 @@ class StackedSource(WrappedSource):
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return bfloat16[..., 32 n], which is exact: blocks u8[..., n, 16] of 32 numbers, decoded and scaled by the
-    exponents in scales u8[..., n], which are stored plus 127.
+    """Return decoded MXFP4 numbers as bfloat16[..., 32 n], which represents them exactly. blocks: u8[..., n, 16], two
+    codes in a byte, 32 numbers in a block. scales: u8[..., n], exponents of the blocks' factors plus 127.
     """
     values = _PAIRS[blocks].reshape(*scales.shape, 32)
     scaled = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
