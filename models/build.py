@@ -82,7 +82,7 @@ class Build:
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
 
     def stores_alike(self, sources: Sequence[Source]) -> bool:
-        """Whether the modules of these sources have the same storage format, so that they can form one matrix."""
+        """Return whether the modules of these sources have the same storage format, so that they can be one matrix."""
         return len({*self._schemes(sources).values()}) == 1
 
     def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:

@@ -351,7 +351,7 @@ def _own_lanes(location: LayerLocation) -> int:
 
 
 def _differs(kv: KVPages, location: LayerLocation) -> bool:
-    """Whether the layer's pages have a different shape from the pool's rows."""
+    """Return whether the layer's pages have a different shape from the pool's rows."""
     return replace(location.spec, num_pages=kv.num_pages) != kv.spec
 
 

@@ -95,7 +95,7 @@ class StepLayout:
         return max(where.stop for where, _ in self._fields.values())
 
     def has(self, name: str) -> bool:
-        """Whether messages have the field `name`."""
+        """Return whether messages have the field `name`."""
         return name in self._fields
 
     def view(self, buffer: Any, name: str) -> Any:

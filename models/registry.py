@@ -27,7 +27,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.config.readers.eagle3 import Eagle3Config, head_fields, read_head
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family
-from jaxengine.models.config.readers.hf import CONFIG_FILE, hf_architecture, read_config_json, with_usual_fields
+from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
@@ -152,8 +152,8 @@ def _with_ids_of_tokens(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sees_all(fields: ConfigFields) -> bool:
-    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt, by its class or because
-    `is_causal` is false. Raises ModelConfigError for wrong fields.
+    """Return whether the tokens of a pooling model with a decoder's layers see their whole prompt, by its class or
+    because `is_causal` is false. Raises ModelConfigError for wrong fields.
     """
     return hf_architecture(fields) in BIDIRECTIONAL or not fields.boolean("is_causal", True)
 
@@ -179,17 +179,17 @@ def _without_base(names: CheckpointNames) -> list[tuple[str, str]]:
     return [("", MODEL), *((old.removeprefix(base), new) for old, new in names.prefixes if old.startswith(base))]
 
 
-def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:
-    """Return the ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field.
+def read_folder(folder: Path, raw: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Return the ModelConfig of the generating model in a Hugging Face folder, or in one of Mistral AI's format. Raises
+    ModelFileError, which names the file and the field, for a missing file and for wrong or unsupported fields.
 
-    raw: content to use instead of the folder's config.json; None to read the file. pooler: the computation of a pooling
-    model on hidden states; None for a model that generates.
+    raw: content to use instead of the folder's config.json; None to read the file.
     """
     raw = read_config_json(folder) if raw is None else raw
     try:
-        return read_hf(raw, pooler)
+        return read_hf(raw)
     except ModelConfigError as error:
-        raise ModelFileError(folder / CONFIG_FILE, str(error)) from error
+        raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
 def read_gguf(
@@ -238,7 +238,7 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
     """Return the config of the EAGLE-3 head in a Hugging Face folder. Raises ModelFileError, which names the file and
-    the field, also if the folder has no such head.
+    the field, for a missing file, for wrong or unsupported fields, and for a model that is no such head.
 
     model: config of the model whose hidden states the head reads; whether they fit together is not checked here.
     """
@@ -247,7 +247,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
         fields = head_fields(with_usual_fields(raw))
         return read_head(fields, LlamaForCausalLM.read_hf(fields), model)
     except ModelConfigError as error:
-        raise ModelFileError(folder / CONFIG_FILE, str(error)) from error
+        raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:

@@ -109,8 +109,8 @@ _MAXIMA = {
 
 
 def check_size(name: str, value: Any, maximum: int, minimum: int = 1) -> None:
-    """Raise ModelConfigError unless `value` is an integer from `minimum` to `maximum`, both included. name: name of the
-    field in the error.
+    """Raise ModelConfigError unless `value` is an integer from `minimum` to `maximum`, both included; a bool is none.
+    name: name of the field in the error.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise ModelConfigError(f"{name} must be an integer >= {minimum} and <= {maximum}, got {value!r}")
@@ -147,7 +147,7 @@ class ConfigFields:
                 raise self.fail(name, "absent" if value is None else f"{json.dumps(value)} or absent")
 
     def has(self, name: str) -> bool:
-        """Whether the field `name` is present and not null."""
+        """Return whether the field `name` is present and not null."""
         return self.raw.get(self.prefix + name) is not None
 
     def fail(self, name: str, allowed: str) -> ModelConfigError:

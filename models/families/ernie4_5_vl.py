@@ -61,7 +61,8 @@ class ExpertsOfTwoKinds(nnx.Module):
         """Return the output [T, D] for x [T, D] of each token's kind of experts (`rows.is_image`), plus the shared MLP.
 
         Sets `load` to the ExpertLoad of both kinds together: expert e of each counts as expert e. Where modules record
-        router logits or picked experts, it sets `logits` and `picked` to those of each token's kind.
+        router logits or picked experts, it sets `logits` and `picked` to those of each token's kind. What the modules
+        of the two kinds have recorded themselves is removed.
         """
         assert rows.is_image is not None
         kinds = self.of_text, self.of_images

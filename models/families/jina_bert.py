@@ -58,7 +58,9 @@ class JinaBertModel(BertModel):
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
-        """Return CLS for a model that classifies sequences, MEAN for others."""
+        """Return CLS for a model that classifies sequences, MEAN for others. Raises ModelConfigError unless
+        `architectures` is a list of one class name.
+        """
         return CLS if hf_architecture(fields).endswith("ForSequenceClassification") else MEAN
 
     def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:

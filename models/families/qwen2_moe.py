@@ -47,8 +47,8 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
     """Return the configuration of experts and of a shared MLP whose output is multiplied by a sigmoid gate.
 
-    norm_weights: the default of ExpertsConfig.norm_weights, used if `norm_topk_prob` is absent. Raises
-    ModelConfigError.
+    norm_weights: the default of ExpertsConfig.norm_weights, used if `norm_topk_prob` is absent. Raises ModelConfigError
+    for wrong fields.
     """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),

@@ -158,7 +158,7 @@ class DeclaredParam:
         return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
 
     def splits_over(self, mesh: MeshLayout) -> bool:
-        """Whether the weight can be split evenly over the devices of the mesh."""
+        """Return whether the weight can be split evenly over the devices of the mesh."""
         parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 

@@ -100,7 +100,7 @@ class CheckpointNames(NamedTuple):
         return [stem + part for stem, parts in stems.items() for part in parts]
 
     def is_unused(self, stored: str) -> bool:
-        """Whether the checkpoint's tensor `stored` belongs to a part that is not read."""
+        """Return whether the checkpoint's tensor `stored` belongs to a part that is not read."""
         return stored.startswith(self.unused) or stored.endswith(self.unused_ends)
 
     def renamed(self, stored: str) -> str:

@@ -100,7 +100,7 @@ def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 def _read_shared(fields: ConfigFields, hidden_size: int) -> dict[str, Any]:
     """Return the keyword arguments of a Glm4vTowerConfig that both towers read from the same fields. Raises
-    ModelConfigError.
+    ModelConfigError for wrong fields.
     """
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")

@@ -31,7 +31,7 @@ class PaliGemmaTowerConfig(TowerConfig):
 
 def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
     """Return the vision tower's configuration from a config.json. most: the most tokens of a prompt with images. Raises
-    ModelConfigError.
+    ModelConfigError for wrong fields.
     """
     vit = read_siglip(fields)
     return PaliGemmaTowerConfig(

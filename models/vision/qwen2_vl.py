@@ -98,7 +98,7 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
     Qwen3-VL read from the same fields of vision_config.
 
     width: the field of the tower's hidden size. defaults: defaults of fields that may be absent. Raises
-    ModelConfigError.
+    ModelConfigError for wrong fields.
     """
     fields = fields.with_defaults(**{"spatial_merge_size": 2, "temporal_patch_size": 2, **defaults})
     channels = fields.integer("in_channels", None) or fields.integer("in_chans", 3)

@@ -76,7 +76,7 @@ def read_qwen3_vl(
 
 def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
     """Return the configuration of Qwen3.5's tower from a vision_config: Qwen3-VL's without DeepStack. Raises
-    ModelConfigError.
+    ModelConfigError for wrong fields.
     """
     return read_qwen3_vl(ConfigFields({**fields.raw, "deepstack_visual_indexes": []}), hidden_size)
 

@@ -101,7 +101,7 @@ def read_sam(fields: ConfigFields, name: str, *, mlp_ratio: bool = False) -> Sam
 
 def _size(fields: ConfigFields, name: str, default: int) -> int:
     """Return the field `name`, an integer from 1 to MAX_INTERMEDIATE; `default` if it is absent. Raises
-    ModelConfigError.
+    ModelConfigError for wrong fields.
     """
     found = fields.integer(name, default)
     if found > MAX_INTERMEDIATE:

@@ -148,7 +148,7 @@ class Assembly:
 
 
 def is_plain(source: Source) -> bool:
-    """Whether each row of the weight is one row of a tensor, independent of other rows: False for tensors that are
-    derived from a storage format, such as codes and scales.
+    """Return whether each row of the weight is one row of a tensor, independent of other rows: False for tensors that
+    are derived from a storage format, such as codes and scales.
     """
     return source.name.rpartition(".")[2] not in _OF_FORMATS

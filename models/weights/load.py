@@ -131,7 +131,8 @@ def check_headers(model_abstract: CausalLM, source: WeightSource, *, kinds: bool
     weight is read.
 
     kinds: False for a source that converts what it stores. Raises ModelFileError in the cases of `load_params`; its
-    `others` are all further faults of names and shapes, or of dtypes.
+    `others` are all further faults of names and shapes, or of dtypes. Raises ValueError for a model that reads some
+    rows of a tensor twice or not at all.
     """
     check_source(model_abstract, source)
     if not kinds:
@@ -349,7 +350,7 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
 
     partial: weights none of whose tensors are present are not needed. Returns whether a tied checkpoint stores the
     embedding a second time as the output head, which some do; their equality is checked when the embedding is read.
-    Raises ModelFileError with all faults.
+    Raises ModelFileError with all faults, and ValueError in the cases of `_needed_tensors`.
     """
     present, tied_copy, rope_factors, faults = set(source.names()), False, [], []
     known = _needed_tensors(model)

@@ -63,12 +63,12 @@ def load_streamed(
       tensors: name and array (numpy or jax, of any sharding) of each tensor of a Hugging Face checkpoint.
       partial: whether tensors may be missing; weights none of whose tensors come are left out of the states.
       donate: whether jax arrays are deleted as soon as they have been loaded, also if a later one is at fault.
-      chunk_bytes: bytes of copies of a tensor that are in host memory at a time. None holds tensors until their
-        weight is complete.
+      chunk_bytes: bytes of copies of a tensor that are in host memory at a time. None holds tensors until their weight
+        is complete.
 
-    Raises ModelFileError in the cases of `load_params`, and for a tensor that comes twice, is not an array or has
-    numbers that are not finite. Its `others` are all further tensors whose names or shapes are at fault, and no more
-    than one of the last kind.
+    Raises ModelFileError and ValueError in the cases of `load_params`, and ModelFileError for a tensor that comes
+    twice, is not an array or has numbers that are not finite. Its `others` are all further tensors whose names or
+    shapes are at fault, and no more than one of the last kind.
     """
     stream = _Stream(stages, partial, donate, chunk_bytes)
     for name, array in tensors:

@@ -107,12 +107,12 @@ def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Calla
 
 
 def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
-    """Whether an override is a nested configuration that changes a nested configuration of the file."""
+    """Return whether an override is a nested configuration that changes a nested configuration of the file."""
     return _is_inner(name, value) and isinstance(raw.get(name), Mapping)
 
 
 def _is_inner(name: str, value: Any) -> bool:
-    """Whether a field is a nested configuration, such as text_config. quantization_config does not count as one."""
+    """Return whether a field is a nested configuration, such as text_config. quantization_config is none."""
     return name.endswith("_config") and name != "quantization_config" and isinstance(value, Mapping)
 
 
@@ -183,7 +183,7 @@ def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def _by_kind(rope: Mapping[str, Any]) -> bool:
-    """Whether a rope mapping contains a mapping for each kind of layers."""
+    """Return whether a rope mapping contains a mapping for each kind of layers."""
     return any(isinstance(value, Mapping) for value in rope.values())
 
 

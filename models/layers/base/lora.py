@@ -127,8 +127,8 @@ def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str)
 
 
 def groups_on(spec: LoraSpec, platform: str) -> bool:
-    """Whether programs for `platform`, a row of the kernel registry, have the grouped form in addition to the flat
-    one.
+    """Return whether programs for `platform`, a row of the kernel registry, have the grouped form in addition to the
+    flat one.
     """
     return spec.may_group and has_lora_product(platform)
 

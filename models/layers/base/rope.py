@@ -18,7 +18,8 @@ def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin of the rotation angles, each f32[T, R/2], multiplied by the scaling's attention factor, if
     any.
 
-    positions: i32[T]; or one for each section of a rope with sections, i32[sections, T].
+    positions: i32[T]; or one for each section of a rope with sections, i32[sections, T]. Raises ModelConfigError if the
+    scaling does not have one factor for each pair.
     """
     freqs = jnp.asarray(rope.frequencies(), jnp.float32)
     if positions.ndim == 2:

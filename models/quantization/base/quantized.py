@@ -278,8 +278,8 @@ class QuantizedTable(nnx.Module):
 
 
 def in_pairs(size: int, group: int) -> bool:
-    """Whether codes of four bits are stored in pairs: if both `size`, the inputs of a device, and `group`, the inputs
-    that share a scale, are even.
+    """Return whether codes of four bits are stored in pairs: if both `size`, the inputs of a device, and `group`, the
+    inputs that share a scale, are even.
     """
     return size % 2 == 0 and group % 2 == 0
 

@@ -75,7 +75,7 @@ class StoredModule(NamedTuple):
         return f"{self.name}.{kind}"
 
     def has(self, kind: str) -> bool:
-        """Whether the checkpoint has the module's tensor `kind`."""
+        """Return whether the checkpoint has the module's tensor `kind`."""
         return self.tensor(kind) in self.present
 
     def first_of(self, *kinds: str) -> str:

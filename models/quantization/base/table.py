@@ -75,7 +75,7 @@ def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[d
 
 
 def _multiplies_with_table(config: ModelConfig) -> bool:
-    """Whether logits, or the scores of some tokens, are computed with the token table."""
+    """Return whether logits, or the scores of some tokens, are computed with the token table."""
     classifier = None if config.pooler is None else config.pooler.classifier
     scores = config.pooler is None or (classifier is not None and bool(classifier.token_ids))
     return config.tie_word_embeddings and scores

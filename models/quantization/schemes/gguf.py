@@ -52,5 +52,5 @@ class Blocks(InOrder):
         return scales, zeros if self.has_zeros else None
 
     def _is_moved(self, module: StoredModule) -> bool:
-        """Whether stored codes begin at 0, so that 8 is subtracted from them."""
+        """Return whether stored codes begin at 0, so that 8 is subtracted from them."""
         return self.dtype == "int4" and module.has(ZEROS)

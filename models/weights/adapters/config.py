@@ -139,7 +139,9 @@ class AdapterConfig:
         return known
 
     def wants_parameter(self, name: str) -> bool:
-        """Whether target_parameters has this parameter of the file, or a suffix of its name that begins after a dot."""
+        """Return whether target_parameters has this parameter of the file, or a suffix of its name that begins after a
+        dot.
+        """
         return not self._parameters.isdisjoint(_ends(name))
 
     def check_saved(self, targets: AdapterTargets) -> None:

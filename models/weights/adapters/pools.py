@@ -78,7 +78,7 @@ class AdapterTargets:
         return names[1]
 
     def is_expert(self, module: str) -> bool:
-        """Whether `module` is a matrix of a single expert."""
+        """Return whether `module` is a matrix of a single expert."""
         return module.rsplit(".", 2)[0] in self.experts
 
     def stored_names(self, module: str) -> list[str]:

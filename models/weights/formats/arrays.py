@@ -119,7 +119,7 @@ def fault_of(array: Any) -> str | None:
 
 
 def is_in_pieces(array: Any) -> bool:
-    """Whether an array is a jax array that is split over devices."""
+    """Return whether an array is a jax array that is split over devices."""
     return isinstance(array, jax.Array) and len(_pieces(array)) > 1
 
 

@@ -162,8 +162,9 @@ class SafetensorsCheckpoint:
         return self._where[name]
 
     def _open(self, path: Path) -> None:
-        """Open the checkpoint's files. Raises ModelFileError if there are none of a supported format, and for an
-        invalid one; OSError for a folder that cannot be listed.
+        """Open the checkpoint's files: the one at `path` or, of a folder, the single file or else the files of its
+        index; of remote files, those of the index if the folder has one. Raises ModelFileError if there are none of a
+        supported format, and for an invalid one; OSError for a folder that cannot be listed.
         """
         if path.suffix in PICKLE_SUFFIXES:
             raise ModelFileError(path, "pickle files can run code and are never read: convert to safetensors")
@@ -389,7 +390,7 @@ def _short(value: Any) -> str:
 
 
 def _is_sizes(value: Any) -> bool:
-    """Whether a header's value is a list of integers from 0 to MAX_SIZE."""
+    """Return whether a header's value is a list of integers from 0 to MAX_SIZE."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_SIZE for n in value)
 
 

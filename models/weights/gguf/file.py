@@ -289,7 +289,7 @@ def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
 
 def _decoded(info: TensorInfo, kind: str | None, data: bytes) -> np.ndarray:
     """Return complete blocks decoded to the tensor's values if `kind` is None, otherwise to that part (codes, scales or
-    zeros).
+    zeros). Raises ValueError if the data ends within a block.
     """
     return dequantize(info.format, data) if kind is None else getattr(split_blocks(info.format, data), kind)
 

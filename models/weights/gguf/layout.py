@@ -134,7 +134,7 @@ class GGUFLayout(NamedTuple):
         return (self.canonical_name(name),)
 
     def is_row(self, name: str) -> bool:
-        """Whether the file's vector `name` is the single row of a matrix."""
+        """Return whether the file's vector `name` is the single row of a matrix."""
         match = _LAYER_TENSOR.fullmatch(name)
         return match is not None and match[2] in self.rows
 

@@ -169,7 +169,7 @@ class QuantizedSource(WrappedSource):
 
     def _of_inputs(self, name: str) -> np.ndarray:
         """Return the order of a module's inputs, i32[in], or their static scale, f32[1]. name: MODULE.ORDER or
-        MODULE.INPUT_SCALE.
+        MODULE.INPUT_SCALE. Raises ModelFileError for a tensor of another dtype.
         """
         module_name, _, kind = name.rpartition(".")
         scheme, module = self.modules[module_name]

@@ -100,19 +100,19 @@ class RenamedSource(NamedSource):
     # Whether CheckpointNames requires this conversion for a tensor of this name and shape.
 
     def _is_raveled(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor is returned with one axis although it is stored with another number of axes."""
+        """Return whether the tensor is returned with one axis although it is stored with another number of axes."""
         return len(shape) != 1 and name.endswith(self._raveled)
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor's second axis, of one entry, is left out."""
+        """Return whether the tensor's second axis, of one entry, is left out."""
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
 
     def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the matrix is returned transposed."""
+        """Return whether the matrix is returned transposed."""
         return len(shape) == 2 and name.endswith(self._transposed)
 
     def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor's axes after the first are joined to one."""
+        """Return whether the tensor's axes after the first are joined to one."""
         return len(shape) > 2 and name.endswith(self._flattened)
 
 

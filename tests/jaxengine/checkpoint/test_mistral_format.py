@@ -20,7 +20,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.mistral import config_of_params
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.load import check_headers
 from jaxengine.models.weights.views.mistral import renamed
 from tests.fixtures.drawn_weights import checkpoint
@@ -389,5 +389,8 @@ def test_faults_name_the_file(tmp_path):
     written("mistral", tmp_path, n_heads=0)
     with pytest.raises(ModelFileError, match="params.json: n_heads must be an integer >= 1"):
         open_model(EngineConfig(skip_tokenizer_init=True, model=str(tmp_path)))
+    written("mistral", tmp_path, n_kv_heads=3)
+    with pytest.raises(ModelFileError, match="params.json: num_"):
+        read_folder(tmp_path)
     assert renamed("layers.3.attention.k_fake_quantizer.qscale_act") == "model.layers.3.self_attn.k_scale"
     assert renamed("rope.freqs") == "rope.freqs"
