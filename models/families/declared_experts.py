@@ -15,6 +15,7 @@ from jaxengine.models.config.readers.hf import (
     SLIDING,
     layer_kinds,
     listed_dense,
+    read_each_layer,
     require_rope,
 )
 from jaxengine.models.families.declared_row import (
@@ -117,26 +118,15 @@ def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
     fields.require(swa_head_dim=fields.integer("head_dim"), swa_v_head_dim=fields.integer("v_head_dim"))
-    slides = _switches(
-        fields, "hybrid_layer_pattern", [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(count)]
-    )
-    sparse = _switches(fields, "moe_layer_freq", [int(layer > 0) for layer in range(count)])
+    slides = read_each_layer(fields, "hybrid_layer_pattern", (0, 1))
+    slides = slides or [layer > 0 and (layer + 1) % 6 > 0 for layer in range(count)]
+    sparse = read_each_layer(fields, "moe_layer_freq", (0, 1)) or [layer > 0 for layer in range(count)]
     return {
         "layer_types": fields.value("layer_types", [SLIDING if each else FULL for each in slides]),
         "mlp_layer_types": fields.value("mlp_layer_types", ["sparse" if each else "dense" for each in sparse]),
         # sliding_window_size does not count the token itself.
         "sliding_window": fields.integer("sliding_window", 129) if size is None else size + 1,
     }
-
-
-def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
-    """Return the list `name` of 0 and 1, or `default` if it is absent or null. Raises ModelConfigError for any other
-    value, and for a list of another length than the default.
-    """
-    listed = fields.value(name, default)
-    if not isinstance(listed, list) or len(listed) != len(default) or any(each not in (0, 1) for each in listed):
-        raise fields.fail(name, f"a list of {len(default)} of 0 and 1")
-    return listed
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:

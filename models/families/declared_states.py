@@ -11,7 +11,14 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import AROUND, BEFORE, RMS, WITHIN, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
-from jaxengine.models.config.readers.hf import FULL, SLIDING, read_head_dim, read_rope, ropes_by_kind
+from jaxengine.models.config.readers.hf import (
+    FULL,
+    SLIDING,
+    read_each_layer,
+    read_head_dim,
+    read_rope,
+    ropes_by_kind,
+)
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.state import (
     LinearState,
@@ -183,9 +190,7 @@ def _lfm3_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """
     count = fields.integer("num_hidden_layers")
     usual = [FULL if each % 4 == 2 else SLIDING if each % 4 == 0 and each else _CONV for each in range(count)]
-    kinds = fields.value("layer_types", usual)
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, SLIDING, _CONV) for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {SLIDING}, {_CONV}")
+    kinds = read_each_layer(fields, "layer_types", (FULL, SLIDING, _CONV)) or usual
     return {"layer_types": kinds, "rope_parameters": fields.mapping("rope_parameters") or _LFM3_ROPES}
 
 
@@ -212,16 +217,10 @@ def _minimax_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types`. If they are not listed, they follow from MiniMax's own `attn_type_list` (0: linear, 1:
     full) or, without that, every second layer, from number 1 on, is linear. Raises ModelConfigError for wrong lists.
     """
-    count, numbers = fields.integer("num_hidden_layers"), fields.value("attn_type_list", None)
-    usual = [_LINEAR if each % 2 else FULL for each in range(count)]
-    if numbers is not None:
-        if not isinstance(numbers, list) or len(numbers) != count or any(each not in (0, 1) for each in numbers):
-            raise fields.fail("attn_type_list", f"a list of {count} of 0 and 1")
-        usual = [FULL if each else _LINEAR for each in numbers]
-    kinds = fields.value("layer_types", usual)
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, _LINEAR) for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {_LINEAR}")
-    return {"layer_types": kinds}
+    numbers = read_each_layer(fields, "attn_type_list", (0, 1))
+    numbers = numbers or [(each + 1) % 2 for each in range(fields.integer("num_hidden_layers"))]
+    usual = [FULL if each else _LINEAR for each in numbers]
+    return {"layer_types": read_each_layer(fields, "layer_types", (FULL, _LINEAR)) or usual}
 
 
 def _minimax_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:

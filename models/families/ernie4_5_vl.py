@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope, text_fields
+from jaxengine.models.config.readers.hf import hf_fields, listed_dense, read_head_dim, read_rope, text_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from jaxengine.models.families.llama import LAYER, LlamaLayer
@@ -190,11 +190,8 @@ def _dense_layers(text: ConfigFields, num_layers: int) -> tuple[int, ...]:
     to `moe_layer_end_index` (-1, the last), both included, counted from 0. Raises ModelConfigError for wrong fields,
     and if the layers for text and images differ.
     """
-    kinds = text.value("mlp_layer_types", None)
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in ("dense", "sparse") for k in kinds):
-            raise text.fail("mlp_layer_types", f'a list of {num_layers} of "dense" and "sparse"')
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if (listed := listed_dense(text)) is not None:
+        return listed
     step = text.integer("moe_layer_interval", 1)
     firsts = _both(text, "moe_layer_start_index", 1, minimum=0)
     lasts = _both(text, "moe_layer_end_index", -1, minimum=-1)

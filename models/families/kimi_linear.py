@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_LAYERS, ConfigFields
-from jaxengine.models.config.readers.hf import FULL
+from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
@@ -155,9 +155,5 @@ def mixer_kinds(fields: ConfigFields) -> list[str]:
             raise fields.fail("linear_attn_config", text)
         assert isinstance(full, list)
         return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
-    kinds = fields.value("layer_types", None)
-    if kinds is None:
-        return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, LINEAR) for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {LINEAR}")
-    return kinds
+    usual = [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]
+    return read_each_layer(fields, "layer_types", (FULL, LINEAR)) or usual

@@ -12,7 +12,15 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, SLIDING, hf_fields, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.config.readers.hf import (
+    FULL,
+    SLIDING,
+    hf_fields,
+    read_each_layer,
+    read_head_dim,
+    read_rope,
+    windows_by_kind,
+)
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.declared_row import softmax_experts
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
@@ -99,8 +107,5 @@ def _layer_kinds(fields: ConfigFields) -> list[str]:
     """Return LINEAR, SLIDING or FULL for each layer, as `layer_types` lists them, or else in repetitions of _PATTERN.
     Raises ModelConfigError for other kinds or a list of another length.
     """
-    count = fields.integer("num_hidden_layers")
-    kinds = fields.value("layer_types", [_PATTERN[layer % len(_PATTERN)] for layer in range(count)])
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in _PATTERN for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {SLIDING}, {LINEAR}")
-    return kinds
+    usual = [_PATTERN[layer % len(_PATTERN)] for layer in range(fields.integer("num_hidden_layers"))]
+    return read_each_layer(fields, "layer_types", (FULL, SLIDING, LINEAR)) or usual

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, hf_fields
+from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
 from jaxengine.models.config.state import ShortConvolution
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
 from jaxengine.models.layers.attention.attention import Attention
@@ -121,13 +121,11 @@ def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
     """Return CONV or FULL for each layer, as `layer_types` lists them. Without it, layers in `full_attn_idxs` are FULL,
     and without that too, all layers are. Raises ModelConfigError for wrong lists.
     """
-    num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
+    num_layers, kinds = fields.integer("num_hidden_layers"), read_each_layer(fields, "layer_types", (FULL, CONV))
     if kinds is None:
         full = fields.value("full_attn_idxs", None)
         full = list(range(num_layers)) if full is None else full
         if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in full):
             raise fields.fail("full_attn_idxs", f"a list of layers from 0 to {num_layers - 1}")
         return tuple(FULL if layer in full else CONV for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, CONV) for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {num_layers} of {FULL}, {CONV}")
     return tuple(kinds)

@@ -15,7 +15,7 @@ from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope, text_fields
+from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer, read_head_dim, read_rope, text_fields
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
@@ -144,10 +144,7 @@ def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
     """Return the field `name`, a list of 0 or 1 for each layer; `default` if it is empty or absent. Raises
     ModelConfigError for other values or a list of another length.
     """
-    listed = fields.value(name, None) or default
-    if not isinstance(listed, list) or len(listed) != len(default) or any(flag not in (0, 1) for flag in listed):
-        raise fields.fail(name, f"a list of {len(default)} of 0, 1")
-    return listed
+    return (read_each_layer(fields, name, (0, 1)) if fields.value(name, None) else None) or default
 
 
 def _chunks(fields: ConfigFields, with_rope: list[int]) -> list[int | None]:
@@ -155,10 +152,7 @@ def _chunks(fields: ConfigFields, with_rope: list[int]) -> list[int | None]:
     chunked have chunks; without the list, those with rope. A file without `attention_chunk_size` has no chunks.
     with_rope: 0 or 1 for each layer. Raises ModelConfigError for wrong fields.
     """
-    size, kinds = fields.integer("attention_chunk_size", None), fields.value("layer_types", None)
+    size, kinds = fields.integer("attention_chunk_size", None), read_each_layer(fields, "layer_types", (CHUNKED, FULL))
     if kinds is None:
-        kinds = [CHUNKED if rotated else "full_attention" for rotated in with_rope]
-    allowed = (CHUNKED, "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != len(with_rope) or any(kind not in allowed for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {len(with_rope)} of {', '.join(allowed)}")
+        kinds = [CHUNKED if rotated else FULL for rotated in with_rope]
     return [size if kind == CHUNKED else None for kind in kinds]

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, hf_fields
+from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
@@ -75,10 +75,7 @@ def _layer_kinds(fields: ConfigFields) -> list[str]:
     and in a model of fewer than four layers the last one. Raises ModelConfigError for other kinds or a list of another
     length.
     """
-    count, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
-    if kinds is None:
-        full = range(3, count, 4) or [count - 1]
-        return [FULL if layer in full else LINEAR for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, LINEAR) for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {LINEAR}")
-    return kinds
+    count = fields.integer("num_hidden_layers")
+    full = range(3, count, 4) or [count - 1]
+    usual = [FULL if layer in full else LINEAR for layer in range(count)]
+    return read_each_layer(fields, "layer_types", (FULL, LINEAR)) or usual

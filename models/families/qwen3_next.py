@@ -11,7 +11,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, hf_fields
+from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts
@@ -90,12 +90,10 @@ def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
 
     Raises ModelConfigError if `layer_types` has another length or another kind.
     """
-    num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
+    num_layers, kinds = fields.integer("num_hidden_layers"), read_each_layer(fields, "layer_types", (FULL, LINEAR))
     if kinds is None:
         every = fields.integer("full_attention_interval", 4)
         return tuple(LINEAR if (layer + 1) % every else FULL for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, LINEAR) for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {num_layers} of {FULL}, {LINEAR}")
     return tuple(kinds)
 
 

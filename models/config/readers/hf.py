@@ -263,16 +263,23 @@ def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
     return fields.integer("head_dim", default or hidden_size // num_heads)
 
 
+def read_each_layer(fields: ConfigFields, name: str, allowed: Sequence[Any]) -> list[Any] | None:
+    """Return the list `name`, which has one of the `allowed` values for each layer; None if it is absent or null.
+    Raises ModelConfigError for any other value.
+    """
+    listed, count = fields.value(name, None), fields.integer("num_hidden_layers")
+    if listed is None or isinstance(listed, list) and len(listed) == count and all(each in allowed for each in listed):
+        return listed
+    raise fields.fail(name, f"a list of {count} of {', '.join(map(str, allowed))}")
+
+
 def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
     """Return FULL or SLIDING for each layer, as `layer_types` lists them; without the list every `full_every`-th layer
     is FULL. Raises ModelConfigError for a list with other kinds or of another length.
     """
-    num_layers = fields.integer("num_hidden_layers")
-    kinds = fields.value("layer_types", None)
+    kinds, num_layers = read_each_layer(fields, "layer_types", (FULL, SLIDING)), fields.integer("num_hidden_layers")
     if kinds is None:
         return tuple(SLIDING if (layer + 1) % full_every else FULL for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, SLIDING) for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {num_layers} of {FULL}, {SLIDING}")
     return tuple(kinds)
 
 
@@ -280,12 +287,8 @@ def listed_dense(fields: ConfigFields) -> tuple[int, ...] | None:
     """Return the indices of the layers that `mlp_layer_types` lists as dense (the others are sparse); None if the field
     is absent. Raises ModelConfigError for a list with other kinds or of another length.
     """
-    kinds, num_layers = fields.value("mlp_layer_types", None), fields.integer("num_hidden_layers")
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in ("dense", "sparse") for k in kinds):
-        raise fields.fail("mlp_layer_types", f"a list of {num_layers} of dense, sparse")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    kinds = read_each_layer(fields, "mlp_layer_types", ("dense", "sparse"))
+    return None if kinds is None else tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
 def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:

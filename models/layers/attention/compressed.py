@@ -75,10 +75,7 @@ class TokenBlocks(NamedTuple):
 
 
 def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
-    """Return the TokenBlocks of a step.
-
-    key: (tokens of a block, or None for a layer without blocks; rope of the keys).
-    """
+    """Return the TokenBlocks of a step. key: (tokens of a block, None for a layer without blocks; rope of the keys)."""
     (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
     num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -281,10 +278,9 @@ def _folded(
 def _selected(
     q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: _Pages
 ) -> jax.Array:
-    """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence, the
-    best first. Of equal scores the lowest block comes first. A sequence with at most k blocks has all of them, in
-    ascending order, followed by -1. q, weights: the indexer's, [B, I, J] and f32[B, I]. seqs: i32[B], rows of the
-    sequences. top_k: k.
+    """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence,
+    best first, of equal ones the lowest block first. A sequence with at most k blocks has all of them, ascending, then
+    -1. q, weights: the indexer's, [B, I, J] and f32[B, I]. seqs: i32[B], rows of the sequences. top_k: k.
     """
     at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)

@@ -69,7 +69,7 @@ def test_granite_vision():
         (ERNIE, None, {"moe_num_experts": [64, 32]}, "moe_num_experts must be two equal numbers"),
         (ERNIE, None, {"moe_layer_end_index": [29, 20]}, "moe_layer_start_index must be the same layers as for text"),
         (ERNIE, None, {"moe_intermediate_size": [1536]}, "moe_intermediate_size must be an integer >= 1, or two"),
-        (ERNIE, None, {"mlp_layer_types": ["dense"]}, 'mlp_layer_types must be a list of 28 of "dense" and "sparse"'),
+        (ERNIE, None, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 28 of dense, sparse"),
         (ERNIE, None, {"rope_scaling": {"mrope_section": [24, 20, 20]}}, "of height and of width the same, if height"),
         (ERNIE, None, {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type must be "default", got None'),
         (ERNIE, None, {"temporal_conv_size": 4}, "temporal_conv_size must be 2 or absent, got 4"),

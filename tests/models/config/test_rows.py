@@ -129,8 +129,8 @@ def test_baichuan_of_7_and_of_13_billion():
 @each_row(
     ("name", "changes", "message"),
     [
-        ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 2, 1]}, "hybrid_layer_pattern must be a list of 3 of 0 and 1"),
-        ("mimo_v2_flash", {"moe_layer_freq": 1}, "moe_layer_freq must be a list of 3 of 0 and 1, got 1"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 2, 1]}, "hybrid_layer_pattern must be a list of 3 of 0, 1"),
+        ("mimo_v2_flash", {"moe_layer_freq": 1}, "moe_layer_freq must be a list of 3 of 0, 1, got 1"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads must be 4 or absent, got 2"),
         ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias must be false"),
         ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts must be absent, got 1"),
