@@ -85,8 +85,9 @@ class RopeScaling:
 
         Also returns None for rope_type dynamic without `alpha`, which differs from plain rope only beyond
         max_position_embeddings, a length that no engine exceeds. max_position_embeddings: the model's; default of the
-        original context. Raises ModelConfigError for another type, for dynamic with `alpha`, and for fields that are
-        missing or wrong.
+        original context of yarn and longrope. The other fields that a type needs must be present, except yarn's
+        beta_fast (32), beta_slow (1) and truncate (true). Raises ModelConfigError for another type, for dynamic with
+        `alpha`, and for fields that are missing or wrong.
         """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
@@ -127,8 +128,9 @@ class RopeScaling:
 
 
 def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling:
-    """Return the scaling of rope_type longrope. Raises ModelConfigError for wrong fields, and for separate attention
-    factors of the two sets (short_mscale, long_mscale).
+    """Return the scaling of rope_type longrope. An absent attention_factor is that of longrope_attention_factor, with
+    `factor`, by default the ratio of the present to the original context. Raises ModelConfigError for wrong fields, and
+    for separate attention factors of the two sets (short_mscale, long_mscale).
     """
     for name in ("short_mscale", "long_mscale"):
         if fields.has(name):

@@ -119,8 +119,8 @@ class AdapterConfig:
         return self._ranks.find(name, self._r)
 
     def scale_of(self, name: str, rank: int) -> float:
-        """Return the factor of B: lora_alpha / rank, or lora_alpha / sqrt(rank) with rslora (Kalajdzievski 2023,
-        arXiv:2312.03732).
+        """Return the factor of B: alpha / rank, or alpha / sqrt(rank) with rslora (Kalajdzievski 2023,
+        arXiv:2312.03732), where alpha is that of alpha_pattern, otherwise lora_alpha.
 
         name: the module, or the parameter, in the file. Raises ModelFileError if expressions take too many steps.
         """
