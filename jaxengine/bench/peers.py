@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure all engines on args.workloads; print figures and ratios and write them to the --json file.
 
     Returns 1 if there is nothing to compare, else 0. Engines are installed under args.venv_dir, which is created, and
-    stay loaded until the end. Raises DefaultModelMissing if there is no model file, OSError.
+    stay loaded until the end; one that fails is reported and left out. Raises DefaultModelMissing if no --model is
+    given and the embedded model is missing, and OSError if the folder or the file cannot be written.
     """
     from os import cpu_count
 
@@ -64,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 def _start(
     peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
 ) -> list[PeerProcess]:
-    """Load every variant of every peer, or only those in args.variants; return their processes.
+    """Load every variant of every peer, or only those in args.variants; return their processes in that order.
 
-    A peer that fails to install or load is reported and skipped. job: "gguf", "threads" and "folder". stack: closes the
-    processes.
+    A peer that fails to install or load is reported and skipped. job: "gguf", "threads" and "folder". stack: ends the
+    processes when it closes. Each process writes its log to a file in args.venv_dir.
     """
     engines = []
     for peer in peers:
@@ -87,7 +88,8 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
     """Run a workload on all engines, `num_runs` times alternately; return a row of figures for each engine's fastest
     run.
 
-    name: key of RUNS. An engine that fails or skips the workload is reported, and left out of further rounds.
+    name: key of RUNS. Rows are in the order of `engines`. An engine that fails or skips the workload is reported, and
+    left out of further rounds; without a finished round it has no row.
     """
     from jaxengine.bench.workloads import recorded
 

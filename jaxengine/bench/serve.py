@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure the server at each rate; print the figures, write them to the --json file and draw them in the --svg
     file.
 
-    Returns 1 if at some rate no request succeeded, else 0. Raises BenchError or another OSError.
+    Settles `args` in place first (see `settle`). Returns 1 if at some rate no request succeeded, else 0. Raises
+    BenchError for options that contradict each other and for a server that cannot be measured, and another OSError for
+    one that does not answer or a file that cannot be read or written.
     """
     from jaxengine.bench.serve_report import picture, sweep_table, text
     from jaxengine.results import write_json

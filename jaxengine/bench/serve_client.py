@@ -291,7 +291,8 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 async def _follow(connection: Connection, sample: Sample) -> None:
     """Read a response's server-sent events into `sample`, to the end.
 
-    Sets the error "cut" without [DONE], and "empty" without output. Raises OSError or h11.RemoteProtocolError;
+    Without usage in the events, the output tokens are the number of events with output. Sets the error "cut" without
+    [DONE], and "empty" without output, unless an event had an error. Raises OSError or h11.RemoteProtocolError;
     AttributeError, KeyError, TypeError or ValueError for events of another form.
     """
     rest, done = b"", False

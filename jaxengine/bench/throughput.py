@@ -79,8 +79,9 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
     """Run a workload `num_runs` times (at least 1) with an empty prefix cache; return the figures of the fastest run.
 
-    They are tokens per second, seconds to first token, cached tokens, empty token slots and padding in percent,
-    agreement with the reference, and milliseconds per step by part.
+    The figures are output and total tokens per second, mean seconds to first token, cached tokens, empty token slots
+    and padding in percent, agreement with the reference ("N of M" requests; None without one), and milliseconds per
+    step by part. Raises RequestError for a request that the engine refuses.
     """
     from jaxengine.bench.engine_run import run_workload
 
@@ -105,7 +106,8 @@ def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> di
     """Run a workload in static batches of max_num_seqs requests; return their figures and the engine's speedup over
     them.
 
-    tokens_per_second: output tokens per second without static batches, for the speedup.
+    The keys are "static_batch_size", "static_output_tokens_per_second" and "times_static". tokens_per_second: output
+    tokens per second without static batches, for the speedup.
     """
     from jaxengine.bench.engine_run import run_static
 
