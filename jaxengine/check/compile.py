@@ -138,9 +138,10 @@ class Compiler:
     def run(self) -> None:
         """Plan the memory, then compile all programs that are not to be skipped, with a reply for each.
 
-        With `needs_only` it only replies with the memory needs of each stage. Raises TooSmall if the model does not fit
-        into the target, ConfigError for options that an engine refuses. A compiler's error becomes a row, except while
-        memory is planned, where it is raised.
+        Replies are "plan", "programs" (the names), then "start" and "row" for each program. With `needs_only` the only
+        reply is "needs", the memory needs of each stage. Raises TooSmall if the model does not fit into the target,
+        ConfigError for options that an engine refuses. A compiler's error becomes a row, except while memory is
+        planned, where it is raised.
         """
         request = self.request
         if request.needs_only:

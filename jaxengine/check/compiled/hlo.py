@@ -219,8 +219,10 @@ def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
     """Return a text "NAME: OPCODE INSTRUCTION TYPE" for each instruction that moves an entire protected array through
     memory.
 
-    Not counted are instructions inside fusions and on other cores, in-place updates, prefetches into on-chip memory,
-    and writes of unchanged prefetched arrays back to device memory.
+    Arrays are recognised by their size or shape. Any instruction with a result of a pool's size counts unless it
+    updates in place; one with a weight's or a state's result counts only if it just moves data that comes from a
+    parameter. Not counted are instructions inside fusions and on other cores, prefetches into on-chip memory, and
+    writes of unchanged prefetched arrays back to device memory.
     """
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
