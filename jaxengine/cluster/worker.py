@@ -68,10 +68,11 @@ class Host0(Peers):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Send host 0 the number of pages that fit here and the text that identifies this process's programs; wait for,
-        and return, the number of pages for all processes.
+        """Agree with the other processes on a number of pages, and return it.
 
-        Raises ClusterError if host 0's next message is not its plan.
+        Sends host 0 the number of pages that fit here and the text that identifies this process's programs, and waits
+        for the answer. Raises ClusterError if host 0's next message is not its plan; exits the process if host 0 is
+        lost.
         """
         self._channel.send("plan", num_pages=num_pages, programs=programs)
         return self.expect("plan").fields["num_pages"]
