@@ -41,10 +41,10 @@ class OpenOrders(Orders):
         self._changed = threading.Condition()
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
-        """Send all workers the order `name`; return a function that waits for the answers of all workers and returns
-        them.
+        """Send all workers the order `name`; return a function that waits for and returns the answers of all workers.
 
-        Raises ClusterError if a process is lost; so does the returned function, also once the engine is shut down.
+        Answers are in the order in which they arrive. Raises ClusterError if a process is lost; so does the returned
+        function, also once the engine is shut down.
         """
         number = next(self._numbers)
         with self._changed:

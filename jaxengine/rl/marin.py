@@ -84,10 +84,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
     def reload_model(self, model: Any, state_dict: Mapping[str, Any] | None) -> Any:
         """Replace the engine's weights between two steps, all of them or none; return `model`.
 
-        state_dict: of a Levanter model, on hosts or devices; None to take it from `model`. Running requests are
-        computed again from their first token. Raises WeightUpdateError for tensors that are missing, unknown or of a
-        wrong shape, such as those of a trainer that has changed the size of the vocabulary; ValueError if both
-        arguments are None.
+        state_dict: of a Levanter model, on hosts or devices; None or an empty one to take it from `model`. Running
+        requests are computed again from their first token. Raises WeightUpdateError for tensors that are missing,
+        unknown or of a wrong shape, such as those of a trainer that has changed the size of the vocabulary; ValueError
+        if there is neither a model nor a tensor.
         """
         if not state_dict:
             if model is None:
