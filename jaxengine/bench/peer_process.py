@@ -66,8 +66,8 @@ def install(peer: Peer, folder: Path) -> Path:
     """Return the Python of the peer's environment under `folder`, or this process's Python for a peer without
     requirements.
 
-    The environment is created anew if it is missing or was made for other requirements; packages are downloaded then.
-    Raises PeerError if that fails.
+    The environment is created anew if it is missing or was made for other requirements; packages are then downloaded,
+    and progress is printed, which may take minutes. Raises PeerError if a command fails.
     """
     if not peer.requirements:
         return Path(sys.executable)

@@ -104,7 +104,7 @@ class Compiler:
         """Read the model's configuration and open its stages on the target's devices.
 
         request: what to compile; its file `log` must exist. reply: called with each message. Raises ConfigError for an
-        unknown target, and for options that an engine refuses.
+        unknown target, and for options that an engine refuses, and jax's errors if the target's compiler is missing.
         """
         self.request = request
         self.target: Target = find_target(request.target)
@@ -127,8 +127,10 @@ class Compiler:
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
-        """Stages with all layers, for which memory is planned. The stages that are compiled may have only the first few
-        layers.
+        """Stages with all layers, for which memory is planned; computed once.
+
+        They are `stages` itself unless only the first few layers are compiled. Raises ConfigError for options that an
+        engine refuses.
         """
         if (model := self._read(whole=True)) == self._model:
             return self.stages

@@ -53,7 +53,10 @@ class OpenOrders(Orders):
         return lambda: self._await(found)
 
     def leave(self, name: str, /, **arguments: Any) -> None:
-        """Have another thread send all workers the order `name`, which they do not answer; return at once."""
+        """Have another thread send all workers the order `name`, which they do not answer; return at once.
+
+        Errors of sending are dropped: a lost process is reported by the next call that checks for it.
+        """
         self._later(lambda: self._announce("order", (), number=NO_ANSWER, name=name, arguments=arguments))
 
     def answered(self, who: str, message: Message) -> None:

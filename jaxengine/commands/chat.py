@@ -120,7 +120,10 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
     params = llm.get_default_sampling_params().clone_with(**changes)
 
     def answer(messages: Sequence[Message]) -> Iterator[Piece]:
-        """Load the media of a conversation and return the stream of its answer."""
+        """Load the media of a conversation and return the stream of its answer, which begins when it is iterated.
+
+        Raises RequestError for media or messages that are refused; the iteration raises it too.
+        """
         inputs = llm.core.inputs
         return local_pieces(llm, inputs.chat_prompt(*inputs.media_reader.read(messages)), params)
 

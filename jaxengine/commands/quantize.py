@@ -39,7 +39,8 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
 
     Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
     for a text file that cannot be read or is blank, and for a text with a pooling model. Raises ModelFileError for a
-    folder that exists and for invalid model files.
+    folder that exists and for invalid model files. The perplexity is measured after the folder is complete; it raises
+    the errors of `LLM`.
     """
     content = None if text is None else _read(text)
     source = open_model(config)

@@ -167,8 +167,9 @@ def arrays_of(type_text: str) -> list[int]:
 
 
 def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
-    """Return the bytes of device memory of each array in an HLO type. Arrays in on-chip memory count 0 unless
-    `on_chip`.
+    """Return the bytes of device memory of each array in an HLO type, in order; [] if it has no array.
+
+    Arrays in on-chip memory count 0 unless `on_chip`. Raises TypeError for an element type without a width in its name.
     """
     return [
         _elements(match[2]) * _element_bits(match[1]) // 8 if on_chip or "S(" not in (match[3] or "") else 0

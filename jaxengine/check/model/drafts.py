@@ -86,6 +86,7 @@ def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Che
     drafter.
 
     num_pages: of the drafter's pool. short: only for the corners of the bucket grid. The programs have no roofline.
+    Raises ConfigError for a drafter that an engine refuses.
     """
     if (found := drafting(stage)) is None:
         return
