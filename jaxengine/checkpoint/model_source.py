@@ -123,7 +123,7 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 
     keep_tables: with `quantization` gguf, keep the token tables in the file's storage format too.
 
-    Raises:
+    Raises, with every file closed:
       ConfigError: there is no such file, folder or hub model, a plugin cannot be imported, or an option
         contradicts the model.
       DefaultModelMissing: no model is named, and the package with the default one is not installed.
@@ -132,14 +132,13 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
     load_plugins(config.plugins)
     path = default_model_path() if config.model is None else find_model(config)
     source = _open_gguf(path, config, keep_tables) if path.is_file() else _open_folder(path, config)
-    source = replace(source, config=as_asked(source.config, config.quantization, is_gguf=source.path.is_file()))
-    source = replace(source, config=as_it_sees(source.config, config))
-    longest = given_length(config.max_model_len) or source.config.max_position_embeddings
-    source = replace(source, config=source.config.up_to(longest))
-    source = replace(source, control_vectors=read_control_vectors(config.steering_vectors, source.config))
-    if config.skip_tokenizer_init:
-        return source
-    return replace(source, tokenizer_path=_find_tokenizer(config))
+    with source.closing_on_error():
+        model = as_asked(source.config, config.quantization, is_gguf=source.path.is_file())
+        model = as_it_sees(model, config)
+        model = model.up_to(given_length(config.max_model_len) or model.max_position_embeddings)
+        vectors = read_control_vectors(config.steering_vectors, model)
+        tokenizer = None if config.skip_tokenizer_init else _find_tokenizer(config)
+    return replace(source, config=model, control_vectors=vectors, tokenizer_path=tokenizer)
 
 
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
@@ -322,13 +321,15 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
-    if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
-        weights = MistralSource(weights, *heads_in_pairs(model))
-    model = with_stored_head(_with_generation_config(model, path, config), raw, weights)
-    if pooling is not None and weights is not None and not isinstance(weights, Path):
-        names = model_for_hf(model.architecture).checkpoint_names
-        weights = with_own_files(path, weights, names, pooling.pooler)
-    return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
+    source = ModelSource(path, model, weights, {}, pooling=pooling)
+    with source.closing_on_error():
+        if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
+            weights = MistralSource(weights, *heads_in_pairs(model))
+        model = with_stored_head(_with_generation_config(model, path, config), raw, weights)
+        if pooling is not None and weights is not None and not isinstance(weights, Path):
+            names = model_for_hf(model.architecture).checkpoint_names
+            weights = with_own_files(path, weights, names, pooling.pooler)
+        return replace(source, config=model, weights=weights, generation_defaults=_generation_defaults(path, config))
 
 
 def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:

@@ -310,14 +310,14 @@ class Cluster(Peers):
             if hello.op == "coordinator":
                 outcome = "with jax's start-up traffic has failed"
                 self._relay(channel)
-            elif worker := self._enter(channel, hello, address):
-                self._follow(worker)
+            else:
+                self._follow(self._enter(channel, hello, address))
         except (ClusterError, OSError) as error:
             logger.warning("a connection from %s %s: %s", address, outcome, error)
         finally:
             close_connection(connection)
 
-    def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker | None:
+    def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker:
         """Admit a worker by its first message, `hello`, log that, and return the worker.
 
         address: from which it connects, for messages. Wakes the threads that wait for workers. If the worker may not
