@@ -55,7 +55,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of this machine for JSON results: processor, core count, Python and package versions."""
+    """Return a description of this machine for JSON results.
+
+    The keys are "cpu" (name of the processor), "cores", "python", "jaxengine", "jax", "jaxlib" and "numpy" (versions).
+    """
     from importlib.metadata import version
     from os import cpu_count
 

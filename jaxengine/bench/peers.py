@@ -127,8 +127,9 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
     """Return the table row of one engine's run; a figure that is not known is None.
 
-    It has output tokens per second, time to first token, decode speed (only for W1, a single request), and peak memory.
-    done: result of PeerProcess.run.
+    The keys are "workload", "engine", "weights" (their format), "seconds", "output_tok_s" (output tokens per second),
+    "first_token_ms" (time to first token), "decode_tok_s" (later tokens per second; only for W1, a single request),
+    "peak_rss_mib" (peak memory) and "version". done: result of PeerProcess.run.
     """
     seconds, first, tokens = done["seconds"], done["first_token_seconds"], done["output_tokens"]
     single = workload == "W1" and first is not None
@@ -148,8 +149,9 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
 def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of ratios of jaxengine's figures to each peer's, both in the format that is fastest.
 
-    For W1 there are also ratios for each weight format, and for W3 the gain by jaxengine's prefix caching. figures:
-    rows of `figure`. A ratio of which one side was not measured is left out.
+    The keys of a row are "workload", "figure", "weights", "ours", "peer" (both texts) and "ratio", above 1 where
+    jaxengine is better. For W1 there are also ratios for each weight format, and for W3 the gain by jaxengine's prefix
+    caching. figures: rows of `figure`. A ratio of which one side was not measured is left out.
     """
     ratios = []
     for workload in dict.fromkeys(row["workload"] for row in figures):
@@ -166,7 +168,7 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Return a row for each peer with the ratio of jaxengine's best figure `key` to the peer's best; [] without ours.
 
-    workload, weights: labels for the rows. rows: of `figure`.
+    The keys of a row are those of `compare`. workload, weights: labels for the rows. rows: of `figure`.
     """
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -189,10 +191,10 @@ def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -
 
 
 def _own_gain(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with the speedup of W3 by jaxengine's prefix caching, for each weight format measured with and
+    """Return a row with the speedup of W3 by jaxengine's prefix caching for each weight format measured with and
     without.
 
-    figures: rows of `figure`.
+    The keys of a row are those of `compare`. figures: rows of `figure`.
     """
     ours = {(row["workload"], row["weights"]): row["output_tok_s"] for row in figures if row["engine"] == OURS.name}
     return [

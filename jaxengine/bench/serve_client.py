@@ -167,7 +167,10 @@ class Connections:
         return self._idle.pop() if self._idle else await Connection.open(self.server)
 
     async def fresh(self) -> Connection:
-        """Open a new connection, whatever the pool has, and return it. Raises OSError if the server cannot be reached."""
+        """Open a new connection, even if the pool has idle ones, and return it.
+
+        Raises OSError if the server cannot be reached.
+        """
         return await Connection.open(self.server)
 
     def give_back(self, connection: Connection) -> None:

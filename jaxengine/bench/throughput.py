@@ -79,9 +79,10 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
     """Run a workload `num_runs` times (at least 1) with an empty prefix cache; return the figures of the fastest run.
 
-    The figures are output and total tokens per second, mean seconds to first token, cached tokens, empty token slots
-    and padding in percent, agreement with the reference ("N of M" requests; None without one), and milliseconds per
-    step by part. Raises RequestError for a request that the engine refuses.
+    The keys are "workload", "dtype", "requests", "seconds", "output_tokens_per_second", "total_tokens_per_second",
+    "first_token_seconds" (the mean), "cached_tokens", "kv_waste_percent" (empty token slots), "padding_percent",
+    "same_as_reference" ("N of M" requests; None without a reference) and "timeline_ms_per_step", the milliseconds of
+    each part of a step. Raises RequestError for a request that the engine refuses.
     """
     from jaxengine.bench.engine_run import run_workload
 

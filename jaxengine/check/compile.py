@@ -284,10 +284,11 @@ class Compiler:
     def row(self, program: CheckedProgram, planned: int) -> dict[str, Any]:
         """Compile a program and return its row of figures, with a text for everything wrong with it in "failures".
 
-        Figures are bytes of memory, copies, exchanges, operations, moved bytes, attention kernels, sizes and compile
-        seconds; on TPUs also on-chip memory and the cycles of blocks, on GPUs launches, registers and spills. planned:
-        bytes that the memory plan grants it on a device. A compiler's error becomes the row's "error"; the figures
-        after it are then missing.
+        The row has "target", "program", "step" (whether it is one), "planned_bytes" and "hbm_bytes"; the keys of
+        `inspect.memory`; and "copies", "exchanges", "operations", "moved_bytes", "attention_kernels",
+        "serialized_bytes", "held_bytes" and "compile_s"; on TPUs also on-chip memory and the cycles of blocks, on GPUs
+        launches, registers and spills. planned: bytes that the memory plan grants it on a device. A compiler's error
+        becomes the row's "error"; the figures after it are then missing. Raises OSError without the log.
         """
         row: dict[str, Any] = {
             "target": self.target.name,

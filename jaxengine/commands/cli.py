@@ -309,9 +309,11 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 
 def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
-    """Return one output as plain JSON values, with log-probabilities by token id if they were requested.
+    """Return one output as plain JSON values.
 
-    completion: one of output.outputs.
+    The keys are "prompt", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens" and
+    "num_cached_tokens", and, if they were requested, "logprobs" and "prompt_logprobs": for each position the
+    log-probabilities by token id, None where there are none. completion: one of output.outputs.
     """
     result = {
         "prompt": prompt,

@@ -245,8 +245,9 @@ def _head(setup: Setup, trace: Trace) -> list[str]:
 
 
 def _about(setup: Setup) -> dict[str, Any]:
-    """Return a dict of JSON values that describe the simulation: model, chips, options of the split, pages of a
-    replica, source of the costs.
+    """Return the JSON values that describe the simulation, for its --json file.
+
+    The keys are "model", "chips", the options of the split, "num_pages" (of a replica) and "costs" (their source).
     """
     plan = setup.plan
     return {
