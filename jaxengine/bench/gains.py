@@ -79,7 +79,10 @@ def requests_of(llm: LLM, sizes: Sizes) -> Workload:
 
 
 def rate(llm: LLM, workload: Workload) -> float:
-    """Empty the prefix cache, run all requests at once, and return the prompt and output tokens per second."""
+    """Empty the prefix cache, run all requests at once, and return the prompt and output tokens per second.
+
+    Raises RequestError for a request that the engine refuses.
+    """
     from jaxengine.bench.engine_run import run_workload
 
     done = run_workload(llm, workload)

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load an engine and measure `args.num_runs` batches; print latencies, the time of a step's parts and the roofline.
 
-    Writes them to the --json file and returns 0. Raises ConfigError, ModelConfigError, ModelFileError or RequestError.
+    Writes them to the --json file and returns 0. Raises ConfigError, ModelConfigError or ModelFileError if the engine
+    cannot start, RequestError if it refuses the requests, and OSError if the file cannot be written.
     """
     from jaxengine import LLM
     from jaxengine.bench.engine_run import run_workload

@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
     file.
 
     Settles `args` in place first (see `settle`). Returns 1 if at some rate no request succeeded, else 0. Raises
-    BenchError for options that contradict each other and for a server that cannot be measured, and another OSError for
-    one that does not answer or a file that cannot be read or written.
+    BenchError for options that contradict each other and for a server that cannot be measured, ConfigError for a file
+    without a usable API key, and another OSError for a server that does not answer or a file that cannot be read or
+    written.
     """
     from jaxengine.bench.serve_report import picture, sweep_table, text
     from jaxengine.results import write_json
@@ -150,7 +151,8 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
 
     The model is args.model or the first one listed, the limit of lengths args.max_model_len or the listed one. Prompts
     become texts if the server refuses token ids and args.prompts is "auto". Raises BenchError for a server that cannot
-    be measured, and another OSError for one that does not answer or a key file that cannot be read.
+    be measured and for prefixes that leave no room, ConfigError for a file without a usable API key, and another
+    OSError for a server that does not answer or a file of certificates that cannot be read.
     """
     from jaxengine.bench.serve_client import BadUrlError, Server, get_json
     from jaxengine.bench.serve_load import Load, Traffic

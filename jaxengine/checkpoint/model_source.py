@@ -193,7 +193,7 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
     """Return the folder of the tokenizer that the options name, downloaded if needed; None for the model's own.
 
     config: for tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision of a
-    tokenizer on this machine.
+    tokenizer on this machine; DefaultModelMissing for a revision without a model or the default one.
     """
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
@@ -333,10 +333,11 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
 
 
 def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
-    """Open the safetensors of the model that `config` names, at a URL or in a folder: transformers' or, if load_format
-    says so or they are the only ones, Mistral AI's.
+    """Open the safetensors of the model that `config` names, at a URL or in a folder.
 
-    path: the folder that `find_model` returned. Raises ModelFileError.
+    They are transformers' files or, if load_format says so or they are the only ones, Mistral AI's. path: the folder
+    that `find_model` returned. Raises ModelFileError for files that are missing or invalid, ConfigError for a URL that
+    cannot be used.
     """
     stem = CONSOLIDATED if config.load_format == MISTRAL or _only_consolidated(path, config) else USUAL
     if config.model is not None and is_url(config.model):
@@ -430,7 +431,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
     the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out.
-    path: of the model. Raises ModelFileError for an invalid file.
+    path: of the model. Raises ModelFileError for an invalid file, ConfigError for an option that cannot be the name of
+    a folder.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path

@@ -25,15 +25,15 @@ _ANY_RANK = 1 << 16
 
 
 def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
-    """Load the model for the config's dtype and parallel sizes and write it, in device layout, to the new model folder
+    """Load the model for the config's dtype and parallel sizes and write it, in device layout, to the new folder
     `folder`.
 
     merge_lora: folder of an adapter to merge into the weights; None for none. Prints progress and the folder's name to
-    stderr.
+    stderr. The folder is complete or absent afterwards.
 
-    Raises ConfigError for pipeline stages, hf_overrides, a pooling model, a model without safetensors, and an adapter
-    for a quantised model. Raises ModelConfigError or ModelFileError for an invalid model, and ModelFileError, before
-    weights are read, if the folder exists or cannot be written.
+    Raises ConfigError for options that do not fit the model, pipeline stages, hf_overrides, a pooling model, a model
+    without safetensors, and an adapter for a quantised model. Raises ModelConfigError or ModelFileError for an invalid
+    model, and ModelFileError, before weights are read, if the folder exists or cannot be written.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size
