@@ -41,8 +41,10 @@ class _MarkerSearch:
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Read more bytes of the text. Once all markers have been found, return the bytes after the last one; None
-        before. Must not be called after that.
+        """Read more bytes of the text; once all markers have been found, return the bytes after the last one, None
+        before.
+
+        Must not be called after that.
         """
         text = self._tail + data
         while self._markers:
@@ -76,11 +78,12 @@ class ReasoningWatch:
         self._num_read = 0
 
     def skips_reasoning(self, first: np.ndarray | None) -> bool:
-        """Whether the grammar must begin at once, because the first token of the opening marker may also begin the
-        grammar's text, or because the grammar allows no text at all.
+        """Whether the grammar must begin at once, without reasoning.
 
-        first: the grammar's first mask, i32[num_words]; None if it can only end. An opening marker of one token always
-        opens reasoning. Without an opening marker the output begins inside reasoning, and the result is False.
+        That is so if the first token of the opening marker may also begin the grammar's text, or if the grammar allows
+        no text at all. first: the grammar's first mask, i32[num_words]; None if it can only end. An opening marker of
+        one token always opens reasoning. Without an opening marker the output begins inside reasoning, and the result
+        is False.
         """
         if not self._begin or (first is not None and len(self._begin) == 1):
             return False

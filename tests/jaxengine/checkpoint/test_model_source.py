@@ -12,6 +12,7 @@ import pytest
 
 from jaxengine import LLM
 from jaxengine.checkpoint.model_source import as_it_sees, open_model
+from jaxengine.commands.calibrate import calibrate
 from jaxengine.commands.cli import main
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -67,6 +68,10 @@ def test_the_files_of_a_refused_model_are_closed(tmp_path, monkeypatch):
             open_model(EngineConfig(model=str(folder), **options))
         assert closed(), options
     assert main(["convert", str(folder), str(tmp_path)]) == 2  # a folder that is there
+    assert closed()
+    (tmp_path / "texts").write_text("a text of many tokens")
+    with pytest.raises(ConfigError, match="prompt 1 of "):
+        calibrate(EngineConfig(model=str(folder), max_model_len=2), tmp_path / "texts", tmp_path / "largest")
     assert closed()
 
 
