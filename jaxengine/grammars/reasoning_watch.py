@@ -22,11 +22,16 @@ class Vocabulary(Protocol):
     """The part of a tokenizer that is used here."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        add_special_tokens: whether to add those that begin or end a text. Raises RequestError for a text that cannot be
+        encoded.
+        """
         ...
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes for which a token stands."""
+        """Return the UTF-8 bytes that a token adds to a text, which may be part of a character; b"" for an unknown id.
+        """
         ...
 
 
