@@ -30,7 +30,9 @@ class Vocabulary(Protocol):
         ...
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text, which may be part of a character; b"" for an unknown id."""
+        """Return the UTF-8 bytes that a token adds to a text, perhaps only a part of a character; b"" for an unknown
+        id.
+        """
         ...
 
 
