@@ -60,7 +60,10 @@ class Engine:
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queue the requests of a caller's n outputs. If one is refused, end all of them and raise its RequestError."""
+        """Prepare and queue the requests of a caller's n outputs, and set their `queued_time`.
+
+        If one is refused, those queued before it are finished as aborted, and its RequestError is raised.
+        """
         added = []
         try:
             for request in requests:
@@ -86,13 +89,20 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Count the end of a request in `uncounted`. reason, num_output: what its caller got; None: the request's."""
+        """Remove a request from `uncounted` and count its end. Does nothing for a request that is not in `uncounted`.
+
+        reason, num_output: what its caller got; None for the request's own.
+        """
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step, collect the oldest one if none was dispatched or enough are in flight; return results."""
+        """Dispatch a step, collect the oldest one if none was dispatched or enough are in flight, and return the
+        results.
+
+        If there is nothing to do, the call waits a short while for the work of extensions, and the result is empty.
+        """
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -112,7 +122,9 @@ class Engine:
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Apply an extension's events: release ready requests, end rejected and ended ones and add them to `output`."""
+        """Apply an extension's events: release ready requests, finish ended ones and add them to output.finished unless
+        they were finished before, finish rejected ones with an error and add them to output.refused.
+        """
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -124,7 +136,11 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step, dispatch its forward pass and return it; None in a pause or if no request can run."""
+        """Schedule a step, dispatch its forward pass and return it; None in a pause or if no request can run.
+
+        Requests whose time has run out are added to output.finished. Without a step, the extensions' after_forward
+        hooks are called with None, except in a pause.
+        """
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -154,7 +170,9 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Collect the steps whose tokens the newest step's sampler needs, then dispatch it, or what replaces it."""
+        """Collect the steps whose tokens the newest step's sampler needs and wait for extensions that are not ready,
+        then dispatch the sampler. For a model with an epilogue in its place, only dispatch the epilogue.
+        """
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks

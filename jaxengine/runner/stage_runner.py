@@ -242,8 +242,9 @@ class StageRunner:
         """Dispatch the stage's part of a forward pass, and return its result: Forwarded in the last stage, otherwise
         StageOutput.
 
-        The pool and the slot state are donated and replaced. message: i32[replicas, size]. hidden: the previous stage's
-        hidden states; None in the first stage. A pass that was not compiled at start-up is compiled first.
+        The pool and the slot state are donated and replaced; `given` becomes the arrays that extensions provide for
+        this pass. message: i32[replicas, size]. hidden: the previous stage's hidden states; None in the first stage. A
+        pass that was not compiled at start-up is compiled first.
         """
         if bucket not in self._forwards:  # enforce_eager
             self.compile_forward(bucket)

@@ -36,8 +36,9 @@ class DraftStats:
     num_forced: int = 0
 
     def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Add a step's drafts to the counts, except num_forced. drafts, accepted: i64[n], numbers of drafts and of
-        accepted drafts of each row.
+        """Add a step's drafts to the counts, except num_forced. Rows without drafts do not count in num_drafts.
+
+        drafts, accepted: i64[n], numbers of drafts and of accepted drafts of each row.
         """
         self.num_drafts += int(np.count_nonzero(drafts))
         self.num_tokens += int(drafts.sum())
@@ -101,6 +102,8 @@ class Drafts(LoopExtension):
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Count the drafts and accepted drafts of a step, and pass the step's time in seconds to the scheduler, which
         chooses the number of drafts to propose by it. Does nothing for steps that also computed prompts.
+
+        Grammar drafts count in num_forced only. The numbers of the others are also stored in step.record.
         """
         batches, num_rows = step.step.batches, step.step.num_rows
         if num_rows > sum(batch.num_decode for batch in batches):

@@ -149,7 +149,7 @@ class Publisher:
 
     def _answer(self) -> None:
         """Serve replays until the publisher closes: send all kept batches from the requested number on, and then _END.
-        Malformed requests are logged and ignored.
+        Malformed requests, and replays that their router does not read, are logged and dropped.
         """
         while not self._is_closing:
             if not self._replay.poll(100):

@@ -162,8 +162,9 @@ class KVTransfer(LoopExtension):
         return Events(ended=[(each, FinishReason.ERROR, NOT_LOADED) for each in failed]) if failed else NO_EVENTS
 
     def ended(self, request: Request) -> None:
-        """Remove the request's source; if the request asked for remote decode and ended by length or stop, lease its
-        pages and set its kv_transfer_params.
+        """Remove the request's source. If the request asked for remote decode and ended by length or stop, lease its
+        pages and set its kv_transfer_params, which stay None if the lease is refused. Pages of replaced weights are not
+        leased.
         """
         self._forget(request)
         asked = request.params.kv_transfer

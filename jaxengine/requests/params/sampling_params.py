@@ -105,7 +105,9 @@ def _number(row: Row) -> Rule:
 
 
 def _temperature(name: str, value: Any) -> float:
-    """Return a temperature; log a warning and return MIN_TEMPERATURE for one between 0 and that."""
+    """Return a temperature; log a warning and return MIN_TEMPERATURE for one between 0 and that. Raises RequestError
+    for a value that is not allowed.
+    """
     temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
@@ -120,7 +122,9 @@ def _num_logprobs(name: str, value: Any) -> int:
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
-    """Return at most `most` token ids, from 0 to 2**31 - 1, as a tuple without repeats; () for None."""
+    """Return at most `most` token ids, from 0 to 2**31 - 1, as a tuple without repeats, in the order given; () for
+    None. Raises RequestError for other values.
+    """
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
         raise refuse(name, value, f"a list of at most {most} token ids")
@@ -144,7 +148,9 @@ def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list, tuple, range or array of 1 to MAX_TOKEN_IDS token ids as a tuple, which keeps repeats."""
+    """Return a list, tuple, range or array of 1 to MAX_TOKEN_IDS token ids as a tuple, which keeps repeats. Raises
+    RequestError for other values.
+    """
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
         raise refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
@@ -154,7 +160,7 @@ def _trace(name: str, value: Any) -> tuple[int, ...]:
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     """Return a copy of a mapping from token id to a finite number, at most 1e20 in size, with int keys and float
-    values.
+    values. Raises RequestError for other values, and for more than MAX_TOKEN_IDS ids.
     """
     if not isinstance(value, Mapping):
         raise refuse(name, value, "a dict from token id to a number")
@@ -428,7 +434,9 @@ class SamplingParams(SamplingFields):
         )
 
     def clone(self) -> SamplingParams:
-        """Return a copy that is independent of the original; logit_bias and extra_args are copied too."""
+        """Return a copy whose fields can be set without an effect on the original; logit_bias and extra_args are copied
+        too, but not the values within extra_args. The fields are not checked again.
+        """
         mine = copy.copy(self)
         for name in ("logit_bias", "extra_args"):  # all other fields are immutable
             if (own := getattr(self, name)) is not None:
@@ -460,7 +468,8 @@ class SamplingParams(SamplingFields):
         """Raise RequestError for values that are valid, but not for this engine and prompt.
 
         max_logprobs: limit of entries per token, -1 for none. num_prompt_tokens: length of the prompt, 1 if unknown.
-        max_tokens may exceed what the prompt leaves of max_model_len; the output then ends with "length".
+        max_tokens may be at most max_model_len; where it exceeds what the prompt leaves of that, the output ends with
+        "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):

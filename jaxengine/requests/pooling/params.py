@@ -152,8 +152,9 @@ class PoolingParams:
         return prompts[name]
 
     def cut(self, token_ids: list[int], longest: int, model: PoolingModel) -> list[int]:
-        """Return the token ids that truncate_prompt_tokens keeps, all if it is None. longest: max_model_len, the
-        meaning of -1. Raises RequestError for other numbers than -1 and 1 to `longest`.
+        """Return the token ids that truncate_prompt_tokens keeps (`PoolingModel.cut`); `token_ids` itself if it is
+        None. longest: max_model_len, the meaning of -1. Raises RequestError for other numbers than -1 and 1 to
+        `longest`.
         """
         keep = self.truncate_prompt_tokens
         if keep is None:

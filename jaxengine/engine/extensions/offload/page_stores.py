@@ -177,7 +177,8 @@ class PageStores:
 
     def keep(self) -> None:
         """Store the copies that have arrived in host memory and the folder, in the order of their dispatch, and count
-        them. Stops at the first that has not arrived. Keys dropped in the meantime are left out.
+        them. Stops at the first that has not arrived. Keys dropped in the meantime are left out; keys whose copy failed
+        are counted as dropped.
         """
         while self._leaving and self._leaving[0][1].done():
             leaving, future, start = self._leaving.popleft()
@@ -210,8 +211,8 @@ class PageStores:
 
 
 def _arrived(leaving: Leaving) -> dict[bytes, np.ndarray]:
-    """Wait for a copy, and return its blocks u8[n] by key; none if it failed, which is logged: who looks for its pages
-    computes them.
+    """Wait for a copy, and return its blocks u8[n] by key. If the copy failed, the error is logged and {} is returned;
+    the requests that need these pages then compute them.
     """
     try:
         return leaving.blocks()
