@@ -54,7 +54,9 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work: unfinished requests or steps in flight. In a pause: the steps, then timeouts."""
+        """Whether `step` has work: unfinished requests or steps in flight. In a pause, only steps in flight and
+        requests whose time has run out count.
+        """
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
@@ -81,7 +83,9 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request at once unless it has ended. stop_reason: the stop string or token id that ended it, if any."""
+        """End a request at once; nothing happens if it has ended. stop_reason: the stop string or token id that ended
+        it, if any.
+        """
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)

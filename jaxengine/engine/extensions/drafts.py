@@ -84,7 +84,8 @@ class Drafts(LoopExtension):
             drafts.set_histories(histories)
 
     def of_newest(self, request: Request, num_output: int) -> Sequence[int] | None:
-        """Return the drafts that a request with a grammar has in the step dispatched last.
+        """Return the drafts that a request with a grammar has in the step dispatched last; waits for them if the device
+        makes them.
 
         num_output: number of output tokens before the drafts. Returns None if no step is in flight, or the request has
         no slot, another number of known output tokens, or no drafts in that step.
@@ -135,8 +136,8 @@ class Drafts(LoopExtension):
             yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(position)})
 
     def _made_on_device(self, step: InFlight, request: Request) -> list[int]:
-        """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step; [] if the step
-        has no drafts or no row of the request.
+        """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step, after waiting
+        for them; [] if the step has no drafts or no row of the request.
         """
         if (drafts := self.loop.runner.extension(NAME).drafts(step.pending)) is None:
             return []

@@ -311,7 +311,9 @@ class KVTransfer(LoopExtension):
 
 
 def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) -> Transport:
-    """Open the transport that the options name, and return it. Raises ConfigError if it cannot be opened."""
+    """Open the transport that the options name, and return it: a folder named by the pages' identity, or TCP, which
+    listens if the engine offers pages. Raises ConfigError if it cannot be opened.
+    """
     if options.transport == FOLDER:
         assert options.shared_storage_path is not None
         name = "kv_transfer_config.shared_storage_path"

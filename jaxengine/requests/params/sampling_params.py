@@ -116,7 +116,7 @@ def _temperature(name: str, value: Any) -> float:
 
 
 def _num_logprobs(name: str, value: Any) -> int:
-    """Return a number of logprobs: an int >= -1, 1 for True."""
+    """Return a number of logprobs: an int >= -1, 1 for True. Raises RequestError for other values."""
     allowed = "None, an int >= 0, -1 (the whole vocabulary) or True (1)"
     return 1 if value is True else _int(-1, INT32_MAX, allowed)(name, value)
 
@@ -136,14 +136,16 @@ def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids, at least one, as a tuple without repeats."""
+    """Return token ids, at least one, as a tuple without repeats. Raises RequestError for other values and for none."""
     if not (ids := _token_ids(name, value)):
         raise refuse(name, value, "None or a list with at least one token id")
     return ids
 
 
 def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    """Return at most MAX_LOGPROB_TOKEN_IDS token ids as a tuple without repeats; None if there are none."""
+    """Return at most MAX_LOGPROB_TOKEN_IDS token ids as a tuple without repeats; None if there are none. Raises
+    RequestError for other values.
+    """
     return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
 
 
@@ -172,7 +174,9 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a copy of a mapping with at most MAX_EXTRA_ARGS string keys; None if it is empty."""
+    """Return a copy of a mapping with at most MAX_EXTRA_ARGS string keys; None if it is empty. Raises RequestError for
+    other values.
+    """
     if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
         raise refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
     return dict(value) or None
@@ -465,11 +469,12 @@ class SamplingParams(SamplingFields):
     def verify_against(
         self, vocab_size: int, max_logprobs: int, max_model_len: int, has_tokenizer: bool, num_prompt_tokens: int = 1
     ) -> None:
-        """Raise RequestError for values that are valid, but not for this engine and prompt.
+        """Raise RequestError for values that are valid, but not for this engine and prompt: more logprobs than
+        max_logprobs, token ids outside of the vocabulary, texts without a tokenizer, max_tokens above max_model_len, a
+        start beyond the prompt, and min_tokens or a trace for which the prompt leaves no room.
 
         max_logprobs: limit of entries per token, -1 for none. num_prompt_tokens: length of the prompt, 1 if unknown.
-        max_tokens may be at most max_model_len; where it exceeds what the prompt leaves of that, the output ends with
-        "length".
+        max_tokens may exceed what the prompt leaves of max_model_len; the output then ends with "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):

@@ -359,7 +359,8 @@ def is_in_samplers(extension: DeviceExtension) -> bool:
 
 
 class StageExtension:
-    """Part of a capability in a running stage, which holds arrays and runs programs. Sizes are bytes on one device.
+    """Part of a capability in a running stage, which holds arrays and runs programs. Sizes are bytes on one device. A
+    method that is not overridden does nothing, and a size or list is then 0 or empty.
 
     Attributes:
       name: name of the capability.
@@ -437,7 +438,7 @@ class StageExtension:
 
 
 class HostExtension:
-    """Functions of a capability that the engine's loop calls."""
+    """Functions of a capability that the engine's loop calls. Those of this class do nothing."""
 
     def __init__(self, runner: Any):
         """Store the ModelRunner."""

@@ -187,8 +187,11 @@ def read_here(
 ) -> NewWeights:
     """Read this process's parts of new weights, and put them on its devices. Nothing in the engine changes. params,
     options, stop: the arguments of `read_weights`. spread: sends tensors by name to the other processes as they are
-    read; None for a single process. Raises RequestError; and WeightUpdateError, also if the engine sleeps and not all
-    weights are given.
+    read; None for a single process.
+
+    Raises RequestError for "draft" without draft weights, and for chunk_bytes with a folder in device layout;
+    WeightUpdateError for weights that do not fit, for a mapping or donate that the form of params excludes, for params
+    without any tensor of this model, and if the engine sleeps and not all weights are given.
     """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options

@@ -40,7 +40,7 @@ class Rate:
         self.value: float | None = None
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, `amount` in `seconds`; one of 0 seconds is ignored."""
+        """Add a measurement, `amount` in `seconds`, to the moving average `value`; one of 0 seconds is ignored."""
         if seconds > 0:
             new = amount / seconds
             self.value = new if self.value is None else (1 - _WEIGHT) * self.value + _WEIGHT * new
