@@ -54,18 +54,13 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work: unfinished requests or steps in flight. In a pause, only steps in flight and
-        requests whose time has run out count.
-        """
+        """Whether `step` has work: unfinished requests or steps in flight; in a pause, steps and expired requests."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Prepare and queue the requests of a caller's n outputs, and set their `queued_time`.
-
-        If one is refused, those queued before it are finished as aborted, and its RequestError is raised.
-        """
+        """Prepare and queue a caller's n requests. If one is refused, abort those queued and raise its RequestError."""
         added = []
         try:
             for request in requests:
@@ -83,9 +78,7 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request at once; nothing happens if it has ended. stop_reason: the stop string or token id that ended
-        it, if any.
-        """
+        """End a request at once unless it has ended. stop_reason: the stop string or token id that ended it, if any."""
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
@@ -93,20 +86,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Remove a request from `uncounted` and count its end. Does nothing for a request that is not in `uncounted`.
-
-        reason, num_output: what its caller got; None for the request's own.
-        """
+        """Count the end of a request in `uncounted`, once. reason, num_output: what its caller got; None: its own."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step, collect the oldest one if none was dispatched or enough are in flight, and return the
-        results.
-
-        If there is nothing to do, the call waits a short while for the work of extensions, and the result is empty.
-        """
+        """Dispatch a step; collect the oldest if none was or enough are in flight, or wait briefly; return results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -126,9 +112,7 @@ class Engine:
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Apply an extension's events: release ready requests, finish ended ones and add them to output.finished unless
-        they were finished before, finish rejected ones with an error and add them to output.refused.
-        """
+        """Apply an extension's events: release ready requests, end rejected and ended ones and add them to `output`."""
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -140,11 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step, dispatch its forward pass and return it; None in a pause or if no request can run.
-
-        Requests whose time has run out are added to output.finished. Without a step, the extensions' after_forward
-        hooks are called with None, except in a pause.
-        """
+        """Schedule and dispatch a step; return it, None if there is none to run; add expired requests to `output`."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -174,9 +154,7 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Collect the steps whose tokens the newest step's sampler needs and wait for extensions that are not ready,
-        then dispatch the sampler. For a model with an epilogue in its place, only dispatch the epilogue.
-        """
+        """Dispatch the newest step's sampler once the tokens that it needs are known, or its replacement at once."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks
