@@ -85,7 +85,9 @@ class FairQueue:
             self._forget(level)
 
     def first(self) -> Request | None:
-        """Return the next request, without removing it; None if no request waits."""
+        """Return the first request of the waiting client with the smallest counter, among equals of the one whose
+        request came first, without removing it; None if no request waits.
+        """
         if not self.size:
             return None
         waiting = np.flatnonzero(self._head != _NOBODY)

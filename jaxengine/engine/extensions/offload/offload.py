@@ -168,8 +168,8 @@ class Offload(LoopExtension):
         return {"flush_kv_offload": self.flush}
 
     def metrics(self) -> Iterator[Metric | Histogram]:
-        """Yield counters and histograms of pages moved, prefix tokens looked up and preemptions by mode, and gauges of
-        the tiers' sizes.
+        """Yield counters and histograms of pages moved, counters of prefix tokens looked up and of preemptions by mode,
+        and a gauge of host memory's use; with a folder also its bytes, bad files and failed writes.
         """
         orders, tiers = self.orders, self.tiers
         for way in ("load", "store"):
@@ -222,8 +222,8 @@ class Offload(LoopExtension):
         self._save(filled=True)
 
     def _save(self, filled: bool = False) -> None:
-        """Dispatch copies of the pages and snapshots that leave the pools, and clear these orders. filled: also those
-        that steps have filled.
+        """Dispatch copies of the pages and snapshots that leave the pools, and clear these orders; those for which
+        there is no room are dropped and counted. filled: also those that steps have filled.
 
         Keys that are already on their way are skipped. Gives up the folder if the engine's weights are no longer those
         that name it.
