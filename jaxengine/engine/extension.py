@@ -58,7 +58,8 @@ class Loop(NamedTuple):
 
 
 class LoopExtension:
-    """Base class of a capability's part of the engine loop. A subclass overrides the hooks that it needs.
+    """Base class of a capability's part of the engine loop. A subclass overrides the hooks that it needs; the others do
+    nothing, return no events, and let the step go on.
 
     Attributes:
       loop: the engine's runner, scheduler, slot rows and steps in flight; set by `attach`.
