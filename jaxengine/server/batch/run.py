@@ -31,14 +31,14 @@ async def run_lines(
     answer: returns a request's HTTP status and the JSON value of its answer. results: receives each result; a status of
     400 and above is a failure. check: called before a result is stored; raises an error if the engine has failed, so
     that its failure does not become a request's result. done: called after each result was stored, with its line,
-    status and answer. Raises the error of `check`, or OSError if results cannot be written; requests in progress are
-    cancelled then.
+    status and answer. Raises the first error of `answer`, `check` or `done`, or OSError if results cannot be written;
+    requests in progress are cancelled then, and their lines have no result.
     """
     # Sorting parses every body, on a thread since that may take seconds.
     waiting = await asyncio.to_thread(sorted, lines, key=lambda line: line.order, reverse=True)
 
     async def work() -> None:
-        """Answer waiting lines one after another until none is left."""
+        """Answer waiting lines, store each result and report it to `done`, one after another, until none is left."""
         while waiting:
             line = waiting.pop()
             status, said = await answer(line)

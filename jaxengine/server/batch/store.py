@@ -75,8 +75,8 @@ class BatchStore:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """Return the store for a server's options, which have batch_storage_dir. Raises ConfigError if it cannot be
-        used.
+        """Return the store in the folder batch_storage_dir of a server's options, which must have it; the folder is
+        created if it is missing. Raises ConfigError if it cannot be used.
         """
         assert config.batch_storage_dir is not None
         bounds = Bounds(
@@ -258,7 +258,8 @@ class BatchStore:
         """Store a received file under a new id, and return its record.
 
         folder: of its owner. path: its content, which is moved. size: in bytes. lifetime: seconds until it expires, at
-        most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the file.
+        most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the file, with
+        nothing moved; OSError if its record cannot be stored, with the content removed.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
         record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)

@@ -346,7 +346,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             return writer.whole(last)
 
         async def events() -> AsyncGenerator[bytes, None]:
-            """Run the request and yield its events, then the event with the token counts."""
+            """Run the request and yield its events, then the event with the token counts, b"" if none are requested."""
             outputs = engine.stream(prompt, params, name, options)
             async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
                 async for output in outputs:

@@ -15,7 +15,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.lines import URLS
 from jaxengine.server.batch.store import BatchStore, Record, check_lifetime
 from jaxengine.server.http.answer.answers import ABSENT, Answer, answers
-from jaxengine.server.http.batches.lists import Listed, page, there
+from jaxengine.server.http.lists import Listed, page, there
 from jaxengine.server.http.request.fields import TextsByName, at_most
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import ClosedModel, RequestModel

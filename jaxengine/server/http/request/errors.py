@@ -227,8 +227,8 @@ def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
 
 
 def _want(problem: dict[str, Any]) -> str:
-    """Return pydantic's message about a field, preceded by the path of keys and positions within the field, without the
-    branches of unions.
+    """Return pydantic's message about a field, beginning in lower case, preceded by the path of keys and positions
+    within the field, without the branches of unions.
 
     problem: an entry of ValidationError.errors().
     """

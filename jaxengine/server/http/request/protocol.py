@@ -419,8 +419,8 @@ class TextRequest(GenerationRequest):
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """Return the request's fields as SamplingParams; a field that is None gets the model's default. changes: fields
-        of SamplingParams by name that replace these, also by None. Raises RequestError for values that are not allowed,
-        also for n above max_n.
+        of SamplingParams by name that replace these, also by None. With use_beam_search the temperature is always 1, as
+        `beam_params` has the request's. Raises RequestError for values that are not allowed, also for n above max_n.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}

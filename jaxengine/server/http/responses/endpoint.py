@@ -28,6 +28,7 @@ from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
+from jaxengine.server.http.lists import page, there
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.errors import as_api_error, error_body
 from jaxengine.server.http.request.limits import JsonRoute
@@ -46,7 +47,6 @@ from jaxengine.server.http.responses.keeping import (
     Memory,
     check_size,
     read_back,
-    there,
 )
 from jaxengine.server.http.responses.output import ResponseWriter, Said, called
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
@@ -301,7 +301,7 @@ class _Responses:
         if name is None:
             return (), 0
         store, owner = _store(request), _owner(request)
-        if there(await store.find(name, owner), name, "previous_response_id").is_running:
+        if there(await store.find(name, owner), "response", name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
         found, messages = await read_back(store, name, owner, "conversation", held, _joined)
@@ -416,13 +416,7 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
     items = _joined(lists)
     if newest_first:
         items.reverse()
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise RequestError(f"after is {show_value(after)}, which is none of the response's items", param="after")
-    first = 0 if after is None else ids.index(after) + 1
-    page, shown = items[first : first + limit], ids[first : first + limit]
-    ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
-    return encode_json({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
+    return encode_json(page(iter(items), after, limit))
 
 
 def _only(values: list[Any]) -> bytes:
@@ -473,8 +467,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """List the input items of a stored response, at most `limit`, those after the one with id `after`; "desc":
         newest first. Raises RequestError for an unknown `after`, ApiError (404) without a response.
         """
-        page = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
-        return await responses.show(request, response_id, "input", page)
+        listed = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
+        return await responses.show(request, response_id, "input", listed)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
@@ -483,16 +477,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError for one made otherwise, ApiError (404) without a response.
         """
         owner, store = _owner(request), _store(request)
-        if not there(await store.find(response_id, owner), response_id).background:
+        if not there(await store.find(response_id, owner), "response", response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
-        there(await store.stop(response_id, owner), response_id)
+        there(await store.stop(response_id, owner), "response", response_id)
         return await responses.show(request, response_id, "response", _only)
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
         """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
-        there(await _store(request).delete(response_id, _owner(request)), response_id)
+        there(await _store(request).delete(response_id, _owner(request)), "response", response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes
