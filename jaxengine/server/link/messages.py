@@ -17,6 +17,7 @@ from jaxengine.engine.output import EngineOutput, Found, PromptScores
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError, UnknownAdapterError
 from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus
 from jaxengine.scheduler.batches.batch import TokenRows, TokenScores
+from jaxengine.server.link.media_messages import array_bytes
 from jaxengine.server.link.submit_messages import Submit
 
 
@@ -391,9 +392,9 @@ def _token_update(
     """
     update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:
-        update.tokens_scored, update.scores = _bytes(scored, np.int32), _scores(scores)
+        update.tokens_scored, update.scores = array_bytes(scored, np.int32), _scores(scores)
     if vectors is not None:
-        update.vectors = Vectors(vectors.shape[1], _bytes(vectors, np.float32))
+        update.vectors = Vectors(vectors.shape[1], array_bytes(vectors, np.float32))
     return update
 
 
@@ -423,7 +424,7 @@ def _ended(request: Request, handle: int) -> Ended:
         request.queued_time,
         request.first_scheduled_time,
         request.finished_time,
-        None if request.per_step else _bytes(request.output_token_ids, np.int32),
+        None if request.per_step else array_bytes(request.output_token_ids, np.int32),
         request.kv_transfer_params,
     )
 
@@ -444,9 +445,10 @@ def _end(request: Request, ended: Ended) -> Request:
 
 def _scores(scores: TokenScores) -> Scores:
     """Return TokenScores in the form of a message."""
-    ranks, top_ids = _bytes(scores.ranks, np.int32), _bytes(scores.top_ids, np.int32)
-    logprobs, top_logprobs = _bytes(scores.logprobs, np.float32), _bytes(scores.top_logprobs, np.float32)
-    sizes, given = (scores.top_ids.shape[1], scores.given_logprobs.shape[1]), _bytes(scores.given_logprobs, np.float32)
+    ranks, top_ids = array_bytes(scores.ranks, np.int32), array_bytes(scores.top_ids, np.int32)
+    logprobs, top_logprobs = array_bytes(scores.logprobs, np.float32), array_bytes(scores.top_logprobs, np.float32)
+    given = array_bytes(scores.given_logprobs, np.float32)
+    sizes = scores.top_ids.shape[1], scores.given_logprobs.shape[1]
     return Scores(*sizes, logprobs, ranks, top_ids, top_logprobs, given)
 
 
@@ -485,8 +487,3 @@ def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
     for name, own in fields.items():
         rows[name] = own
     return rows
-
-
-def _bytes(array: np.ndarray, dtype: type) -> bytes:
-    """Return an array's values, converted to `dtype` if necessary, as bytes in C order."""
-    return array.astype(dtype, copy=False).tobytes()

@@ -10,7 +10,7 @@ from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.chat.protocol import Messages
 from jaxengine.server.http.request.fields import TemplateVariables, Texts
-from jaxengine.server.http.request.protocol import HINTS, NamedRequest
+from jaxengine.server.http.request.protocol import HINTS, NamedRequest, check_truncation
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
@@ -53,11 +53,7 @@ class PoolingBody(NamedRequest):
         """Return this request after checking it. Raises RequestError for a truncate_prompt_tokens other than -1 and
         integers from 1.
         """
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1", param="truncate_prompt_tokens"
-            )
+        check_truncation(self.truncate_prompt_tokens)
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:

@@ -374,11 +374,7 @@ class TextRequest(GenerationRequest):
         if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
             problem = "prompt_logprob_token_ids is only allowed with prompt_logprobs"
             raise RequestError(problem, param="prompt_logprob_token_ids")
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1", param="truncate_prompt_tokens"
-            )
+        check_truncation(self.truncate_prompt_tokens)
         self._check_beams()
         return self
 
@@ -458,6 +454,13 @@ class TextRequest(GenerationRequest):
         raise RequestError(
             "response_format and structured_outputs are both given; give one", param="structured_outputs"
         )
+
+
+def check_truncation(keep: int | None) -> None:
+    """Raise RequestError for a truncate_prompt_tokens other than -1 and integers from 1. None passes."""
+    if keep is not None and keep != -1 and keep < 1:
+        problem = f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1"
+        raise RequestError(problem, param="truncate_prompt_tokens", value=keep)
 
 
 def check_n(n: int | None, config: ServerConfig) -> None:

@@ -102,7 +102,6 @@ def weight(value: Any) -> int:
     return total
 
 
-
 async def read_back(
     store: Responses, response_id: str, owner: str, part: Part, held: Held, use: Callable[[list[Any]], _T]
 ) -> tuple[Found, _T]:
