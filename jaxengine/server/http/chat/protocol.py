@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.http.request.errors import as_request_error
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, at_most
 from jaxengine.server.http.request.protocol import TEXT_REFUSED, ConversationRequest, RequestModel, TextRequest
 
@@ -125,13 +126,12 @@ class ChatRequest(TextRequest, ConversationRequest):
         """Return a chat request with `fields`, by their names in this class.
 
         text_forms: value of the property of that name; None for none. Raises RequestError for a value that is not
-        allowed, and pydantic's ValidationError for a field of a wrong type.
+        allowed, also for too many messages.
         """
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
-            raised = error.errors()[0].get("ctx", {}).get("error")
-            raise (raised if isinstance(raised, RequestError) else error) from None
+            raise as_request_error(error) from None
         body._text_forms = text_forms or {}
         return body
 

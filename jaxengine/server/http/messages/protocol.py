@@ -174,8 +174,8 @@ class Conversation(RequestModel):
     chat_template_kwargs: TemplateVariables | None = None
 
     def chat_request(self) -> ChatRequest:
-        """Return the equivalent chat completion request. Raises RequestError with this API's field names, and
-        pydantic's ValidationError for a field of a wrong type.
+        """Return the equivalent chat completion request. Raises RequestError with this API's field names, also if it
+        would have too many messages: `system` and each tool result are messages of their own there.
         """
         try:
             return ChatRequest.of(self._chat_fields())

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -125,6 +126,20 @@ def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     return ApiError(500, "internal error of the server")
+
+
+def as_request_error(error: ValidationError) -> RequestError:
+    """Return the RequestError for the first problem of a validation outside of a route: the one that a validator
+    raised, or a new one that names the invalid field.
+    """
+    problem = error.errors()[0]
+    raised = problem.get("ctx", {}).get("error")
+    if isinstance(raised, RequestError):
+        return raised
+    name = str(problem["loc"][0]) if problem["loc"] else "body"
+    said = problem["msg"].removeprefix("Value error, ")
+    text = f"{name} is not valid: {said[:1].lower()}{said[1:]}, got {show_value(problem.get('input'))}"
+    return RequestError(text, param=name)
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
