@@ -76,7 +76,7 @@ class Wanted:
     """Parts of an output that the caller has requested.
 
     Attributes:
-      text, token_ids: of the output.
+      text, token_ids: those of the output.
       logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest tokens at their positions.
       prompt_token_ids, prompt_logprobs, prompt_candidates: the same three parts of the prompt.
     """
@@ -428,7 +428,7 @@ def _name_unknown_field(message: Message, path: str) -> None:
     within it; return if there is none. Only the first MAX_CHAT_MESSAGES messages of a repeated field are searched, and
     no values of maps.
 
-    path: of the message, with a dot at the end; "" for the outermost one.
+    path: the message's, with a dot at the end; "" for the outermost one.
     """
     for unknown in UnknownFieldSet(message):
         field = message.DESCRIPTOR.fields_by_number.get(unknown.field_number)

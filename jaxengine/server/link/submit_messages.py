@@ -59,7 +59,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
     """Return the Submit of a prepared request. The handles are the tags of its sequences.
 
-    number: of the Submit. media: its encoded images; None for a request without images.
+    number: the Submit's number. media: its encoded images; None for a request without images.
     """
     first = prepared.requests[0]
     return Submit(

@@ -40,7 +40,7 @@ class CreateBatch(RequestModel):
       endpoint: route of all requests, one of URLS.
       completion_window: "24h" alone.
       metadata: 16 texts by name, which the batch repeats.
-      output_expires_after: of its output and error file; None for the server's retention.
+      output_expires_after: lifetime of its output and error files; None for the server's retention.
     """
 
     input_file_id: Annotated[str, Field(max_length=128)]

@@ -76,7 +76,7 @@ class ToolChoice(RequestModel):
 
     Attributes:
       type: "any": some tool must be called; "tool": the one of `name`.
-      name: of the tool; only with type "tool".
+      name: the tool's name; only with type "tool".
       disable_parallel_tool_use: at most one call.
     """
 

@@ -65,7 +65,7 @@ class ApiError(HTTPException):
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
-      headers: of the response; None for none.
+      headers: the response's headers; None for none.
       param: the invalid field, as the caller spells it; None for none.
       kept: part of the message that quotes the caller; paths are not removed from it.
     """
@@ -86,7 +86,7 @@ class ApiError(HTTPException):
 
 def abort_error(finish_reason: str | None, stop_reason: Any) -> ApiError:
     """Return (not raise) the error of a request that has no complete answer: 504 for a timeout, 409 for another abort,
-    otherwise 500. finish_reason, stop_reason: of its output.
+    otherwise 500. finish_reason, stop_reason: those of its output.
     """
     if stop_reason == "timeout":
         return ApiError(504, "the request took longer than its timeout")

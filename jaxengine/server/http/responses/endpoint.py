@@ -332,7 +332,7 @@ class _Responses:
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
         """Store a background response as "queued", start its generation as a task, and return this state at once.
-        state: of the application. Raises OverloadedError or EngineDeadError if the response cannot be stored.
+        state: the application's. Raises OverloadedError or EngineDeadError if the response cannot be stored.
         """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
