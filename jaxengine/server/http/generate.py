@@ -37,6 +37,7 @@ from jaxengine.server.http.request.protocol import (
     json_logprob,
     json_position,
     usage,
+    usage_in_stream,
 )
 
 _Numbers: Any = create_model("_Numbers", __base__=ClosedModel, **NUMBERS)
@@ -225,9 +226,7 @@ class _Writer:
         self._model, self._spans = model, SpanWriter()
         self._num_tokens: Counter[int] = Counter()
         self._num_cached_tokens = 0
-        options = body.stream_options or StreamOptions()
-        self._counts_last = bool(options.include_usage) or config.enable_force_include_usage
-        self._counts_always = self._counts_last and bool(options.continuous_usage_stats)
+        self._counts_last, self._counts_always = usage_in_stream(body.stream_options, config)
         self._has_begun = False
 
     def whole(self, output: RequestOutput) -> Response:

@@ -436,14 +436,6 @@ class TextRequest(GenerationRequest):
         asked = self.return_tokens_as_token_ids
         return config.return_tokens_as_token_ids if asked is None else asked
 
-    def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
-        """Return (whether a stream ends with an event with the token counts, whether every event has token counts),
-        from the request's stream_options and enable_force_include_usage.
-        """
-        options = self.stream_options or StreamOptions()
-        last = bool(options.include_usage) or config.enable_force_include_usage
-        return last, last and bool(options.continuous_usage_stats)
-
     def _structure(self) -> dict[str, Any] | None:
         """Return structured_outputs, or the equivalent of response_format; None if neither is given. Raises
         RequestError if both are given.
@@ -454,6 +446,15 @@ class TextRequest(GenerationRequest):
         raise RequestError(
             "response_format and structured_outputs are both given; give one", param="structured_outputs"
         )
+
+
+def usage_in_stream(asked: StreamOptions | None, config: ServerConfig) -> tuple[bool, bool]:
+    """Return (whether a stream ends with an event with the token counts, whether every event has token counts), from a
+    request's stream_options, `asked`, and enable_force_include_usage.
+    """
+    options = asked or StreamOptions()
+    last = bool(options.include_usage) or config.enable_force_include_usage
+    return last, last and bool(options.continuous_usage_stats)
 
 
 def check_truncation(keep: int | None) -> None:

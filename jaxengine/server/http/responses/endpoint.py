@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.scan.events import message_of
@@ -30,6 +30,7 @@ from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.lists import page, there
 from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.request.auth import check_query
 from jaxengine.server.http.request.errors import as_api_error, error_body
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.responses.answers import (
@@ -441,12 +442,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Answer a request: whole, as a stream, or in the background. Raises `_Responses.create`'s errors."""
         return await responses.create(body, request)
 
-    @routes.get("/v1/responses/{response_id}", response_class=Response)
+    @routes.get("/v1/responses/{response_id}", response_class=Response, dependencies=[Depends(check_query)])
     @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
-        """Return a stored response. Raises RequestError for any query parameter, ApiError (404) if there is none."""
-        for name in request.query_params:
-            raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
+        """Return a stored response. Raises ApiError (404) if there is none."""
         return await responses.show(request, response_id, "response", _only)
 
     @routes.post("/v1/responses/input_tokens", response_class=Response)
