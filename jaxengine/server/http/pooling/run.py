@@ -18,7 +18,7 @@ from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
 from jaxengine.server.http.answer.interleave import interleave
-from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody
+from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody, RerankRequest, ScoreRequest
 from jaxengine.server.http.request.errors import abort_error
 from jaxengine.server.http.request.protocol import usage
 
@@ -81,22 +81,30 @@ class PoolingServer:
         return self._cut(ids, body)
 
     async def encode_given(
-        self, given: Sequence[str | list[int]], body: PoolingBody, params: PoolingParams, *, special: bool = True
+        self,
+        given: Sequence[str | list[int]],
+        body: PoolingBody,
+        params: PoolingParams,
+        *,
+        special: bool = True,
+        param: str = "input",
     ) -> list[list[int]]:
         """Return the token ids of each of `given`, texts or lists of token ids, truncated if the request has
         truncate_prompt_tokens. The model's prompt that `params` name is prepended to texts.
 
-        special: whether special tokens are added to texts. Raises RequestError, also for truncate_prompt_tokens above
-        max_model_len, and OverloadedError.
+        special: whether special tokens are added to texts. param: field of `given`, for errors. Raises RequestError,
+        also for truncate_prompt_tokens above max_model_len, and OverloadedError.
         """
         texts = [each for each in given if isinstance(each, str)]
         side = None
         if body.truncate_prompt_tokens is not None:
             side = body.truncation_side or self.engine.inputs.require_pooling().cut_side
-        encoded = iter(await self.encode(texts, params, special=special, cut_side=side) if texts else ())
+        encoded = iter(await self.encode(texts, params, special=special, param=param, cut_side=side) if texts else ())
         return [self._cut(next(encoded) if isinstance(each, str) else each, body) for each in given]
 
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], body: PoolingBody) -> list[str | list[int]]:
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], body: ScoreRequest | RerankRequest
+    ) -> list[str | list[int]]:
         """Return the prompt of each pair of texts (scoring.pair_prompt): a text, or token ids, which are truncated if
         the request has truncate_prompt_tokens. The prompts are made on a thread.
 
@@ -107,9 +115,9 @@ class PoolingServer:
         lengths = [len(one) + len(other) for one, other in pairs]
         if sum(lengths) > most:
             problem = f"the pairs have {sum(lengths)} characters together; allowed: {most} (max_request_bytes)"
-            raise RequestError(problem, param="text_2")
+            raise RequestError(problem, param=body.sides[1])
         if body.truncate_prompt_tokens is None:
-            self._encoder.verify_length(max(lengths), "text_2")
+            self._encoder.verify_length(max(lengths), body.sides[1])
 
         def made() -> list[str | list[int]]:
             """Return the prompts of all pairs."""
