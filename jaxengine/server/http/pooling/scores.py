@@ -36,7 +36,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model = check_model(body.model or None, names)
         name = body.register("score", request)
-        pairs = _limited(pairs_of(*body.texts()), body, config)
+        pairs = _limited(pairs_of(*body.texts(), body.sides), body, config)
 
         async def whole() -> Response:
             """Compute the scores and return the response."""

@@ -255,7 +255,13 @@ async def test_other_paths_stay(app, scoring_app):
     [
         ("/v1/embeddings", {"input": [[200]]}, "input", "input holds the token id 200; allowed: 0 to 127"),
         ("/v1/embeddings", {"input": [[5] * 97]}, "input", "input: prompt is too long: 97 tokens > 96 maximum"),
-        ("/v1/embeddings", {"input": "w5 " * 97}, "prompt", "prompt is too long: 98 tokens > 96 maximum"),
+        ("/v1/embeddings", {"input": "w5 " * 97}, "input", "input: prompt is too long: 98 tokens > 96 maximum"),
+        (
+            "/rerank",
+            {"query": "w5", "documents": ["w5 " * 97]},
+            "documents",
+            "documents: prompt is too long: 98 tokens",
+        ),
         ("/v1/embeddings", {"input": ["w5"] * 9}, "input", "input holds 9 prompts; allowed: 1 to 8"),
         ("/v1/embeddings", {"input": [5, "w5"]}, "input", "input must be a string"),
         ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
@@ -269,7 +275,7 @@ async def test_other_paths_stay(app, scoring_app):
         ("/rerank", {"query": "w5", "documents": []}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": [{"image": "w5"}]}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": ["w5"], "top_n": -1}, "top_n", "top_n is -1"),
-        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "data_1", "as many of both, or one in data_1"),
+        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "text_1", "as many of both, or one in text_1"),
     ],
 )
 async def test_what_is_wrong_is_said(app, path, fields, param, problem):
