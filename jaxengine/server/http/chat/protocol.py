@@ -233,11 +233,3 @@ def text_of(content: Any) -> str:
     listed = content if isinstance(content, list) else ()
     parts = [part.get("text") if isinstance(part, dict) else part for part in listed]
     return "\n".join(part for part in parts if isinstance(part, str))
-
-
-def renamed(error: RequestError, name: str) -> RequestError:
-    """Return a copy of the error with its field replaced by `name`, also at the beginning of the message."""
-    message = str(error)
-    if error.param and message.startswith(error.param):
-        message = name + message[len(error.param) :]
-    return RequestError(message, param=name, value=error.value)

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages
 from jaxengine.server.http.messages.input import left_out_blocks, read_messages
+from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 

@@ -142,6 +142,14 @@ def as_request_error(error: ValidationError) -> RequestError:
     return RequestError(text, param=name)
 
 
+def renamed(error: RequestError, name: str) -> RequestError:
+    """Return a copy of the error with its field replaced by `name`, also at the beginning of the message."""
+    message = str(error)
+    if error.param and message.startswith(error.param):
+        message = name + message[len(error.param) :]
+    return RequestError(message, param=name, value=error.value)
+
+
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return the JSON body of an error in OpenAI's format, with vLLM's values of `type` and the HTTP status as `code`.
     Paths and other internals are removed from the message.

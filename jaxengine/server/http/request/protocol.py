@@ -25,6 +25,7 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most, bias_by_id
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 
@@ -398,7 +399,7 @@ class TextRequest(GenerationRequest):
         """Return the parameters of a beam search; None if the request has none. Raises RequestError for values that are
         not allowed.
 
-        max_tokens: limit of the output; None for max_model_len. width: number of beams; None for n, or 1.
+        max_tokens: limit of the output; None for max_model_len. width: best_of, the number of beams; None for n, or 1.
         """
         if not self.use_beam_search:
             return None
@@ -410,7 +411,12 @@ class TextRequest(GenerationRequest):
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
-        params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+        try:
+            params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+        except RequestError as error:
+            if error.param != "beam_width":
+                raise
+            raise renamed(error, "best_of" if width else "n") from None
         return params
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
