@@ -25,7 +25,15 @@ from jaxengine.server.http.answer.sampling_mass import sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.answer.weight_spans import SpanWriter, WeightVersions
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most, bias_by_id
+from jaxengine.server.http.request.fields import (
+    MAX_OPTIONS,
+    JsonObject,
+    Texts,
+    TokenIds,
+    at_most,
+    bias_by_id,
+    check_n,
+)
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import (
@@ -33,7 +41,6 @@ from jaxengine.server.http.request.protocol import (
     ClosedModel,
     NamedRequest,
     StreamOptions,
-    check_n,
     json_logprob,
     json_position,
     usage,

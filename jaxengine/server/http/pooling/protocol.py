@@ -9,8 +9,8 @@ from pydantic import Field, SkipValidation, model_validator
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.chat.protocol import Messages
-from jaxengine.server.http.request.fields import TemplateVariables, Texts
-from jaxengine.server.http.request.protocol import HINTS, NamedRequest, check_truncation
+from jaxengine.server.http.request.fields import TemplateVariables, Texts, check_truncation
+from jaxengine.server.http.request.protocol import HINTS, NamedRequest
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]

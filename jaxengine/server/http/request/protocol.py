@@ -26,7 +26,16 @@ from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.request.errors import renamed
-from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most, bias_by_id
+from jaxengine.server.http.request.fields import (
+    MAX_OPTIONS,
+    JsonObject,
+    Texts,
+    TokenIds,
+    at_most,
+    bias_by_id,
+    check_n,
+    check_truncation,
+)
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 
 _MAX_USER = 1024  # characters, as logs and answers repeat it
@@ -461,19 +470,6 @@ def usage_in_stream(asked: StreamOptions | None, config: ServerConfig) -> tuple[
     options = asked or StreamOptions()
     last = bool(options.include_usage) or config.enable_force_include_usage
     return last, last and bool(options.continuous_usage_stats)
-
-
-def check_truncation(keep: int | None) -> None:
-    """Raise RequestError for a truncate_prompt_tokens other than -1 and integers from 1. None passes."""
-    if keep is not None and keep != -1 and keep < 1:
-        problem = f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1"
-        raise RequestError(problem, param="truncate_prompt_tokens", value=keep)
-
-
-def check_n(n: int | None, config: ServerConfig) -> None:
-    """Raise RequestError for a number of outputs below 1 or above the server's max_n. None passes."""
-    if n is not None and not 1 <= n <= config.max_n:
-        raise RequestError(f"n is {show_value(n)}; allowed: 1 to {config.max_n}", param="n", value=n)
 
 
 def json_logprob(logprob: float) -> float:

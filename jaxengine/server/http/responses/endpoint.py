@@ -302,7 +302,7 @@ class _Responses:
         if name is None:
             return (), 0
         store, owner = _store(request), _owner(request)
-        if there(await store.find(name, owner), "response", name, "previous_response_id").is_running:
+        if there(await store.find(name, owner), "stored response", name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
         found, messages = await read_back(store, name, owner, "conversation", held, _joined)
@@ -476,16 +476,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError for one made otherwise, ApiError (404) without a response.
         """
         owner, store = _owner(request), _store(request)
-        if not there(await store.find(response_id, owner), "response", response_id).background:
+        if not there(await store.find(response_id, owner), "stored response", response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
-        there(await store.stop(response_id, owner), "response", response_id)
+        there(await store.stop(response_id, owner), "stored response", response_id)
         return await responses.show(request, response_id, "response", _only)
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
         """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
-        there(await _store(request).delete(response_id, _owner(request)), "response", response_id)
+        there(await _store(request).delete(response_id, _owner(request)), "stored response", response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes
