@@ -114,7 +114,7 @@ class ServerConfig:
       read_timeout: seconds in which the headers of a request must arrive, and the same for its body, with one more for
         each 256 KiB received. An idle connection is closed after this time, too.
       max_connections: connections to each API process. Beyond them, the one that has waited longest for a request is
-        closed, or the new one if none is waiting. None: 10,000, or what the system's limit of open files allows.
+        closed, or the new one if none is waiting. None: 10,000. The system's limit of open files may allow fewer.
       max_request_bytes: largest body of a request.
       max_stored_responses: responses of /v1/responses that are stored at a time, of all clients. Beyond it, and beyond
         max_stored_bytes, the client that has most loses its oldest.
@@ -338,10 +338,11 @@ class ServerConfig:
 
 
 def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
-    """Return the keys in a file, one on each line, without surrounding white space; () if `path` is None.
+    """Return the keys in a file, one on each line, without surrounding white space; () if `path` is None. Empty lines
+    are skipped.
 
-    name: of the option, for errors. Raises ConfigError for a file that cannot be read, that others may write, or that
-    has no key.
+    name: the option's name, for errors. Raises ConfigError for a file that cannot be read or is not text, that every
+    user may write, or that has no key.
     """
     if path is None:
         return ()

@@ -75,7 +75,7 @@ class LineError(ConfigError):
     def at(cls, path: str, number: int | None, problem: str) -> LineError:
         """Return the error for a problem with a file or one of its lines, with `number` and `problem` set.
 
-        number: of the line, from 1; None for the file as a whole.
+        number: the line's number, from 1; None for the file as a whole.
         """
         where, advice = path, "give a file with one JSON object a line"
         if number is not None:
@@ -120,7 +120,8 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
 
 
 def _read_line(path: str, number: int, text: bytes) -> BatchLine:
-    """Return the request on a line of an input file. number: of the line, from 1; a byte order mark may begin line 1.
+    """Return the request on a line of an input file. number: the line's number, from 1; a byte order mark may begin
+    line 1.
 
     Raises LineError unless the line is a JSON object with a custom_id of 1 to MAX_ID_CHARS characters, the method
     "POST", one of URLS, and a body that does not request a stream.

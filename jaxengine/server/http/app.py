@@ -149,7 +149,7 @@ def cors(origins: Sequence[str]) -> dict[str, Any]:
 
 def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:
     """Return the application of metrics_port: /metrics and the routes of operations.router, open to everybody without a
-    key. traffic: of the whole server.
+    key. traffic: the whole server's.
     """
     limits = Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout)
     app = FastAPI(middleware=[limits], docs_url=None, redoc_url=None, openapi_url=None)
@@ -213,7 +213,7 @@ class TrafficMiddleware:
     `state["request_id"]` and in the response's headers. `state["unique_id"]` is unique in the engine.
     `state["arrival"]`, in seconds of time.monotonic, keeps the value that the reader of the headers has set, if any.
     `state["priority"]`, the most urgent priority that the request may have, is None for no limit unless a caller in
-    this process has set it. root_path: of the server, without "/" at its end.
+    this process has set it. root_path: the server's, without "/" at its end.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):

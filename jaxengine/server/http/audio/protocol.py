@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.http.request.errors import as_request_error
 from jaxengine.server.http.request.form import FILE, Form
 from jaxengine.server.http.request.protocol import HINTS, NUMBERS, NamedRequest
 
@@ -112,10 +113,4 @@ def read_request(form: Form, request: Request) -> TranscriptionRequest:
     try:
         return TranscriptionRequest(**{name: value for name, value in values.items() if name in known})
     except ValidationError as error:
-        problem = error.errors()[0]
-        raised = problem.get("ctx", {}).get("error")
-        if isinstance(raised, RequestError):
-            raise raised from None
-        name = str(problem["loc"][0]) if problem["loc"] else "form"
-        text = f"{name} is not valid: {problem['msg'].lower()}, got {show_value(problem.get('input'))}"
-        raise RequestError(text, param=name) from None
+        raise as_request_error(error) from None

@@ -17,7 +17,7 @@ from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, NamedTool, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.request.protocol import usage
+from jaxengine.server.http.request.protocol import usage, usage_in_stream
 
 
 class ChatAnswer:
@@ -90,7 +90,7 @@ class ChatAnswer:
         choice have its role and the text for `echo`. If the request asks for usage, each event has the token counts of
         its choice so far, or a last event has those of all choices. Raises the errors of ChatRun.pieces.
         """
-        last, always = self._body.usage_in_stream(self._config)
+        last, always = usage_in_stream(self._body.stream_options, self._config)
         num_tokens: dict[int, int] = {}
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             async for output, outputs in pieces:

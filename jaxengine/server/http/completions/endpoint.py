@@ -35,7 +35,7 @@ from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.load_header import with_load
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.limits import JsonRoute
-from jaxengine.server.http.request.protocol import NULL_CHOICE, usage
+from jaxengine.server.http.request.protocol import NULL_CHOICE, usage, usage_in_stream
 
 
 class _Completion:
@@ -160,7 +160,7 @@ class _Completion:
         """
         num_tokens: Counter[int] = Counter()
         writer = self._writer()
-        last, always = self.body.usage_in_stream(self._config)
+        last, always = usage_in_stream(self.body.stream_options, self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
                 events = []

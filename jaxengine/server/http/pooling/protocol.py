@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
 
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.chat.protocol import Messages
-from jaxengine.server.http.request.fields import TemplateVariables, Texts
+from jaxengine.server.http.request.fields import TemplateVariables, Texts, check_truncation
 from jaxengine.server.http.request.protocol import HINTS, NamedRequest
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
@@ -53,11 +53,7 @@ class PoolingBody(NamedRequest):
         """Return this request after checking it. Raises RequestError for a truncate_prompt_tokens other than -1 and
         integers from 1.
         """
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1", param="truncate_prompt_tokens"
-            )
+        check_truncation(self.truncate_prompt_tokens)
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
@@ -161,17 +157,23 @@ class ScoreRequest(PoolingBody):
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
 
-    def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """Return the texts of both sides, each a single text or a list, as given. Raises RequestError unless exactly
-        the two fields of one pair in _PAIRS are given.
+    @property
+    def sides(self) -> tuple[str, str]:
+        """Names of the two fields with texts, one pair in _PAIRS. Raises RequestError unless exactly one pair is
+        given.
         """
         names = {name for pair in _PAIRS for name in pair}
         given = {name for name in names if getattr(self, name) is not None}
-        for first, second in _PAIRS:
-            if given == {first, second}:
-                return getattr(self, first), getattr(self, second)
+        for pair in _PAIRS:
+            if given == {*pair}:
+                return pair
         allowed = " or ".join(" and ".join(pair) for pair in _PAIRS)
         raise RequestError(f"give {allowed}, got {', '.join(sorted(given)) or 'none of them'}", param="text_1")
+
+    def texts(self) -> tuple[str | list[str], str | list[str]]:
+        """Return the texts of both sides, each a single text or a list, as given. Raises the error of `sides`."""
+        first, second = self.sides
+        return getattr(self, first), getattr(self, second)
 
 
 class RerankRequest(PoolingBody):
@@ -181,8 +183,10 @@ class RerankRequest(PoolingBody):
       documents: texts, or objects with a "text".
       top_n: number of best results to return; 0 or none: all.
       return_documents: whether results include the texts; default true.
+      sides: names of the two fields with texts, as in ScoreRequest.
     """
 
+    sides: ClassVar[tuple[str, str]] = ("query", "documents")
     refused = {**_SCORES_REFUSED, "max_chunks_per_doc": (), "rank_fields": ()}
 
     query: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, TokenLogprob
+from jaxengine.server.http.lists import Listed
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -225,12 +226,8 @@ class ResponseTokens(Answer):
     input_tokens: int
 
 
-class InputItems(Answer):
-    object: Literal["list"]
+class InputItems(Listed):
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedResponse(Answer):

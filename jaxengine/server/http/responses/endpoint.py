@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.scan.events import message_of
@@ -28,7 +28,9 @@ from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
+from jaxengine.server.http.lists import page, there
 from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.request.auth import check_query
 from jaxengine.server.http.request.errors import as_api_error, error_body
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.responses.answers import (
@@ -46,7 +48,6 @@ from jaxengine.server.http.responses.keeping import (
     Memory,
     check_size,
     read_back,
-    there,
 )
 from jaxengine.server.http.responses.output import ResponseWriter, Said, called
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
@@ -301,7 +302,7 @@ class _Responses:
         if name is None:
             return (), 0
         store, owner = _store(request), _owner(request)
-        if there(await store.find(name, owner), name, "previous_response_id").is_running:
+        if there(await store.find(name, owner), "stored response", name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
         found, messages = await read_back(store, name, owner, "conversation", held, _joined)
@@ -332,7 +333,7 @@ class _Responses:
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
         """Store a background response as "queued", start its generation as a task, and return this state at once.
-        state: of the application. Raises OverloadedError or EngineDeadError if the response cannot be stored.
+        state: the application's. Raises OverloadedError or EngineDeadError if the response cannot be stored.
         """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
@@ -416,13 +417,7 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
     items = _joined(lists)
     if newest_first:
         items.reverse()
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise RequestError(f"after is {show_value(after)}, which is none of the response's items", param="after")
-    first = 0 if after is None else ids.index(after) + 1
-    page, shown = items[first : first + limit], ids[first : first + limit]
-    ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
-    return encode_json({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
+    return encode_json(page(iter(items), after, limit))
 
 
 def _only(values: list[Any]) -> bytes:
@@ -447,12 +442,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Answer a request: whole, as a stream, or in the background. Raises `_Responses.create`'s errors."""
         return await responses.create(body, request)
 
-    @routes.get("/v1/responses/{response_id}", response_class=Response)
+    @routes.get("/v1/responses/{response_id}", response_class=Response, dependencies=[Depends(check_query)])
     @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
-        """Return a stored response. Raises RequestError for any query parameter, ApiError (404) if there is none."""
-        for name in request.query_params:
-            raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
+        """Return a stored response. Raises ApiError (404) if there is none."""
         return await responses.show(request, response_id, "response", _only)
 
     @routes.post("/v1/responses/input_tokens", response_class=Response)
@@ -473,8 +466,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """List the input items of a stored response, at most `limit`, those after the one with id `after`; "desc":
         newest first. Raises RequestError for an unknown `after`, ApiError (404) without a response.
         """
-        page = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
-        return await responses.show(request, response_id, "input", page)
+        listed = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
+        return await responses.show(request, response_id, "input", listed)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
@@ -483,16 +476,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError for one made otherwise, ApiError (404) without a response.
         """
         owner, store = _owner(request), _store(request)
-        if not there(await store.find(response_id, owner), response_id).background:
+        if not there(await store.find(response_id, owner), "stored response", response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
-        there(await store.stop(response_id, owner), response_id)
+        there(await store.stop(response_id, owner), "stored response", response_id)
         return await responses.show(request, response_id, "response", _only)
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
         """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
-        there(await _store(request).delete(response_id, _owner(request)), response_id)
+        there(await _store(request).delete(response_id, _owner(request)), "stored response", response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
+from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, TokenIds, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 from jaxengine.server.http.responses.tools import (

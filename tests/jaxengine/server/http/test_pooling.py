@@ -195,6 +195,7 @@ async def test_scores_of_pairs(scoring_app, app, path):
     assert both.status == 400 and "give text_1 and text_2 or queries and documents" in both.error["message"]
     many = await post(scoring_app, path, text_1="w5 ", text_2=["w6"] * 9)
     assert many.status == 400 and "there are 9 pairs of texts; allowed: 1 to 8" in many.error["message"]
+    assert many.error["param"] == "text_2"
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -211,6 +212,9 @@ async def test_documents_in_order_of_their_scores(scoring_app, app, path):
     assert set(answer.json) == {"id", "model", "results", "usage"}
     bare = await post(scoring_app, path, query="w5 w9 ", documents=documents, return_documents=False)
     assert len(bare.json["results"]) == 3 and "document" not in bare.json["results"][0]
+    for each in (scoring_app, app):
+        long = await post(each, path, query="w5 ", documents=["w6 " * 10_000])
+        assert long.status == 400 and long.error["param"] == "documents", long.body
     # An embedder orders them by the cosine.
     one, *others = await vectors(app, input=["w5 w9 ", *texts])
     answer = await post(app, path, query="w5 w9 ", documents=documents)
@@ -251,7 +255,13 @@ async def test_other_paths_stay(app, scoring_app):
     [
         ("/v1/embeddings", {"input": [[200]]}, "input", "input holds the token id 200; allowed: 0 to 127"),
         ("/v1/embeddings", {"input": [[5] * 97]}, "input", "input: prompt is too long: 97 tokens > 96 maximum"),
-        ("/v1/embeddings", {"input": "w5 " * 97}, "prompt", "prompt is too long: 98 tokens > 96 maximum"),
+        ("/v1/embeddings", {"input": "w5 " * 97}, "input", "input: prompt is too long: 98 tokens > 96 maximum"),
+        (
+            "/rerank",
+            {"query": "w5", "documents": ["w5 " * 97]},
+            "documents",
+            "documents: prompt is too long: 98 tokens",
+        ),
         ("/v1/embeddings", {"input": ["w5"] * 9}, "input", "input holds 9 prompts; allowed: 1 to 8"),
         ("/v1/embeddings", {"input": [5, "w5"]}, "input", "input must be a string"),
         ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
@@ -265,7 +275,7 @@ async def test_other_paths_stay(app, scoring_app):
         ("/rerank", {"query": "w5", "documents": []}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": [{"image": "w5"}]}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": ["w5"], "top_n": -1}, "top_n", "top_n is -1"),
-        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "data_1", "as many of both, or one in data_1"),
+        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "text_1", "as many of both, or one in text_1"),
     ],
 )
 async def test_what_is_wrong_is_said(app, path, fields, param, problem):
