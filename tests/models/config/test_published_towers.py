@@ -147,12 +147,6 @@ MISTRAL3: dict[str, Any] = {
     },
     "vision_feature_layer": -1,
 }
-# mistral-community/pixtral-12b without the hidden states that its own file names.
-PIXTRAL: dict[str, Any] = {
-    "architectures": ["LlavaForConditionalGeneration"],
-    "text_config": {"hidden_size": 5120, "model_type": "mistral", "num_hidden_layers": 40, "vocab_size": 131072},
-    "vision_config": {"image_size": 1024, "model_type": "pixtral", "patch_size": 16},
-}
 # moonshotai/Kimi-VL-A3B-Instruct
 KIMI_VL: dict[str, Any] = {
     "architectures": ["KimiVLForConditionalGeneration"],
@@ -455,8 +449,6 @@ def test_models_that_read_documents():
             {"head_dim": 32},
             "head_dim must be hidden_size / num_attention_heads = 64, got 32",
         ),
-        (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
-        (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
         (DOTS, "vision_config", {"is_causal": True}, "is_causal must be false or absent, got True"),
         (DOTS, "vision_config", {"hidden_size": 8}, "hidden_size must be that of the text, 1536, got 8"),
         (PADDLE, "vision_config", {"spatial_merge_size": 9}, "spatial_merge_size must be 1 to 8, got 9"),
