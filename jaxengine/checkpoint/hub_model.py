@@ -30,6 +30,7 @@ OTHER_FILES = (
     "*.tiktoken",
     "tiktoken.model",
     "vocab.txt",
+    "merges.txt",
 )
 # Weights of a pooling model's modules, which sentence-transformers writes into separate folders.
 _MODULES = "[0-9]_*/model.safetensors"
