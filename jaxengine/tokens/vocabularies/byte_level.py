@@ -38,9 +38,11 @@ _ROBERTA = ByteLevelKind(
 )
 _CLASSES = {"GPT2": _GPT2, "CodeGen": _GPT2, "Whisper": _GPT2, "Roberta": _ROBERTA}
 # Values of config.json's model_type with these kinds, where no file names a class.
-_LIKE_GPT2: tuple[str, ...] = ("gpt2", "gpt_neo", "gptj", "gpt_bigcode", "opt", "codegen", "phi", "whisper")
-_LIKE_ROBERTA: tuple[str, ...] = ("roberta", "data2vec-text")
-_MODEL_TYPES = dict.fromkeys(_LIKE_GPT2, _GPT2) | dict.fromkeys(_LIKE_ROBERTA, _ROBERTA)
+_LIKE_GPT2 = ("gpt2", "gpt_neo", "gptj", "gpt_bigcode", "opt", "codegen", "phi", "whisper")
+_MODEL_TYPES: dict[str, ByteLevelKind] = {
+    **dict.fromkeys(_LIKE_GPT2, _GPT2),
+    **dict.fromkeys(("roberta", "data2vec-text"), _ROBERTA),
+}
 
 
 def kind_of(class_name: Any, model_type: Any) -> ByteLevelKind | None:
