@@ -31,6 +31,7 @@ OTHER_FILES = (
     "tiktoken.model",
     "vocab.txt",
     "merges.txt",
+    "sentencepiece.bpe.model",
 )
 # Weights of a pooling model's modules, which sentence-transformers writes into separate folders.
 _MODULES = "[0-9]_*/model.safetensors"

@@ -1,8 +1,8 @@
 """Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or a vocabulary alone, and related files.
 
 Vocabularies that are read without a tokenizer.json are BERT's vocab.txt, GPT-2's vocab.json with merges.txt,
-SentencePiece's tokenizer.model and tiktoken's ranks. All files are treated as data: code that they name (auto_map) is
-not run, and tokenizer_class only decides how a vocabulary is read.
+SentencePiece's tokenizer.model, also as XLM-RoBERTa has it, and tiktoken's ranks. All files are treated as data: code
+that they name (auto_map) is not run, and tokenizer_class only decides how a vocabulary is read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import RobertaProcessing
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, read_bytes, read_object, read_text
@@ -29,7 +30,7 @@ from jaxengine.tokens.vocabularies.pieces import (
     byte_pair_pieces,
     unigram_pieces,
 )
-from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece
+from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece, with_fairseq_ids
 from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is_tiktoken, read_tiktoken
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
@@ -37,7 +38,8 @@ MAX_TOKENIZER_BYTES = 1 << 28
 MAX_VOCABULARY_BYTES = 1 << 25  # largest size of a vocabulary file; known ones have some MiB
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-PIECES = "tokenizer.model"
+PIECES, XLM_PIECES = "tokenizer.model", "sentencepiece.bpe.model"
+XLM_CLASSES = ("XLMRobertaTokenizer", "XLMRobertaTokenizerFast")
 # Tokenizer classes that split texts as SentencePiece does and number tokens as the file does. None: no class is named.
 PIECES_CLASSES = (
     None,
@@ -65,7 +67,8 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     config = read_object(folder, CONFIG) or {}
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
-        found = _of_ranks(folder, config) or _of_pieces(folder, config) or _of_byte_level(folder, config)
+        ways = (_of_ranks, _of_pieces, _of_byte_level, _of_fairseq)
+        found = next((one for read in ways if (one := read(folder, config)) is not None), None)
         tokenizer, config = found or _of_word_pieces(folder, config)
     else:
         with rust_errors(folder / TOKENIZER):
@@ -211,6 +214,28 @@ def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dic
         if begin or end:
             tokenizer.post_processor = with_ends(begin, end)
     return tokenizer, texts | config
+
+
+def _of_fairseq(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+    """Return the tokenizer of XLM-RoBERTa's SentencePiece file, which numbers tokens as fairseq does, and a copy of
+    `config` with its special tokens. Returns None if the folder lacks the file, and for other classes.
+
+    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    """
+    named, model_type = _classes(folder, config)
+    is_xlm = named in XLM_CLASSES if named is not None else model_type == "xlm-roberta"
+    source = read_bytes(folder, XLM_PIECES, MAX_VOCABULARY_BYTES) if is_xlm else None
+    if source is None:
+        return None
+    found, is_unigram, _ = read_sentencepiece(source, folder / XLM_PIECES)
+    if not is_unigram or len(found.names) < 4:
+        raise ModelFileError(folder / XLM_PIECES, "must be a unigram model of more than its special tokens")
+    with rust_errors(folder / XLM_PIECES):
+        tokenizer = unigram_pieces(pieces := with_fairseq_ids(found))
+        add_marked_tokens(tokenizer, pieces.names, pieces.types)
+        tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0), True, False)
+    named_tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return tokenizer, named_tokens | config
 
 
 def _classes(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
