@@ -201,6 +201,7 @@ _ENCODER_MODULES = {
     "BertModel": "bert",
     "RobertaModel": "roberta",
     "XLMRobertaModel": "roberta",
+    "XLMRobertaFlashModel": "xlm_roberta_flash",
     "DistilBertModel": "distilbert",
     "ModernBertModel": "modernbert",
     "NomicBertModel": "nomic_bert",

@@ -95,9 +95,11 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
 
 
 def _read_pixtral(fields: ConfigFields) -> TowerConfig:
-    """Return the config of Pixtral's tower, of which LLaVA's class must use all embeddings. Raises ModelConfigError for
-    wrong fields, and for a vision_feature_select_strategy other than "full".
+    """Return the config of Pixtral's tower, of whose last hidden states LLaVA's class must use all. Raises
+    ModelConfigError for wrong fields, and unless `vision_feature_layer` and `vision_feature_select_strategy`, which are
+    others by default, say so.
     """
+    fields = fields.with_defaults(vision_feature_layer=-2, vision_feature_select_strategy="default")
     fields.require(vision_feature_select_strategy="full")
     return read_pixtral(fields)
 

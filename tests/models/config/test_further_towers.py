@@ -62,6 +62,14 @@ def test_granite_vision():
     assert read_hf(llama).architecture == "LlavaNextForConditionalGeneration"
 
 
+# mistral-community/pixtral-12b without the hidden states that its own file names.
+PIXTRAL: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "text_config": {"hidden_size": 5120, "model_type": "mistral", "num_hidden_layers": 40, "vocab_size": 131072},
+    "vision_config": {"image_size": 1024, "model_type": "pixtral", "patch_size": 16},
+}
+
+
 @each_row(
     ("raw", "where", "change", "message"),
     [
@@ -85,6 +93,8 @@ def test_granite_vision():
         (HUNYUAN, "vision_config", {"spatial_merge_size": 9}, "spatial_merge_size must be 1 to 8, got 9"),
         (HUNYUAN, "vision_config", {"max_image_size": 8192}, "image_size must be an integer >= 1 and <= 4096"),
         (ERNIE, "vision_config", {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06 or absent"),
+        (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
+        (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
     ],
 )
 def test_refused(raw: dict[str, Any], where: str | None, change: dict[str, Any], message: str):
