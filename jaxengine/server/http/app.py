@@ -45,7 +45,7 @@ from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.chat.run import COUNT_PARSED
 from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.messages import endpoint as messages
-from jaxengine.server.http.pooling import embeddings, scores
+from jaxengine.server.http.pooling import cohere, embeddings, scores
 from jaxengine.server.http.request import errors
 from jaxengine.server.http.request.arrival import LimitsMiddleware
 from jaxengine.server.http.request.auth import AuthMiddleware
@@ -75,7 +75,7 @@ GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     messages.router,
     audio.router,
 )
-POOLING = (embeddings.router, scores.router)
+POOLING = (embeddings.router, cohere.router, scores.router)
 ROUTERS = (
     *GENERATING,
     *POOLING,

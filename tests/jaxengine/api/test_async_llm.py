@@ -50,6 +50,9 @@ def test_kinds_of_output(engine):
         assert sum((output.outputs[0].token_ids for output in delta), []) == reference
         for outputs in (cumulative, delta):
             assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        longest = engine.inputs.config.max_model_len
+        whole = (await collect(engine, GREEDY.clone_with(max_tokens=longest + 1)))[-1].outputs[0]
+        assert (len(whole.token_ids), whole.finish_reason) == (longest - 5, "length")
 
     asyncio.run(run())
 

@@ -34,8 +34,11 @@ def test_requests_are_added_and_stepped(engine, tiny_options):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for number, prompt in enumerate(PROMPTS):
         assert engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, params, time.time()) == f"r{number}"
-    assert engine.get_num_unfinished_requests() == 3
+    longest = engine.core.inputs.config.max_model_len
+    engine.add_request("whole", {"prompt_token_ids": [5]}, params.clone_with(max_tokens=longest + 1))
+    assert engine.get_num_unfinished_requests() == 4
     outputs, errors = run(engine)
+    assert len(outputs.pop("whole")[-1].outputs[0].token_ids) == longest - 1
     with LLM.from_engine_args(EngineArgs(**tiny_options)) as llm:
         wanted = llm.generate(PROMPTS, params, False)  # use_tqdm by position, as in vLLM
         with pytest.raises(RequestError, match="lora"):
