@@ -114,7 +114,7 @@ _SWITCHES = """
     return_sampling_mask skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
-    allow_credentials disable_fastapi_docs enable_log_outputs enable_per_request_metrics enable_ssl_refresh
+    allow_credentials disable_fastapi_docs enable_log_outputs enable_ssl_refresh
     headless
 """
 _UNSET = """

@@ -152,6 +152,8 @@ class ServerConfig:
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
+      enable_per_request_metrics: add times of the request to answers with one output, as `metrics`: to whole ones, and
+        to the event of a stream with the usage.
       disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
         /status.json only when they fail.
       log_format: "text", vLLM's lines, or "json", an object in each line, with time, level, process, pid, logger, place
@@ -226,6 +228,7 @@ class ServerConfig:
     enable_tokenizer_info_endpoint: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
     disable_access_log: bool = False
     log_format: str = "text"
     enable_log_requests: bool = False
