@@ -165,7 +165,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "mamba_cache_mode": ("none",),
     "mamba_cache_philox_rounds": (0,),
     "mamba_ssm_cache_dtype": ("auto",),
-    "middleware": ([],),
     "mm_device_do_normalize": (True,),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
     "mm_hasher_algorithm": ("blake3",),

@@ -117,7 +117,7 @@ class ResponseAnswer(Answer):
     prompt: None
     input_messages: list[RawMessage] | None
     output_messages: list[RawMessage] | None
-    metrics: RequestTimes | None
+    metrics: RequestTimes = ABSENT
     metadata: dict[str, str]
     parallel_tool_calls: bool
     presence_penalty: float

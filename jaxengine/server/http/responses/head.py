@@ -30,7 +30,7 @@ def response_head(
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         # Null as in vLLM: the first two are not taken, and the others are known at the end.
-        **dict.fromkeys(("max_tool_calls", "prompt", "input_messages", "output_messages", "metrics")),
+        **dict.fromkeys(("max_tool_calls", "prompt", "input_messages", "output_messages")),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "presence_penalty": params.presence_penalty,
