@@ -109,7 +109,7 @@ def there(found: _T | None, response_id: str, param: str = "response_id") -> _T:
     param: the field that names the response.
     """
     if found is None:
-        raise ApiError(404, f"there is no stored response {show_value(response_id)}", param=param)
+        raise ApiError(404, f"Response with id {show_value(response_id)} not found.", param=param)
     return found
 
 
