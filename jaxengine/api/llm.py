@@ -334,6 +334,7 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -374,7 +375,7 @@ class LLM(WeightMethods, VllmMethods):
                 )
                 for conversation, media in read
             ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority=priority)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""

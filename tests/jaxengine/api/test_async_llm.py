@@ -91,6 +91,12 @@ def test_abort_ends_the_stream(engine):
         outputs = [output async for output in stream]
         assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
         await engine.abort("nobody")
+        streams = [engine.generate(PROMPT, GREEDY.clone_with(max_tokens=90), name) for name in "ab"]
+        for each in streams:
+            await anext(each)
+        await engine.abort(["a", "b"])
+        for each in streams:
+            assert [output.outputs[0].finish_reason async for output in each][-1] == "abort"
         await idle(engine)
 
     asyncio.run(run())
