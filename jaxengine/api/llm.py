@@ -24,7 +24,7 @@ from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.stats.metric_types import Histogram, Metric
+from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.output.outputs import RequestOutput
@@ -387,7 +387,7 @@ class LLM(WeightMethods, VllmMethods):
         """
         return self._core.inputs.default_sampling_params()
 
-    def get_metrics(self) -> list[Metric | Histogram]:
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counters, gauges and histograms, each with a name and its values."""
         with self._lock:
             return self.core.metrics.collect()

@@ -18,7 +18,7 @@ from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.stats.metric_types import Histogram, Metric
+from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.output.outputs import AnyOutput
 from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.params.options import RequestOptions, within_context
@@ -136,7 +136,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
         return self.core.inputs.require_tokenizer().hf
 
-    def get_metrics(self) -> list[Metric | Histogram]:
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counters, gauges and histograms, each with a name and its values."""
         return self.core.metrics.collect()
 
