@@ -32,8 +32,9 @@ def _imported(name: str) -> Middleware:
         problem = f"middleware has {name!r}, which cannot be imported: {error}"
         advice = "give module.NAME of a module on sys.path (PYTHONPATH)"
         raise ConfigError.because("middleware", problem, advice) from error
-    if inspect.isclass(found):
-        return Middleware(found)
+    if isinstance(found, type):
+        factory: Any = found
+        return Middleware(factory)
     if inspect.iscoroutinefunction(found):
         return Middleware(BaseHTTPMiddleware, dispatch=found)
     raise ConfigError("middleware", name, "names of classes and of coroutine functions")
