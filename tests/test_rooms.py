@@ -355,8 +355,8 @@ ROOMS = {
         "server.http.answer server.http"
     ),
     "server.http.responses": (
-        "scheduler.base tokens media.fetching media parsers.scan parsers.tools requests.params api server.base "
-        "server.stored server.http.request server.http.answer server.http server.http.chat"
+        "scheduler.base tokens media.fetching media parsers.scan parsers.tools requests.params requests.output api "
+        "server.base server.stored server.http.request server.http.answer server.http server.http.chat"
     ),
     "server.http.messages": (
         "scheduler.base tokens media parsers.scan requests.params requests.output api server.base "

@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"
         print(f"jaxengine: error: {needed}", file=sys.stderr)
         return 2
+    from jaxengine.server.base.given_middleware import given_middleware
     from jaxengine.server.batch.store import BatchStore
     from jaxengine.server.observe.spans import check_endpoint
     from jaxengine.server.processes.supervisor import Supervisor
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     server.admin_keys()
     check_endpoint(server.otlp_traces_endpoint)
     check_certificates(server)
+    given_middleware(server.middleware)
     return Supervisor(server, engine).run()
 
 

@@ -12,7 +12,7 @@ from jaxengine.drafts.registry import proposer_of
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
-from jaxengine.engine.stats.metric_types import Counter
+from jaxengine.engine.stats.metric_types import Counter, Vector
 from jaxengine.scheduler.base.config import SchedulerConfig
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
@@ -126,14 +126,14 @@ class Drafts(LoopExtension):
         most = max(batch.num_rows for batch in batches)
         self.loop.scheduler.extension(NAME).width.observe(step.step.width, most, accepted, step.seconds)
 
-    def metrics(self) -> Iterator[Counter]:
+    def metrics(self) -> Iterator[Counter | Vector]:
         stats = self.stats
         yield Counter("vllm:spec_decode_num_drafts", stats.num_drafts)
         yield Counter("vllm:spec_decode_num_draft_tokens", stats.num_tokens)
         yield Counter("jaxengine:forced_tokens", stats.num_forced)
         yield Counter("vllm:spec_decode_num_accepted_tokens", int(stats.accepted.sum()))
-        for position, count in enumerate(stats.accepted[: self._config.num_speculative_tokens].tolist()):
-            yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(position)})
+        by_position = stats.accepted[: self._config.num_speculative_tokens].tolist()
+        yield Vector("vllm:spec_decode_num_accepted_tokens_per_pos", by_position)
 
     def _made_on_device(self, step: InFlight, request: Request) -> list[int]:
         """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step, after waiting

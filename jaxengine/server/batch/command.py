@@ -35,6 +35,7 @@ SERVER_OPTIONS = (
     "reasoning_parser",
     "response_role",
     "return_tokens_as_token_ids",
+    "enable_per_request_metrics",
 )
 
 

@@ -26,7 +26,8 @@ async def run_lines(
     done: Callable[[BatchLine, int, Any], None],
 ) -> None:
     """Answer `lines`, at most `concurrency` of them at a time, in the order of `BatchLine.order`, which puts prompts
-    with the same beginning next to each other. Return when all are answered.
+    with the same beginning next to each other. Return when all are answered. A line with a `problem` is not passed to
+    `answer`: its result is an error with status 400.
 
     answer: returns a request's HTTP status and the JSON value of its answer. results: receives each result; a status of
     400 and above is a failure. check: called before a result is stored; raises an error if the engine has failed, so
@@ -41,7 +42,7 @@ async def run_lines(
         """Answer waiting lines, store each result and report it to `done`, one after another, until none is left."""
         while waiting:
             line = waiting.pop()
-            status, said = await answer(line)
+            status, said = await answer(line) if line.problem is None else _refused(line.problem)
             await check()
             results.add(line, result_line(line, status, said), failed=status >= 400)
             done(line, status, said)
@@ -52,6 +53,11 @@ async def run_lines(
                 group.create_task(work())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+def _refused(problem: str) -> tuple[int, Any]:
+    """Return (HTTP status, JSON value of the answer) of a request that is not answered."""
+    return 400, {"error": {"message": problem, "type": "BadRequestError", "code": 400}}
 
 
 async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, Any]:
@@ -94,7 +100,7 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
     try:
         return status, json.loads(b"".join(chunks))
     except ValueError:
-        return 400, {"error": {"message": "the answer is not JSON, and a batch has JSON alone", "code": 400}}
+        return _refused("the answer is not JSON, and a batch has JSON alone")
 
 
 def receive_once(body: bytes) -> Receive:

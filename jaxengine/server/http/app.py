@@ -20,6 +20,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.engine.stats.server_stats import HttpCounts
 from jaxengine.server.adapters.lora_routes import ROUTE_KEY, route_key
 from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.given_middleware import given_middleware
 from jaxengine.server.base.keys import Keys
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
@@ -45,7 +46,7 @@ from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.chat.run import COUNT_PARSED
 from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.messages import endpoint as messages
-from jaxengine.server.http.pooling import embeddings, scores
+from jaxengine.server.http.pooling import cohere, embeddings, scores
 from jaxengine.server.http.request import errors
 from jaxengine.server.http.request.arrival import LimitsMiddleware
 from jaxengine.server.http.request.auth import AuthMiddleware
@@ -75,7 +76,7 @@ GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     messages.router,
     audio.router,
 )
-POOLING = (embeddings.router, scores.router)
+POOLING = (embeddings.router, cohere.router, scores.router)
 ROUTERS = (
     *GENERATING,
     *POOLING,
@@ -104,7 +105,7 @@ def create_app(
 
     config: parsers may be "auto". store: store of responses; None for a new one in this process, with the bounds of
     `config`. process: name of this process among the server's, for metrics. Raises ConfigError for an unknown parser,
-    and for key files, lora_dirs, lora_routes or a batch_storage_dir that cannot be used.
+    and for a middleware, key files, lora_dirs, lora_routes or a batch_storage_dir that cannot be used.
     """
     engine = owned(engine, config)
     traffic = TrafficState(process)
@@ -120,6 +121,8 @@ def create_app(
     if config.allowed_origins:
         # Outermost: a browser's preflight request has no key.
         middleware.insert(0, Middleware(CORSMiddleware, **cors(config.allowed_origins)))
+    # Outside of everything, also of the check of keys, as in vLLM.
+    middleware = [*given_middleware(config.middleware), *middleware]
     # FastAPI's documentation pages load scripts from other hosts; ours is api_docs.
     app = FastAPI(
         title="jaxengine",

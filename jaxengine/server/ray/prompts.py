@@ -58,7 +58,7 @@ class PromptReader:
 
     def __init__(self, inputs: InputProcessor, server: ServerConfig, store: Any = None):
         # _NoEngine accepts any name as an adapter's, so adapters are not searched for in folders or on the Hub.
-        bare = dataclasses.replace(server, lora_dirs=(), lora_hub_owners=(), otlp_traces_endpoint=None)
+        bare = dataclasses.replace(server, lora_dirs=(), lora_hub_owners=(), middleware=(), otlp_traces_endpoint=None)
         self._app = create_app(_NoEngine(inputs), bare, store)
 
     async def read(self, scope: Scope, body: bytes, adapter: str | None) -> _Tokens:

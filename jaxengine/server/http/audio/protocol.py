@@ -26,6 +26,8 @@ class TranscriptionRequest(_Numbers, NamedRequest):
       temperature: 0 by default.
       timestamp_granularities: "segment", "word" or both, with response_format verbose_json; none means "segment".
       max_completion_tokens: limit of the tokens of each window of a sound.
+      stream_include_usage: token counts at the end of a stream; None includes them too, and true announces them by an
+        event without a choice, as in vLLM. stream_continuous_usage_stats: in each event, those so far.
     """
 
     # The fields of a form are texts, so types must be converted.
@@ -40,7 +42,6 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         "length_penalty": ("1", "1.0"),
         "n": ("1",),
         "to_language": ("en",),
-        "stream_continuous_usage_stats": ("false",),
         "use_beam_search": ("false",),
         "vllm_xargs": (),
         "watermarking": ("false",),
@@ -54,7 +55,8 @@ class TranscriptionRequest(_Numbers, NamedRequest):
     seed: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
-    stream_include_usage: bool = True
+    stream_include_usage: bool | None = None
+    stream_continuous_usage_stats: bool = False
 
     @model_validator(mode="after")
     def _check_formats(self) -> Self:

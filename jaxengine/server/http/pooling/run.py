@@ -20,7 +20,7 @@ from jaxengine.server.base.prompts import PromptEncoder, read_prompts
 from jaxengine.server.http.answer.interleave import interleave
 from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody, RerankRequest, ScoreRequest
 from jaxengine.server.http.request.errors import abort_error
-from jaxengine.server.http.request.protocol import usage
+from jaxengine.server.http.request.protocol import NamedRequest, usage
 
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
 
@@ -144,7 +144,12 @@ class PoolingServer:
         return await self._encoder.encode(whole, add_special_tokens=special, param=param, cut_side=cut_side)
 
     async def answers(
-        self, prompts: Sequence[list[int]], params: PoolingParams, body: PoolingBody, name: str, options: RequestOptions
+        self,
+        prompts: Sequence[list[int]],
+        params: PoolingParams,
+        body: NamedRequest,
+        name: str,
+        options: RequestOptions,
     ) -> list[PooledAnswer]:
         """Run the prompts and return the engine's output for each, in order, at most max_num_seqs at a time.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, TokenLogprob
+from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, RequestTimes, TokenLogprob
 from jaxengine.server.http.lists import Listed
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -92,6 +92,14 @@ class ResponseReasoning(Answer):
     summary: None
 
 
+class RawMessage(Answer):
+    """Text and token ids of the prompt or the output, with all special tokens."""
+
+    type: Literal["raw_message_tokens"]
+    message: str
+    tokens: list[int]
+
+
 class ResponseAnswer(Answer):
     id: str
     object: Literal["response"]
@@ -108,8 +116,9 @@ class ResponseAnswer(Answer):
     max_output_tokens: int | None
     max_tool_calls: None
     prompt: None
-    input_messages: None
-    output_messages: None
+    input_messages: list[RawMessage] | None
+    output_messages: list[RawMessage] | None
+    metrics: RequestTimes = ABSENT
     metadata: dict[str, str]
     parallel_tool_calls: bool
     presence_penalty: float

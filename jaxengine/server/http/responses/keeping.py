@@ -111,10 +111,10 @@ async def read_back(
     owner: the client, who sees only its own responses. held: takes the part's bytes. Raises ApiError (404) if there is
     no such response, OverloadedError if `held` has no room, and the errors of `use`.
     """
-    found = there(await store.find(response_id, owner), "stored response", response_id)
+    found = there(await store.find(response_id, owner), "response", response_id)
     size = found.num_bytes[part]
     held.take(size)
-    reading = there(await store.read(response_id, owner, part), "stored response", response_id)
+    reading = there(await store.read(response_id, owner, part), "response", response_id)
 
     def restored(reading: Reading) -> _T:
         """Return the result of `use` for the values of the documents."""

@@ -19,6 +19,7 @@ from tests.jaxengine.server.http.checked_document import Checked
 from tests.jaxengine.server.openai_client import openai_client
 
 GOLDENS = np.load(Path(__file__).parents[3] / "fixtures" / "pooling.npz")
+HALF_BYTES = {"output_dimension": 4, "embedding_types": ["binary"]}
 IDS = [5, 9, 77, 12, 31, 40, 41, 3, 2]
 
 
@@ -77,6 +78,7 @@ async def test_answers_are_as_the_document_says(app, scoring_app):
     for asked, path, body in (
         (app, "/v1/embeddings", {"input": TEXTS}),
         (app, "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),
+        (app, "/v2/embed", {"texts": TEXTS, "embedding_types": ["float", "base64", "binary", "ubinary"]}),
         (app, "/pooling", {"input": TEXTS}),
         (app, "/pooling", {"input": TEXTS, "task": "token_embed"}),
         (scoring_app, "/classify", {"input": TEXTS}),
@@ -94,6 +96,49 @@ async def test_answers_are_as_the_document_says(app, scoring_app):
         if operation["tags"][0] in ("pooling", "scores")
     }
     assert typed == checked.seen
+
+
+async def test_embeddings_in_coheres_form(app, embedder, monkeypatch):
+    """POST /v2/embed, as vLLM serves it beside /v1/embeddings."""
+
+    async def embed(**fields):
+        answer = await post(app, "/v2/embed", **fields)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    kinds = ["float", "base64", "binary", "ubinary"]
+    found = await embed(model="tiny", texts=TEXTS, embedding_types=kinds, request_id="mine")
+    golden = GOLDENS["last"]
+    vectors_ = np.array(found["embeddings"]["float"])
+    np.testing.assert_allclose(vectors_, golden, atol=1e-4)
+    for text, vector in zip(found["embeddings"]["base64"], vectors_, strict=True):
+        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4"), vector.astype("<f4"))
+    bits = np.packbits(golden >= 0, axis=1)
+    assert found["embeddings"]["ubinary"] == bits.tolist()
+    assert found["embeddings"]["binary"] == (bits.astype(int) - 128).tolist()
+    assert (found["id"], found["texts"], found["response_type"]) == ("embd-mine", TEXTS, "embeddings_by_type")
+    num_tokens = sum(len(text.split()) + 1 for text in TEXTS)
+    billed = {"input_tokens": num_tokens, "image_tokens": 0}
+    assert found["meta"] == {"api_version": {"version": "2"}, "billed_units": billed}
+    found = await embed(texts=TEXTS, input_type="query")
+    assert list(found["embeddings"]) == ["float"]
+    np.testing.assert_allclose(found["embeddings"]["float"], GOLDENS["last_query"], atol=1e-4)
+    # END keeps a text's beginning, START its end, and both the token that ends a prompt.
+    long, ends = "w5 w9 " + "w7 " * 200 + "w77 w12", {"END": [5, 9, 7, 7, 7], "START": [7, 7, 7, 77, 12]}
+    for side, ids in ends.items():
+        cut = (await embed(texts=[long], truncate=side, max_tokens=6))["embeddings"]["float"]
+        expected = (await post(app, "/v1/embeddings", input=[[*ids, 2]])).json["data"][0]["embedding"]
+        np.testing.assert_allclose(cut[0], expected, atol=1e-4, err_msg=side)
+    whole = await embed(texts=[long])
+    assert whole["meta"]["billed_units"]["input_tokens"] == 96
+    template = "{% for each in messages %}{{ each.content }} {% endfor %}</s>"
+    config = dataclasses.replace(embedder.inputs.config, chat_template=template)
+    monkeypatch.setattr(embedder.inputs, "config", config)
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS[:2]]
+    found = await embed(inputs=inputs, output_dimension=8)
+    assert np.array(found["embeddings"]["float"]).shape == (2, 8) and "texts" not in found
+    asked = await vectors(app, input=f"{TEXTS[1]} </s>", add_special_tokens=False, dimensions=8)
+    np.testing.assert_allclose(found["embeddings"]["float"][1], asked[0], atol=1e-4)
 
 
 async def test_forms_of_input_and_fields(app):
@@ -222,10 +267,10 @@ async def test_documents_in_order_of_their_scores(scoring_app, app, path):
     np.testing.assert_allclose([cosines[index] for index in range(3)], [one @ other for other in others], atol=1e-4)
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/score", "/v1/rerank"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/rerank"])
 async def test_a_model_that_generates_has_no_pooling(chat_engine, path):
     answer = await post(
-        create_app(chat_engine, ServerConfig()), path, input="a", text_1="a", query="a", documents=["a"]
+        create_app(chat_engine, ServerConfig()), path, input="a", texts=["a"], text_1="a", query="a", documents=["a"]
     )
     assert (
         answer.status == 400 and "this model generates text; start it with runner='pooling'" in answer.error["message"]
@@ -270,6 +315,14 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
         ("/v1/embeddings", {"input": "w5", "prompt_name": "x"}, "prompt_name", "'query', 'document'"),
+        ("/v2/embed", {}, "texts", "texts is missing; give one of texts and inputs"),
+        ("/v2/embed", {"texts": [""]}, "texts", "texts is empty"),
+        ("/v2/embed", {"texts": ["w5"], "images": ["data:,"]}, "images", "but it is not supported"),
+        ("/v2/embed", {"texts": ["w5"], "input_type": "x"}, "input_type", "Unsupported input_type 'x'"),
+        ("/v2/embed", {"texts": ["w5 " * 97], "truncate": "NONE"}, "prompt", "prompt is too long: 98 tokens"),
+        ("/v2/embed", {"texts": ["w5 w6"], "truncate": "NONE", "max_tokens": 2}, "max_tokens", "input has 3"),
+        ("/v2/embed", {"texts": ["w5"], "output_dimension": 5}, "output_dimension", "allowed: 4, 8"),
+        ("/v2/embed", {"texts": ["w5"], **HALF_BYTES}, "embedding_types", "a multiple of 8"),
         ("/pooling", {"input": "w5", "task": "classify"}, "task", "task is 'classify'; allowed: embed"),
         ("/classify", {"input": "w5"}, "task", "task is 'classify'; allowed: embed"),
         ("/rerank", {"query": "w5", "documents": []}, "documents", "documents must be texts"),
@@ -287,6 +340,7 @@ BODIES = {
     "/v1/embeddings": (protocol.EmbeddingRequest, {"input": "w5"}),
     "/classify": (protocol.ClassifyRequest, {"input": "w5"}),
     "/rerank": (protocol.RerankRequest, {"query": "w5", "documents": ["w6"]}),
+    "/v2/embed": (protocol.CohereEmbedRequest, {"texts": ["w5"]}),
 }
 
 
