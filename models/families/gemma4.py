@@ -334,14 +334,12 @@ def _attention(
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
     full_dim = fields.integer("global_head_dim", _FULL_HEAD_DIM)
-    own = fields.mapping(LAYER_CONFIG) or ({} if LAYER_CONFIG in fields.raw else None)  # null: all layers are alike
+    own = _own_fields(fields, len(layers))
     found: list[LayerAttention] = []
     for number, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
         head_dim, num_kv_heads = layer.head_dim, layer.num_kv_heads
         if own is not None:
-            each = ConfigFields(ConfigFields(own).mapping(str(number)) or {})
-            if each.raw.keys() - {"head_dim", "num_key_value_heads"}:
-                raise fields.fail(LAYER_CONFIG, "head_dim and num_key_value_heads of single layers")
+            each = own.get(number, ConfigFields({}))
             head_dim = each.integer("head_dim", head_dim)
             num_kv_heads = each.integer("num_key_value_heads", num_kv_heads)
         elif kind == FULL:
@@ -351,6 +349,26 @@ def _attention(
         sizes = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
         found.append(replace(layer, rope=rope, keys_as_values=as_values, **sizes))
     return with_sources(fields, kinds, found)
+
+
+def _own_fields(fields: ConfigFields, count: int) -> dict[int, ConfigFields] | None:
+    """Return the fields that `per_layer_config` has for single layers, by the layer's number; None if the file lacks
+    it. null stands for a mapping without layers.
+
+    transformers pads the numbers with zeros to equal length ("05" beside "11"). Raises ModelConfigError for keys that
+    are not numbers below `count` and for fields other than head_dim and num_key_value_heads.
+    """
+    if LAYER_CONFIG not in fields.raw:
+        return None
+    listed = ConfigFields(fields.mapping(LAYER_CONFIG) or {})
+    found: dict[int, ConfigFields] = {}
+    for key in listed.raw:
+        if not (key.isascii() and key.isdigit() and len(key) < 10) or int(key) >= count or int(key) in found:
+            raise fields.fail(LAYER_CONFIG, f"a mapping whose keys are numbers of layers, each once and below {count}")
+        found[int(key)] = ConfigFields(listed.mapping(key) or {})
+        if found[int(key)].raw.keys() - {"head_dim", "num_key_value_heads"}:
+            raise fields.fail(LAYER_CONFIG, "head_dim and num_key_value_heads of single layers")
+    return found
 
 
 def with_sources(

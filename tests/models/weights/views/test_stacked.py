@@ -306,6 +306,21 @@ def test_joined_rows_that_do_not_fit():
             JoinedRowsSource(ArraySource(held), names, shapes)
 
 
+def test_joined_rows_that_were_cut_elsewhere():
+    """As transformers saves OLMo Hybrid, whose values have more rows than its keys: in parts of equal length."""
+    names = CheckpointNames(joined={".conv.weight": (".q_conv.weight", ".k_conv.weight", ".v_conv.weight")})
+    rows, parts = np.arange(36, dtype=np.float32).reshape(12, 3), [f"a.{part}_conv.weight" for part in "qkv"]
+    shapes = dict(zip(parts, [(2, 3), (3, 3), (7, 3)], strict=True))
+    held = dict(zip(parts, np.split(rows, 3), strict=True))
+    cut = JoinedRowsSource(ArraySource(held), names, shapes)
+    assert {name: cut.shape(name) for name in cut.names()} == shapes
+    np.testing.assert_array_equal(np.concatenate([cut.read(part) for part in parts]), rows)
+    np.testing.assert_array_equal(cut.read(parts[2], slice(1, 5), slice(1, 3)), rows[6:10, 1:])
+    assert cut.read(parts[1], slice(2, 2)).shape == (0, 3)
+    other = JoinedRowsSource(ArraySource(held | {parts[0]: rows[:3]}), names, shapes)
+    assert other.shape(parts[0]) == (3, 3)  # not the model's number of rows: left as they are
+
+
 def test_an_expert_of_more_digits_than_numbers_have():
     name = f"{PREFIX}.{'9' * 5000}.up_proj.weight"
     held = {name: np.zeros((FFN, SIZE), np.float32)}
