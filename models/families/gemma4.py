@@ -49,6 +49,7 @@ from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
 from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -227,17 +228,17 @@ class LayerInputs(nnx.Module):
         tokens = num_rows or config.vocab_size
         self.table = Embedding(tokens, width, source="model.embed_tokens_per_layer", build=build)
         project = Source("model.per_layer_model_projection", width)
-        self.project = Linear(size, (project,), axes=("embed", "latent"), build=build)
+        self.project = Linear(size, (project,), axes=("embed", "latent"), build=build, of_tokens=True)
         norm = "model.per_layer_projection_norm"
         self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
 
-    def __call__(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
+    def __call__(self, token_ids: jax.Array, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the inputs [T, L, P] of all L layers of the model, for tokens i32[T] with embeddings x [T, D]:
-        (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
+        (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2). rows: as for Linear.
         """
         shape = x.shape[0], self.num_layers, self.own
         of_token = scaled(self.table(token_ids).reshape(shape), self.own**0.5)
-        projected = self.norm(scaled(self.project(x), x.shape[1] ** -0.5).reshape(shape))
+        projected = self.norm(scaled(self.project(x, rows), x.shape[1] ** -0.5).reshape(shape))
         return scaled(projected + of_token, 2**-0.5)
 
 
@@ -313,7 +314,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return Gemma4Layer(self.config, layer, build)
 
-    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the inputs [T, L, P] of all layers from the step's tokens and their embeddings x [T, D]. Tokens of
         images and audio count as the tower's filler token.
         """
@@ -321,7 +322,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         if pictures is not None:
             tower: Any = self.config.tower
             token_ids = jnp.where(pictures.index >= 0, tower.filler_id, token_ids)
-        return self.layer_inputs(token_ids, x)
+        return self.layer_inputs(token_ids, x, rows)
 
 
 def _attention(

@@ -104,6 +104,8 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("DeepseekV4ForCausalLM", "self_attn.compressor.indexer.kv_proj", "attn.indexer.compressor.wkv"),
         ("DeepseekV4ForCausalLM", "mlp.shared_experts.down_proj", "ffn.shared_experts.w2"),
         ("DeepseekV4ForCausalLM", "mlp.experts", "ffn.experts"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "model.language_model.layers.1.mlp.up_proj", "mlp.up_proj"),
+        ("HunYuanVLForConditionalGeneration", "model.language_model.layers.1.mlp.up_proj", "mlp.up_proj"),
         ("HYV3ForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_mlp.up_proj"),
         ("KimiLinearForCausalLM", "self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),
         ("KimiLinearForCausalLM", "mlp.shared_experts.up_proj", "block_sparse_moe.shared_experts.up_proj"),
@@ -114,7 +116,7 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
 )
 def test_modules_as_transformers_names_them(architecture, name, own):
     """PEFT's adapters have the names of transformers' modules, which differ from those of published checkpoints."""
-    name, own = (f"model.layers.1.{each}" for each in (name, own))
+    name, own = (each if each.startswith("model.") else f"model.layers.1.{each}" for each in (name, own))
     names = MODELS[architecture].checkpoint_names
     for place in ("shapes", "others"):
         found = {"shapes": {}, "experts": {}, "others": frozenset(), place: {own: (8, 8)}}
