@@ -124,6 +124,26 @@ def test_modules_as_transformers_names_them(architecture, name, own):
         assert targets.module(name) == targets.module(own) == own and name in targets.stored_names(own)
 
 
+def test_experts_without_a_gate(model_of, tmp_path):
+    """Both of Nemotron-H's stacks have one matrix of an expert, and an adapter of one is none of the other."""
+    targets = targets_of([model_of("nemotron_h")])
+    layers = list(targets.experts)
+    for layer, experts in targets.experts.items():
+        assert experts.joined == {part: (f"{layer}.{{expert}}.{part}",) for part in ("up_proj", "down_proj")}
+    count, sides = targets.experts[layers[0]].num_experts, targets.shapes[f"{layers[0]}.0.down_proj"]
+    joined = {layer: {"down_proj": (count, *sides)} for layer in layers}
+    options = {"target_modules": [], "target_parameters": ["mixer.experts.down_proj"], "r": 3, "lora_alpha": 3}
+    write_adapter(tmp_path, {}, seed=1, joined=joined, **options)
+    found = read_adapter(tmp_path, targets, 4, "float32").matrices
+    assert found.keys() == {f"{layer}.{expert}.down_proj" for layer in layers for expert in range(count)}
+    for expert, change in enumerate(joined_changes(tmp_path, layers[0], joined[layers[0]])["down_proj"]):
+        a, b = found[f"{layers[0]}.{expert}.down_proj"]
+        np.testing.assert_allclose(b @ a, change, rtol=1e-4, atol=1e-5)
+    write_adapter(tmp_path, {f"{layers[0]}.0.gate_proj": (8, 8)}, seed=1, target_modules="all-linear")
+    with pytest.raises(ModelFileError, match="and their matrices up_proj, down_proj: is it for another model"):
+        read_adapter(tmp_path, targets, 4, "float32")
+
+
 def test_gated_norms_have_no_adapters(model_of):
     """A layer does not tell its norms what their rows are, which a product that takes adapters must know."""
     config = model_of("axk2").config
