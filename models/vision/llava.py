@@ -46,6 +46,11 @@ class LlavaTowerConfig(TowerConfig):
     multiplier: float = 1.0
 
     @property
+    def lines(self) -> int:
+        """Lines and columns of a unit's rows."""
+        return self.vit.grid
+
+    @property
     def unused(self) -> tuple[str, ...]:
         behind = range(max(self.layers), self.vit.num_layers)
         return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *(f"{TOWER}.encoder.layers.{n}." for n in behind))
