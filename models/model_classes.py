@@ -168,6 +168,7 @@ _MODULES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "LlavaNextForConditionalGeneration": "llava",
+    "LlavaNextVideoForConditionalGeneration": "llava",
     "GraniteVisionForConditionalGeneration": "granite_vision",
     "Granite4VisionForConditionalGeneration": "granite4_vision",
     "LlavaOnevisionForConditionalGeneration": "llava",

@@ -15,6 +15,7 @@ from jaxengine.models.config.model_config import ModelConfig
 PROCESSORS = {
     "LlavaForConditionalGeneration": "pixtral:llava_or_pixtral",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
+    "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideoProcessor",
     "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "Granite4VisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",

@@ -67,10 +67,10 @@ class ModelConfig:
 
     `tower` is the tower of images, or of audio; None for a model without one, or if it is not used. `sound_tower` is
     the tower of audio in a model that has one of images too. `encoder` has the additional fields of encoders; None for
-    decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer
-    without one; empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for every token
-    in addition to the hidden state; 0 for none. `altup` and `hyper_connections` are for families with several hidden
-    states per token; None for one. `declared` is for families that are rows of a table
+    decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer without one;
+    empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
+    every token in addition to the hidden state; 0 for none. `altup` and `hyper_connections` are for families with
+    several hidden states per token; None for one. `declared` is for families that are rows of a table
     (jaxengine.models.families.declared_rows).
     """
 

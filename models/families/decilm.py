@@ -1,5 +1,5 @@
-"""DeciLM as in NVIDIA's Llama-Nemotron Super and Ultra (Bercovich et al. 2025, arXiv:2505.00949): Llama, pruned layer by
-layer. Layers differ in KV heads and in the size of the MLP, and may lack attention, the MLP, or both.
+"""DeciLM as in NVIDIA's Llama-Nemotron Super and Ultra (Bercovich et al. 2025, arXiv:2505.00949): Llama, pruned layer
+by layer. Layers differ in KV heads and in the size of the MLP, and may lack attention, the MLP, or both.
 """
 
 from __future__ import annotations

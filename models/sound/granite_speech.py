@@ -24,7 +24,7 @@ from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.sound.gemma4 import neighbours, shifted
-from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, TowerMLP, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, read_activation, tower_axis
 from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer
 from jaxengine.models.vision.base.vit import linear, table
 

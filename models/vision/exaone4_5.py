@@ -1,4 +1,4 @@
-"""Vision tower of EXAONE 4.5 (LG AI Research 2026): Qwen2.5-VL's, whose keys and values have fewer heads than queries."""
+"""Vision tower of EXAONE 4.5 (LG AI Research 2026): Qwen2.5-VL's, with fewer heads of keys than of queries."""
 
 from __future__ import annotations
 

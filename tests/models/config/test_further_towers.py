@@ -18,9 +18,9 @@ NAMED = {name: row.config for row in read_names() for name in row.names}
 ERNIE, HUNYUAN = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"], NAMED["tencent/HunyuanOCR"]
 GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 _XD = HUNYUAN["rope_scaling"]
-EXAONE, CLOVA, GRANITE4 = (
+EXAONE, CLOVA, GRANITE4, NEXT_VIDEO = (
     json.loads((FOLDER / name / "config.json").read_text())
-    for name in ("exaone4_5_vision", "hyperclovax_vision", "granite4_plain_vision")
+    for name in ("exaone4_5_vision", "hyperclovax_vision", "granite4_plain_vision", "llava_next_video_vision")
 )
 
 
@@ -122,10 +122,18 @@ def test_hyperclovax_vision():
         (EXAONE, "vision_config", {"num_key_value_heads": 4}, "num_key_value_heads must be a divisor of num_heads = 6"),
         (EXAONE, "vision_config", {"out_hidden_size": 60}, "out_hidden_size must be the hidden_size of the text, 64"),
         (EXAONE, None, {"vision_config": None}, "vision_config must be a mapping"),
+        (NEXT_VIDEO, None, {"spatial_pool_stride": 4}, "spatial_pool_stride must be 2 or absent, got 4"),
+        (NEXT_VIDEO, None, {"spatial_pool_mode": "conv"}, "spatial_pool_mode must be average or max, got 'conv'"),
+        (NEXT_VIDEO, "vision_config", {"patch_size": 8}, "image_size must be an even number of patches of 8, got 24"),
         (CLOVA, None, {"mm_projector_type": "mlp"}, 'mm_projector_type must be "linear" or absent'),
         (CLOVA, "text_config", {"model_type": "llama"}, 'model_type must be "hyperclovax" or absent'),
         (CLOVA, None, {"vision_config": None}, "vision_config must be a mapping"),
-        (GRANITE4, None, {"downsample_rate": "3/8"}, "downsample_rate must be of the form n/2n, where 2n is at most 64"),
+        (
+            GRANITE4,
+            None,
+            {"downsample_rate": "3/8"},
+            "downsample_rate must be of the form n/2n, where 2n is at most 64",
+        ),
         (GRANITE4, None, {"downsample_rate": "3/6"}, "and divides the 4 patches of a line"),
         (GRANITE4, None, {"downsample_rate": None}, "downsample_rate is missing"),
         (GRANITE4, None, {"deepstack_layer_map": [[-2, 2, 1]]}, "deepstack_layer_map must be a list of pairs"),
@@ -134,7 +142,12 @@ def test_hyperclovax_vision():
         (GRANITE4, None, {"spatial_target_layers": [1, 2, 3]}, "spatial_target_layers must be a list of 4 layers"),
         (GRANITE4, None, {"spatial_target_layers": [0, 1, 3, 7]}, "spatial_target_layers must be different layers"),
         (GRANITE4, None, {"use_spatial_sampling": False}, "use_spatial_sampling must be true or absent"),
-        (GRANITE4, "qformer_config", {"use_qformer_text_input": True}, "use_qformer_text_input must be false or absent"),
+        (
+            GRANITE4,
+            "qformer_config",
+            {"use_qformer_text_input": True},
+            "use_qformer_text_input must be false or absent",
+        ),
         (GRANITE4, "text_config", {"model_type": "granitemoehybrid"}, "model_type must be granite or granite4_vision"),
         (HUNYUAN, None, {"use_qk_norm": False}, "use_qk_norm must be true or absent, got False"),
         (HUNYUAN, "vision_config", {"interpolate_mode": "bicubic"}, 'interpolate_mode must be "bilinear" or absent'),

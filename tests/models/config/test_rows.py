@@ -96,7 +96,7 @@ def test_names_of_first_code():
 
 
 def test_decilm():
-    """Layers without attention, without an MLP and with neither; heads of keys by layer, sizes of MLPs by either name."""
+    """Layers without attention, an MLP, or both; heads of keys by layer, sizes of MLPs by either name."""
     config = read_hf(recorded("decilm"))
     assert config.ffn_sizes == (256, 512, 0, 0, 256) and config.intermediate_size == 512
     assert [each.num_kv_heads if each.attends else None for each in config.attention] == [2, None, 1, None, 4]
@@ -109,7 +109,10 @@ def test_decilm():
 
     for own, message in (
         (raw | {"block_configs": raw["block_configs"][:2]}, "^block_configs must be a list of 3 mappings"),
-        (changed("attention", n_heads_in_group=4), "n_heads_in_group must be a divisor of num_attention_heads = 6, got 4"),
+        (
+            changed("attention", n_heads_in_group=4),
+            "n_heads_in_group must be a divisor of num_attention_heads = 6, got 4",
+        ),
         (changed("attention", window_length=8), r"^block_configs\.0\.attention\.window_length must be absent, got 8"),
         (changed("attention", replace_with_linear=True), "replace_with_linear must be false or absent"),
         (changed("ffn", replace_with_linear=True), "replace_with_linear must be false or absent"),
