@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.vision.llava import LlavaTower, LlavaTowerConfig, read_llava_next
 
-STRIDE = 2
+_STRIDE = 2
 _MODES = ("average", "max")
 
 
@@ -29,6 +29,11 @@ class LlavaNextVideoTowerConfig(LlavaTowerConfig):
 
     pool: str
 
+    @property
+    def frame_lines(self) -> int:
+        """Lines and columns of a frame's rows."""
+        return self.vit.grid // _STRIDE
+
     def make(self, hidden_size: int, build: Build) -> LlavaNextVideoTower:
         return LlavaNextVideoTower(self, hidden_size, build)
 
@@ -37,12 +42,12 @@ def read_llava_next_video(fields: ConfigFields) -> LlavaNextVideoTowerConfig:
     """Return the configuration of LLaVA-NeXT-Video's tower from a config.json. Raises ModelConfigError, also for an odd
     number of patches in a line, for another stride, and for a pooling with weights.
     """
-    fields.require(spatial_pool_stride=STRIDE)
+    fields.require(spatial_pool_stride=_STRIDE)
     mode = fields.text("spatial_pool_mode", _MODES[0])
     if mode not in _MODES:
         raise fields.fail("spatial_pool_mode", " or ".join(_MODES))
     tower = read_llava_next(fields)
-    if tower.vit.grid % STRIDE:
+    if tower.vit.grid % _STRIDE:
         raise fields.part("vision_config").fail("image_size", f"an even number of patches of {tower.vit.patch_size}")
     shared: dict[str, Any] = {each.name: getattr(tower, each.name) for each in fields_of(tower)}
     return LlavaNextVideoTowerConfig(**shared | {"columns": ("video",)}, pool=mode)
@@ -59,10 +64,10 @@ class LlavaNextVideoTower(LlavaTower):
 
     def encoded(self, units: jax.Array, columns: jax.Array) -> jax.Array:
         states = super().encoded(units, columns)
-        grid, count = self.config.vit.grid, self.config.vit.num_patches
+        count = self.config.vit.num_patches
         with jax.named_scope("pool"):
-            half = grid // STRIDE
-            squares = states.reshape(-1, half, STRIDE, half, STRIDE, states.shape[-1])
+            half = self.config.frame_lines
+            squares = states.reshape(-1, half, _STRIDE, half, _STRIDE, states.shape[-1])
             if self.config.pool == "max":
                 pooled = squares.max(axis=(2, 4))
             else:

@@ -17,7 +17,6 @@ from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.vision.llava_next_video import STRIDE
 
 
 class LlavaNextVideoProcessor(LlavaNextProcessor):
@@ -60,7 +59,7 @@ class LlavaNextVideoProcessor(LlavaNextProcessor):
         frames = self.checked_frames(modality, value, options, most)
         patches = self.with_ends(self._cut([LlavaProcessor.units(self, frame, {})[0][0] for frame in frames]))
         check_room(modality, len(patches), most)
-        side = self.tower.vit.grid // STRIDE
+        side = self.tower.frame_lines
         rows = np.full((len(frames), self.tower.unit), -1, np.int32)
         rows[:, : side * side] = np.arange(len(frames) * side * side, dtype=np.int32).reshape(len(frames), -1)
         count = len(frames) * side * side
