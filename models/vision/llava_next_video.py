@@ -50,7 +50,8 @@ def read_llava_next_video(fields: ConfigFields) -> LlavaNextVideoTowerConfig:
     if tower.vit.grid % _STRIDE:
         raise fields.part("vision_config").fail("image_size", f"an even number of patches of {tower.vit.patch_size}")
     shared: dict[str, Any] = {each.name: getattr(tower, each.name) for each in fields_of(tower)}
-    return LlavaNextVideoTowerConfig(**shared | {"columns": ("video",)}, pool=mode)
+    shared["columns"] = ("video",)
+    return LlavaNextVideoTowerConfig(**shared, pool=mode)
 
 
 class LlavaNextVideoTower(LlavaTower):
