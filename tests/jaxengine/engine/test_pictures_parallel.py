@@ -42,14 +42,7 @@ REFUSED = {
         "^tensor_parallel_size is 2; allowed: 1 for this model",
     ),
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
-    ("granite4_vision", "pp 2"): "^the first 5 layers add parts of images, but the first stage has 3",
-    ("granite4_plain_vision", "pp 2"): "^the first 6 layers add parts of images, but the first stage has ",
     ("exaone4_5_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
-    **{
-        (name, mode): "^tensor_parallel_size is 2; allowed: 1 for this model"
-        for name in ("exaone4_5_full_vision", "hyperclovax_plain_vision")
-        for mode in ("tp 2, weights", "tp 2, data")
-    },
     ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of images, but the first stage has 1",
 }
 
