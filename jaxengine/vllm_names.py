@@ -63,7 +63,8 @@ MODULES: dict[str, str] = {
     "v1.engine.llm_engine": "LLMEngine",
     "v1.metrics.reader": (
         "Metric=jaxengine.engine.stats.metric_types: Counter=jaxengine.engine.stats.metric_types: "
-        "Gauge=jaxengine.engine.stats.metric_types: Histogram=jaxengine.engine.stats.metric_types:"
+        "Gauge=jaxengine.engine.stats.metric_types: Histogram=jaxengine.engine.stats.metric_types: "
+        "Vector=jaxengine.engine.stats.metric_types:"
     ),
 }
 # Packages that contain MODULES. Most of them have no names themselves.
@@ -104,7 +105,7 @@ NOT_BUILT: dict[str, str] = {
     "usage": "no statistics of usage are collected",
     "utils": "vLLM's helpers are not part of the engine's interface; the standard library and numpy have most of them",
     "v1": _SEE,
-    "v1.metrics": "LLM.get_metrics() returns Counter, Gauge and Histogram",
+    "v1.metrics": "LLM.get_metrics() returns Counter, Gauge, Vector and Histogram",
     "v1.sample": "jaxengine.LogitsProcessor, docs/sampling_params.md#logits-processors",
     "v1.worker": "jaxengine.LogitsProcessor, docs/sampling_params.md#logits-processors",
 }

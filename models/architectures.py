@@ -67,10 +67,12 @@ _OTHER_NAMES = {
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "Ernie4_5_VL_MoeForConditionalGeneration": "Ernie4_5_VLMoeForConditionalGeneration",
     "Glm46VForConditionalGeneration": "Glm4vForConditionalGeneration",
+    "HCXVisionV2ForCausalLM": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "InternS1ForConditionalGeneration": "InternVLForConditionalGeneration",
     "InternVLChatModel": "InternVLForConditionalGeneration",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",  # as K-EXAONE's own file has it
     "TeleChat3ForCausalLM": "LlamaForCausalLM",

@@ -61,7 +61,7 @@ class DeclaredPool:
     Attributes:
       index: its index among the leaves of the model's state.
       shape, dtype: those of the array.
-      decl: its description, with the layer's number in names.
+      decl: its description, with the number of its layer, if it has one, in names.
     """
 
     index: int
@@ -80,7 +80,8 @@ def declared_pools(model: Any) -> Iterator[DeclaredPool]:
     for index, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model))):
         if not isinstance(variable, PoolArray):
             continue
-        layer, decl = model.stage.layers[path[1]], variable.get_metadata()["decl"]
+        layer = model.stage.layers[path[1]] if path[0] == "layers" else None
+        decl = variable.get_metadata()["decl"]
         sources = tuple(each._replace(name=numbered(each.name, layer)) for each in decl.sources)
         value = variable.get_value()
         yield DeclaredPool(index, value.shape, value.dtype, replace(decl, sources=sources))

@@ -153,7 +153,7 @@ class Rank:
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
-        """Give a request a slot, and the pages and tokens of an offer, and set its status to RUNNING.
+        """Give a request a slot, and the pages and tokens of an offer, and set its rank and its status, RUNNING.
 
         offer: result of the method `offer`; nothing may have changed since it was made. Raises OverflowError, TypeError
         or ValueError, with no slot taken, if a value of the request does not fit its column. If the request has a slot

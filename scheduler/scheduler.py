@@ -184,8 +184,8 @@ class Scheduler:
         self._enqueue(request)
 
     def hold(self, request: Request) -> None:
-        """Take away the slot of a running request, and hold the request outside the queue until `release`, so that it
-        blocks no other request.
+        """Take away the slot of a running request, set its status to PREEMPTED, and hold the request outside the queue
+        until `release`, so that it blocks no other request.
 
         Its computed pages stay in the prefix cache. A token that a step in flight samples for it is dropped and sampled
         again later, so at most one of its tokens may be in flight.
@@ -225,7 +225,9 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def output_token_ids(self, request: Request) -> np.ndarray:
-        """Return the request's output tokens known so far, i32[n]."""
+        """Return the request's output tokens known so far, i32[n]. For a running request this is a view of its slot's
+        tokens, which is only valid until the request loses the slot.
+        """
         if request.slot < 0:
             return request.output_token_ids
         return self.ranks[request.rank].slots.output(request.slot)

@@ -161,6 +161,20 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "baidu/ERNIE-4.5-VL-28B-A3B-Base-PT",
         "baidu/ERNIE-4.5-VL-28B-A3B-Thinking",
     ),
+    "DeciLMForCausalLM": (
+        "nvidia/Llama-3_1-Nemotron-51B-Instruct",
+        "nvidia/Llama-3_3-Nemotron-Super-49B-v1",
+        "nvidia/Llama-3_3-Nemotron-Super-49B-v1_5",
+        "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1",
+    ),
+    "LlavaNextVideoForConditionalGeneration": (
+        "llava-hf/LLaVA-NeXT-Video-7B-hf",
+        "llava-hf/LLaVA-NeXT-Video-7B-DPO-hf",
+        "llava-hf/LLaVA-NeXT-Video-34B-hf",
+    ),
+    "Exaone4_5_ForConditionalGeneration": ("LGAI-EXAONE/EXAONE-4.5-33B",),
+    "HyperCLOVAXVisionV2ForConditionalGeneration": ("naver-hyperclovax/HyperCLOVAX-SEED-Think-32B",),
+    "Granite4VisionForConditionalGeneration": ("ibm-granite/granite-vision-4.1-4b",),
     "GraniteVisionForConditionalGeneration": (
         "ibm-granite/granite-vision-3.1-2b-preview",
         "ibm-granite/granite-vision-3.2-2b",

@@ -355,8 +355,8 @@ ROOMS = {
         "server.http.answer server.http"
     ),
     "server.http.responses": (
-        "scheduler.base tokens media.fetching media parsers.scan parsers.tools requests.params api server.base "
-        "server.stored server.http.request server.http.answer server.http server.http.chat"
+        "scheduler.base tokens media.fetching media parsers.scan parsers.tools requests.params requests.output api "
+        "server.base server.stored server.http.request server.http.answer server.http server.http.chat"
     ),
     "server.http.messages": (
         "scheduler.base tokens media parsers.scan requests.params requests.output api server.base "
@@ -371,7 +371,9 @@ ROOMS = {
         "server.http server.http.chat"
     ),
     "server.batch:base": "scheduler.base config.base server.base server.http.request",
-    "server.http.batches": ("scheduler.base api server.base server.http.request server.http.answer server.batch:base"),
+    "server.http.batches": (
+        "scheduler.base api server.base server.http.request server.http.answer server.http server.batch:base"
+    ),
     "server.http:app": (
         "scheduler.base jaxengine:base engine.stats api server.base server.adapters server.observe server.stored "
         "server.http.request server.http.answer server.http server.http.chat server.http.completions "

@@ -8,7 +8,8 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
@@ -27,7 +28,7 @@ from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownComp
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.output.outputs import AnyOutput, RequestOutput
 from jaxengine.requests.params.lora import LoRARequest
-from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
@@ -142,7 +143,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         priority: int = 0,
         timeout: float | None = None,
         client: str | None = None,
-        session: str | None = None,
+        session_id: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs as `sampling_params.output_kind` specifies, until the request is finished.
@@ -153,7 +154,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         Args:
           sampling_params: None for the model's defaults.
           request_id: None for a generated one.
-          priority, timeout, client, session: see `RequestOptions`.
+          priority, timeout, client, session_id: see `RequestOptions`.
           lora_request: the adapter to use. It is loaded first if necessary.
 
         Raises:
@@ -161,9 +162,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
           EngineDeadError: the engine has failed or was shut down.
         """
         # A copy: the caller may change the fields for another request before the iteration begins.
-        params = sampling_params.clone() if isinstance(sampling_params, SamplingParams) else sampling_params
+        params = within_context(sampling_params, self.inputs.config.max_model_len)
         name = None if lora_request is None else lora_request.lora_name
-        options = RequestOptions(priority, timeout, client, lora=name, session=session)
+        options = RequestOptions(priority, timeout, client, lora=name, session=session_id)
         outputs = self.stream(prompt, params, request_id, options)
         return outputs if lora_request is None else self._with_adapter(lora_request, outputs)
 
@@ -206,12 +207,12 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         await load_adapter(self.utility, lora_request.lora_name, lora_request.path, number)
         return True
 
-    async def remove_lora(self, lora_int_id: int) -> bool:
+    async def remove_lora(self, lora_id: int) -> bool:
         """Unload the adapter with this lora_int_id, so that no new request can use it. Returns whether there was one.
         Raises EngineDeadError.
         """
         for each in await self.utility("adapters"):
-            if each["number"] == lora_int_id:
+            if each["number"] == lora_id:
                 await self.utility("unload_adapter", each["name"])
                 return True
         return False
@@ -331,12 +332,12 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                 with contextlib.suppress(EngineDeadError):
                     self._run_command(lambda: self._stop(reader, request_id))
 
-    async def abort(self, request_id: str) -> None:
-        """Tell the engine to end a request, whose stream then yields a last output with finish_reason "abort".
-
-        Returns before the engine has ended the request. Ignores an unknown id. Raises EngineDeadError.
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Tell the engine to end one or several requests; their streams then yield a last output with finish_reason
+        "abort". Returns before the engine has ended them. Ignores unknown ids. Raises EngineDeadError.
         """
-        self._run_command(lambda: self._abort(request_id))
+        for each in [request_id] if isinstance(request_id, str) else [*request_id]:
+            self._run_command(partial(self._abort, each))
 
     async def check_health(self) -> None:
         """Raise EngineDeadError once the engine has failed or was shut down, and in a fork of its process."""

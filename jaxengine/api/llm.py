@@ -24,7 +24,7 @@ from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.stats.metric_types import Histogram, Metric
+from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.output.outputs import RequestOutput
@@ -334,6 +334,7 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -374,7 +375,7 @@ class LLM(WeightMethods, VllmMethods):
                 )
                 for conversation, media in read
             ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority=priority)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
@@ -386,7 +387,7 @@ class LLM(WeightMethods, VllmMethods):
         """
         return self._core.inputs.default_sampling_params()
 
-    def get_metrics(self) -> list[Metric | Histogram]:
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counters, gauges and histograms, each with a name and its values."""
         with self._lock:
             return self.core.metrics.collect()

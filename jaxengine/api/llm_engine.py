@@ -13,15 +13,15 @@ from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
-from jaxengine.api.engine_client import prefix_reset
 from jaxengine.api.not_built import VllmMethods
+from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.stats.metric_types import Histogram, Metric
+from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.output.outputs import AnyOutput
 from jaxengine.requests.params.lora import LoRARequest
-from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class LLMEngine(VllmMethods):
+class LLMEngine(WeightMethods, VllmMethods):
     """Engine without a loop: `step` runs one step for all requests that were added. Only one thread may use it at a
     time.
 
@@ -52,10 +52,16 @@ class LLMEngine(VllmMethods):
         """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError."""
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLMEngine")
-        self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
+        self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Outputs that `step` has not returned yet, because it raises the errors of the same steps first.
         self._outputs: list[AnyOutput] = []
         self._errors: list[RequestError] = []
+        self._lock = threading.RLock()
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine."""
+        return self._core
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, usage_context: Any = None) -> Self:
@@ -87,17 +93,18 @@ class LLMEngine(VllmMethods):
           EngineDeadError: the engine has failed or was shut down.
         """
         self.core.check()
-        name = load_first(self.core, threading.Lock(), lora_request)
+        name = load_first(self.core, self._lock, lora_request)
         options = RequestOptions(priority, lora=name)
         if arrival_time is not None:
             options = replace(options, arrival=options.arrival - (time.time() - arrival_time))
+        params = within_context(params, self.core.inputs.config.max_model_len)
         prompt = self.core.inputs.make_ready(prompt)
         self.core.add(self.core.inputs.prepare(prompt, params, request_id=request_id, options=options))
         return request_id
 
-    def abort_request(self, request_id: str | Iterable[str]) -> None:
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End one or several requests, which will have no further output. Unknown ids are ignored."""
-        for each in [request_id] if isinstance(request_id, str) else request_id:
+        for each in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.core.abort(each)
 
     def has_unfinished_requests(self) -> bool:
@@ -129,24 +136,49 @@ class LLMEngine(VllmMethods):
         """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
         return self.core.inputs.require_tokenizer().hf
 
-    def get_metrics(self) -> list[Metric | Histogram]:
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counters, gauges and histograms, each with a name and its values."""
         return self.core.metrics.collect()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop all cached prefixes, and return True. Running requests keep their pages.
-
-        reset_running_requests: also recompute running requests from their first token, once no step is in flight. The
-        steps that this needs are run here; the next `step` returns their outputs. Raises RequestError if
-        reset_connector is true, because files of kv_offloading_path are not deleted.
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter unless it is loaded already, and return True. Raises RequestError or ModelFileError, with
+        nothing changed.
         """
-        done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
-        if reset_running_requests:  # what is in flight lands first
-            while self.core.engine.scheduler.paused and self.core.has_unfinished:
-                self._outputs += self.core.step()
-                self._errors += [error for _, error in self.core.pop_rejected()]
-            self.core.rest()
-        return done
+        load_first(self.core, self._lock, lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter with this lora_int_id, so that no new request uses it. Returns whether there was one."""
+        for each in self.core.utility("adapters"):
+            if each["number"] == lora_id:
+                self.core.utility("unload_adapter", each["name"])
+                return True
+        return False
+
+    def list_loras(self) -> set[int]:
+        """Return the lora_int_ids of the loaded adapters."""
+        return {each["number"] for each in self.core.utility("adapters")}
+
+    def reset_mm_cache(self) -> None:
+        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
+        self.core.utility("reset_mm_cache")
+
+    def start_profile(self) -> None:
+        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
+        a profile is already running.
+        """
+        self.core.utility("start_profile")
+
+    def stop_profile(self) -> None:
+        """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
+        running or it cannot be written.
+        """
+        self.core.utility("stop_profile")
+
+    def _step(self) -> None:
+        """Run one step for a method that needs it; the next calls of `step` return its outputs and raise its errors."""
+        self._outputs += self.core.step()
+        self._errors += [error for _, error in self.core.pop_rejected()]
 
     def shutdown(self) -> None:
         """Stop the engine; later calls of `add_request` and `step` raise EngineDeadError. Does nothing in a fork of its

@@ -43,19 +43,23 @@ def params_for(
     ]
 
 
-def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
+def pairs_of(
+    data_1: str | Sequence[str], data_2: str | Sequence[str], names: tuple[str, str] = ("data_1", "data_2")
+) -> list[tuple[str, str]]:
     """Return the pairs of texts to compare: one text of data_1 with each of data_2, or the i-th with the i-th.
 
-    Raises RequestError if a text is empty, a list is empty, or data_1 has neither one text nor as many as data_2.
+    names: names of both arguments for the caller, for errors. Raises RequestError if a text is empty, a list is empty,
+    or data_1 has neither one text nor as many as data_2.
     """
     first: Any = [data_1] if isinstance(data_1, str) else data_1
     second: Any = [data_2] if isinstance(data_2, str) else data_2
-    for name, texts in (("data_1", first), ("data_2", second)):
+    for name, texts in zip(names, (first, second), strict=True):
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(f"{name} must be a text or a list of texts, none of them empty", param=name)
     if len(first) not in (1, len(second)):
-        text = f"data_1 has {len(first)} texts and data_2 {len(second)}; allowed: as many of both, or one in data_1"
-        raise RequestError(text, param="data_1")
+        name, other = names
+        text = f"{name} has {len(first)} texts and {other} {len(second)}; allowed: as many of both, or one in {name}"
+        raise RequestError(text, param=name)
     return list(zip([*first] * len(second) if len(first) == 1 else first, second, strict=True))
 
 

@@ -157,16 +157,16 @@ class WeightMethods(ABC):
                     return function()
                 self._step()
 
-    def pause_generation(self, mode: PauseMode = "keep") -> None:
+    def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Pause the engine until `resume_generation`, and return once no request runs. New requests wait.
 
-        mode: "keep" interrupts running requests, "wait" lets them finish first, "abort" ends them. Raises
-        RequestError for another mode, for "wait" while the engine sleeps and has requests, and if another thread ends
-        the pause before it is complete; EngineDeadError.
+        mode: "keep" interrupts running requests, "wait" lets them finish first, "abort" ends them. clear_cache: drop
+        cached prefixes. Raises RequestError for another mode, for "wait" while the engine sleeps and has requests, and
+        if another thread ends the pause before it is complete; EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).pause(mode)
-        self._once_paused(None, lambda: None)
+        self._once_paused(None, lambda: clear_cache and self.core.utility("reset_prefix_cache"))
 
     def resume_generation(self) -> None:
         """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
@@ -348,16 +348,16 @@ class AsyncWeightMethods(ABC):
                 return done[0]
             await asyncio.sleep(_SETTLE_SECONDS)
 
-    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+    async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Pause the engine until `resume_generation`, and return once no request runs. New requests wait.
 
-        mode: "keep" interrupts running requests, "wait" lets them finish first, "abort" ends them. Raises
-        RequestError for another mode, for "wait" while the engine sleeps and has requests, and if the pause is ended
-        before it is complete; EngineDeadError.
+        mode: "keep" interrupts running requests, "wait" lets them finish first, "abort" ends them. clear_cache: drop
+        cached prefixes. Raises RequestError for another mode, for "wait" while the engine sleeps and has requests, and
+        if the pause is ended before it is complete; EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(lambda: weights.pause(mode))
-        await self._once_paused(weights, None, lambda: None)
+        await self._once_paused(weights, None, lambda: clear_cache and self.core.utility("reset_prefix_cache"))
 
     async def resume_generation(self) -> None:
         """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from jaxengine.bench.workloads import add_fixed_flags
 from jaxengine.config.command_line import given_options, output_file, positive_int
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5,
         help="number of runs; percentiles are over the requests of all runs",
     )
+    add_fixed_flags(parser)
     parser.add_argument("--json", "--output-json", type=output_file, metavar="FILE", help="write the result there")
     add_engine_options(parser)
     parser.set_defaults(run=run)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.bench.serve_address import add_address, settle
+from jaxengine.bench.serve_vllm import add_vllm_flags, flat_result, ready, result_path, sampling
 from jaxengine.config.base.key_file import read_api_key
 from jaxengine.config.command_line import output_file, positive_int
 
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--goodput", type=_limit, nargs="+", default=[], metavar="METRIC:MS", help="limits, such as ttft:500 tpot:50"
     )
+    add_vllm_flags(parser, _object)
     parser.add_argument("--timeout", type=_positive, default=600.0, help="seconds that a request may take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
@@ -99,14 +101,21 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.num_prefixes) != bool(args.prefix_len):
         given = f"--num-prefixes {args.num_prefixes} and --prefix-len {args.prefix_len}"
         raise BenchError(f"{given}: give both or neither")
+    if args.sweep and args.save_result:
+        raise BenchError("--sweep and --save-result are both given; --json has the figures of all rates")
+    if args.save_result:  # a folder that cannot be made is an error before the measurement
+        Path(args.result_dir or ".").mkdir(parents=True, exist_ok=True)
     results, curves, settings = asyncio.run(_measure(args))
     for result in results:
-        print(text(result) + "\n")
+        print(text(result, args.percentile_metrics) + "\n")
     if len(results) > 1:
         print(sweep_table(results))
     # JSON has no infinity.
     plain = [{**result, "request_rate": _plain(result["request_rate"])} for result in results]
     write_json(args.json, {**settings, "results": plain})
+    if args.save_result:
+        path = result_path(args, settings["model"])
+        write_json(str(path), flat_result(args, settings["model"], results[0], curves))
     if args.svg:
         title = (
             f"{Path(settings['model']).name}: {args.num_prompts} requests, {args.input_len} + {args.output_len} tokens"
@@ -125,13 +134,16 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
     from jaxengine.bench.serve_report import series, summary
 
     traffic, load = await prepare(args)
+    if args.num_warmups:
+        warm = replace(load, num_prompts=args.num_warmups, seed=load.seed - 2 & 0xFFFFFFFF)
+        await send(traffic, plan(warm), [0.0] * args.num_warmups, args.max_concurrency)
     slo, results, curves = dict(args.goodput), [], {}
     for number, rate in enumerate(args.sweep or [args.request_rate]):
         # Different prompts for every rate, so that the server's prefix cache does not help later ones.
         one = replace(load, seed=load.seed + number)
         times = arrivals(load.num_prompts, rate, args.burstiness, one.seed)
         done = await send(traffic, plan(one), times, args.max_concurrency)
-        results.append({"request_rate": rate, **summary(done, slo)})
+        results.append({"request_rate": rate, **summary(done, slo, args.metric_percentiles)})
         curves = series(done.samples)
     settings = {
         "url": args.url,
@@ -162,7 +174,8 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
         server = Server.at(args.url, key, args.ca_file, insecure=args.insecure)
     except BadUrlError as error:
         raise BenchError(str(error)) from None
-    model, longest = args.model, args.max_model_len
+    server = await ready(server, args.ready_check_timeout_sec, args.header)
+    model, longest = args.served_model_name or args.model, args.max_model_len
     if model is None or longest is None:
         try:
             listed = (await get_json(server, "/models"))["data"]
@@ -174,7 +187,8 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
     # The length of the shortest prompt: outputs take up to half of the limit.
     if longest is not None and args.prefix_len >= (most := longest - longest // 2):
         raise BenchError(f"--prefix-len is {args.prefix_len}; allowed: less than {most}, half of {longest} tokens")
-    fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {}), **args.extra_body}
+    fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {})}
+    fields |= {**sampling(args), **args.extra_body}
     assert model is not None
     traffic = Traffic(server, args.route, model, fields, args.timeout)
     load = Load(

@@ -54,7 +54,7 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
     return all((values[name] or 0.0) * 1e3 <= limit for name, limit in slo.items())
 
 
-def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
+def summary(run: LoadResult, slo: Mapping[str, float] | None = None, further: Sequence[float] = ()) -> dict[str, Any]:
     """Return all figures of a load, by the names that `bench serve` prints and writes.
 
     Requests: "successful_requests", "failed_requests", "errors" (their number by kind), "first_error" (a message),
@@ -64,7 +64,7 @@ def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str
     None without samples. The client: "client_send_lag_ms_p99" and "client_cpu_percent".
 
     Failed requests count only as errors and in the peak and the lag. slo: limits in milliseconds by metric for the
-    goodput, which is None without limits.
+    goodput, which is None without limits. further: percentiles in addition to SHARES.
     """
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample for sample in run.samples if sample.error is not None]
@@ -86,7 +86,7 @@ def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str
         "peak_concurrent_requests": _peak(run.samples),
         "client_send_lag_ms_p99": round(percentile(run.lags, 0.99) * 1e3, 2) if run.lags else None,
         "client_cpu_percent": round(100 * run.cpu_seconds / run.seconds, 1),
-        "latency_ms": {name: _spread(values) for name, values in series(run.samples).items()},
+        "latency_ms": {name: _spread(values, further) for name, values in series(run.samples).items()},
     }
     if slo:
         result["request_goodput"] = _rate(sum(meets(sample, slo) for sample in run.samples), run.seconds)
@@ -98,14 +98,15 @@ def _rate(count: float, seconds: float) -> float:
     return round(count / seconds, 3) if seconds else 0.0
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean, median and percentiles of SHARES, by name, rounded to three decimals; all None without
-    values.
+def _spread(values: Sequence[float], further: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean, median and percentiles of SHARES and `further`, by name, rounded to three decimals; all None
+    without values.
     """
-    names = ("mean", "median", *(f"p{share}" for share in SHARES if share != 50))
+    wanted = [50, *sorted({*SHARES, *further} - {50})]
+    names = ("mean", "median", *(f"p{share:g}" for share in wanted[1:]))
     if not values:
         return dict.fromkeys(names)
-    shares = [percentile(values, share / 100) for share in SHARES]
+    shares = [percentile(values, share / 100) for share in wanted]
     return {name: round(value, 3) for name, value in zip(names, (sum(values) / len(values), *shares), strict=True)}
 
 
@@ -122,10 +123,10 @@ def _peak(samples: Sequence[Sample]) -> int:
     return most
 
 
-def text(result: Mapping[str, Any]) -> str:
-    """Return the figures of one rate, as `summary` returns them, as readable text."""
+def text(result: Mapping[str, Any], metrics: Sequence[str] = tuple(METRICS)) -> str:
+    """Return the figures of one rate, as `summary` returns them, as readable text. metrics: latencies to show."""
     plain = {name: value for name, value in result.items() if name not in ("latency_ms", "errors", "first_error")}
-    rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items()]
+    rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items() if name in metrics]
     parts = [record(plain), table(rows)]
     if result["errors"]:
         counts = ", ".join(f"{kind}: {count}" for kind, count in result["errors"].items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.bench.workloads import NAMES
+from jaxengine.bench.workloads import NAMES, add_fixed_flags
 from jaxengine.config.command_line import given_options, output_file, positive_int
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
@@ -29,8 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-prompts", type=positive_int, default=128, help="number of random requests, or of the trace"
     )
-    parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of random requests")
-    parser.add_argument("--output-len", type=positive_int, default=64, help="new tokens of random requests")
+    parser.add_argument(
+        "--input-len", "--random-input-len", type=positive_int, default=128, help="prompt tokens of random requests"
+    )
+    parser.add_argument(
+        "--output-len", "--random-output-len", type=positive_int, default=64, help="new tokens of random requests"
+    )
+    add_fixed_flags(parser)
     parser.add_argument(
         "--num-runs", type=positive_int, default=2, help="number of runs, each with an empty cache; the fastest counts"
     )

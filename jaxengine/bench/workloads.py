@@ -6,6 +6,7 @@ model; tests use the same file.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from importlib.resources import files
@@ -100,3 +101,12 @@ def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: in
     outputs = np.clip(generator.lognormal(np.log(64), 1.0, num_prompts), 2, half).astype(int)
     prompts = tuple(tuple(generator.integers(0, vocab_size, length).tolist()) for length in inputs)
     return Workload(f"trace of {num_prompts}", prompts, tuple(outputs.tolist()))
+
+
+def add_fixed_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of vLLM's benchmarks that have one value here: prompts are random tokens, the engine is this one,
+    and nothing is detokenised.
+    """
+    parser.add_argument("--dataset-name", choices=("random",), default="random", help="prompts are random tokens")
+    parser.add_argument("--backend", choices=("vllm",), default="vllm", help="this engine, by vLLM's name")
+    parser.add_argument("--disable-detokenize", action="store_true", help="no effect: nothing is detokenised")

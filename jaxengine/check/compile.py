@@ -24,6 +24,7 @@ import jax
 from jaxengine.check import inspect, judge
 from jaxengine.check.compiled import counts, cycles, exchanges, hlo
 from jaxengine.check.devices import target_devices
+from jaxengine.check.model.code import layers_with_code
 from jaxengine.check.model.drafts import drafting, drafts, settled
 from jaxengine.check.model.programs import CheckedProgram, StagePrograms, open_stages
 from jaxengine.check.model.shapes import model_config
@@ -250,7 +251,9 @@ class Compiler:
         for program in encoders(stage, short=True):
             encoder, held_by_encoder = self._needs(program)
             beside, of_others = max(beside, encoder["workspace_bytes"]), of_others + held_by_encoder
-        programs = held * len(whole.model.stage.layers) // len(stage.model.stage.layers) + of_others
+        counts = (layers_with_code(self.target.backend, len(each.model.stage.layers)) for each in (whole, stage))
+        of_whole, of_stage = counts
+        programs = held * of_whole // of_stage + of_others
         workspace = forward["workspace_bytes"] + beside + whole.slot_bytes
         return StageNeeds(programs, workspace, whole.steps.memory), forward, held, of_others
 

@@ -30,6 +30,8 @@ OTHER_FILES = (
     "*.tiktoken",
     "tiktoken.model",
     "vocab.txt",
+    "merges.txt",
+    "sentencepiece.bpe.model",
 )
 # Weights of a pooling model's modules, which sentence-transformers writes into separate folders.
 _MODULES = "[0-9]_*/model.safetensors"

@@ -50,7 +50,7 @@ _NAMES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.txt"),
     *("tokenizer.model", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *(PARAMS_FILE, files_of(CONSOLIDATED)[1], "tekken.json", "tokenizer.model.v1", "tokenizer.model.v2"),
-    *("tokenizer.model.v3", "tokenizer.model.v7"),
+    *("tokenizer.model.v3", "tokenizer.model.v7", "merges.txt", "sentencepiece.bpe.model"),
 )
 # Files of which a model has at least one.
 CONFIGS = (CONFIG_FILE, PARAMS_FILE)

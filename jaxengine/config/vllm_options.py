@@ -114,7 +114,7 @@ _SWITCHES = """
     return_sampling_mask skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
-    allow_credentials disable_fastapi_docs enable_log_outputs enable_per_request_metrics enable_ssl_refresh
+    allow_credentials disable_fastapi_docs enable_log_outputs enable_ssl_refresh
     headless
 """
 _UNSET = """
@@ -165,7 +165,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "mamba_cache_mode": ("none",),
     "mamba_cache_philox_rounds": (0,),
     "mamba_ssm_cache_dtype": ("auto",),
-    "middleware": ([],),
     "mm_device_do_normalize": (True,),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
     "mm_hasher_algorithm": ("blake3",),

@@ -28,8 +28,9 @@ class Ngram:
     shortest: int
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Return `count` drafts for each row, the tokens that followed the latest of the longest matches; none for a
-        row whose last tokens have no earlier match of at least `shortest` tokens. Traced by jax.
+        """Return `count` drafts for each row, the tokens that followed the latest of the longest matches, repeated from
+        the first if there are fewer than `count`; none for a row whose last tokens have no earlier match of at least
+        `shortest` tokens. Traced by jax.
 
         history: i32[S, L], padded to the right. num_known: i32[S], at least 1.
         """
@@ -53,8 +54,8 @@ class Ngram:
         return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Return i32[count] drafts for one row on the host; i32[0] if its last tokens have no earlier match of at least
-        `shortest` tokens, and if `count` is 0.
+        """Return the drafts of `propose` for one row on the host: i32[count]; i32[0] if its last tokens have no earlier
+        match of at least `shortest` tokens, and if `count` is 0.
 
         known: i32[n], tokens of the row, not empty.
         """

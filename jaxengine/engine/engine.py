@@ -54,13 +54,13 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work: unfinished requests or steps in flight. In a pause: the steps, then timeouts."""
+        """Whether `step` has work: unfinished requests or steps in flight; in a pause, steps and expired requests."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queue the requests of a caller's n outputs. If one is refused, end all of them and raise its RequestError."""
+        """Prepare and queue a caller's n requests. If one is refused, abort those queued and raise its RequestError."""
         added = []
         try:
             for request in requests:
@@ -86,13 +86,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Count the end of a request in `uncounted`. reason, num_output: what its caller got; None: the request's."""
+        """Count the end of a request in `uncounted`, once. reason, num_output: what its caller got; None: its own."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step, collect the oldest one if none was dispatched or enough are in flight; return results."""
+        """Dispatch a step; collect the oldest if none was or enough are in flight, or wait briefly; return results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -124,7 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step, dispatch its forward pass and return it; None in a pause or if no request can run."""
+        """Schedule and dispatch a step; return it, None if there is none to run; add expired requests to `output`."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -154,7 +154,7 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Collect the steps whose tokens the newest step's sampler needs, then dispatch it, or what replaces it."""
+        """Dispatch the newest step's sampler once the tokens that it needs are known, or its replacement at once."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks

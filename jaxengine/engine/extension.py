@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
-from jaxengine.engine.stats.metric_types import Histogram, Metric
+from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.base.config import SchedulerConfig
@@ -58,7 +58,8 @@ class Loop(NamedTuple):
 
 
 class LoopExtension:
-    """Base class of a capability's part of the engine loop. A subclass overrides the hooks that it needs.
+    """Base class of a capability's part of the engine loop. A subclass overrides the hooks that it needs; the others do
+    nothing, return no events, and let the step go on.
 
     Attributes:
       loop: the engine's runner, scheduler, slot rows and steps in flight; set by `attach`.
@@ -147,7 +148,7 @@ class LoopExtension:
         """Functions that an operator may call between two steps, by name. Arguments and results are JSON values."""
         return {}
 
-    def metrics(self) -> Iterator[Metric | Histogram]:
+    def metrics(self) -> Iterator[Metric | Vector | Histogram]:
         """Yield the capability's metrics."""
         yield from ()
 

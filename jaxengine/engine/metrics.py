@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxengine.engine.engine import Engine
-from jaxengine.engine.stats.metric_types import Counter, Gauge, Histogram, Metric
+from jaxengine.engine.stats.metric_types import Counter, Gauge, Histogram, Metric, Vector
 from jaxengine.engine.stats.server_stats import ServerStats
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Metrics:
         self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
         self.server = ServerStats()
 
-    def collect(self) -> list[Metric | Histogram]:
+    def collect(self) -> list[Metric | Vector | Histogram]:
         """Return all metrics with their current values: those of the engine, its server and its extensions, and those
         of ALWAYS, which are 0 if no extension counts them.
         """
@@ -165,7 +165,10 @@ class Metrics:
         """Return all metrics as dicts of JSON values: their fields, and `kind`, which is "counter", "gauge" or
         "histogram".
         """
-        return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in self.collect()]
+        plain: list[Metric | Histogram] = []
+        for each in self.collect():
+            plain += each.counters() if isinstance(each, Vector) else [each]
+        return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in plain]
 
     def throughput(self) -> tuple[float, float]:
         """Return prompt tokens per second and generated tokens per second, over the last ten seconds."""

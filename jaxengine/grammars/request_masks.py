@@ -359,7 +359,7 @@ class RequestMasks:
         """Return what has become known since the last call about requests that have not been dropped, without waiting.
 
         A request is ready if a mask has arrived or its grammar is FREE. It has ended if its grammar allows nothing more
-        (an error before min_tokens) or has failed. It is refused if its grammar cannot be used. Grammars that have
+        or has failed. It is refused if its grammar cannot be used. Grammars that have
         passed their trial are opened, and masks and their seconds are counted.
         """
         free, self._free = self._free, []
@@ -385,13 +385,7 @@ class RequestMasks:
             if each.forced or each.words is not None:
                 self._known[request] = _Known(each.forced, each.words, each.words is None, each.guessed)
                 events.ready.append(request)
-            elif self._num_tokens[request] < request.params.min_tokens:
-                reason = (
-                    f"structured_outputs allows nothing more after {self._num_tokens[request]} tokens, "
-                    f"min_tokens is {request.params.min_tokens}"
-                )
-                events.ended.append(MaskEnd(request, FinishReason.ERROR, reason))
-            else:
+            else:  # also before min_tokens, as in vLLM
                 events.ended.append(MaskEnd(request, FinishReason.STOP, None))
         return events
 

@@ -15,7 +15,9 @@ from jaxengine.models.config.model_config import ModelConfig
 PROCESSORS = {
     "LlavaForConditionalGeneration": "pixtral:llava_or_pixtral",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
+    "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideoProcessor",
     "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
+    "Granite4VisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemmaProcessor",
     "PaliGemma2ForConditionalGeneration": "paligemma:PaliGemmaProcessor",
@@ -34,6 +36,8 @@ PROCESSORS = {
     "LightOnOcrForConditionalGeneration": "lighton_ocr:LightOnOcrProcessor",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl:PaddleOcrVLProcessor",
     "GlmOcrForConditionalGeneration": "glm4v:GlmOcrProcessor",
+    "Exaone4_5_ForConditionalGeneration": "exaone4_5:Exaone4_5Processor",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": "exaone4_5:HyperClovaVisionProcessor",
     "DotsOCRForCausalLM": "dots_ocr:DotsOcrProcessor",
     "GotOcr2ForConditionalGeneration": "got_ocr2:GotOcr2Processor",
     "QianfanOCRForConditionalGeneration": "qianfan_ocr:QianfanOCRProcessor",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxengine.check.model.code import layers_with_code
 from jaxengine.check.model.roofline import product_work
 from jaxengine.models.kernel_rows import backend_of
 from jaxengine.models.params.declare import declared_params
@@ -30,7 +31,8 @@ class _Compiler(NamedTuple):
 
     Attributes:
       layer, expert_layer: bytes of code of a forward pass for each layer, without and with experts.
-      most_layers: largest number of layers that have their own code in a forward pass; further ones share it.
+      base: bytes of code of a forward pass beside that of its layers.
+      most_of_tower: largest number of layers of an encoder tower that have their own code; further ones share it.
       sampler, score: bytes of code of a sampler, and of another epilogue.
       rows: share of the inputs and outputs of a layer's products that a forward pass holds at once.
       logits: number of copies of its logits that a sampler needs.
@@ -41,7 +43,8 @@ class _Compiler(NamedTuple):
 
     layer: float
     expert_layer: float
-    most_layers: int
+    base: float
+    most_of_tower: int
     sampler: float
     score: float
     rows: float
@@ -51,9 +54,9 @@ class _Compiler(NamedTuple):
 
 
 _COMPILERS = {
-    "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 10**6, 12 * MIB, 14 * MIB, 1.0, 5.8, 64, 200 * MIB),
-    "cuda": _Compiler(0.35 * MIB, 0.65 * MIB, 10**6, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
-    "cpu": _Compiler(8 * MIB, 14 * MIB, 6, 8 * MIB, 6 * MIB, 1.0, 3.0, 8),
+    "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 5 * MIB, 10**6, 12 * MIB, 14 * MIB, 1.0, 5.8, 64, 200 * MIB),
+    "cuda": _Compiler(0.35 * MIB, 0.65 * MIB, 0, 10**6, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
+    "cpu": _Compiler(8 * MIB, 14 * MIB, 0, 6, 8 * MIB, 6 * MIB, 1.0, 3.0, 8),
 }
 
 
@@ -65,11 +68,12 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
     inputs, and the largest encoder.
     """
     programs = stage.programs
-    how = _COMPILERS[backend_of(programs.platform)]
+    backend = backend_of(programs.platform)
+    how = _COMPILERS[backend]
     model, buckets = programs.model, programs.packer.buckets
-    layers = min(len(model.stage.layers), how.most_layers)
     of_layer = how.layer if model.config.experts is None else how.expert_layer
-    held = len(list(buckets)) * layers * of_layer * _share_of_code(stage, how)
+    layers = layers_with_code(backend, len(model.stage.layers)) * of_layer * _share_of_code(stage, how)
+    held = len(list(buckets)) * (how.base + layers)
     epilogue = encoder = 0.0
     for name, size in programs.epilogue_sizes():
         held += how.sampler if name == SAMPLE else how.score
@@ -77,13 +81,13 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
     forward = _forward_workspace(stage, model, how)
     if stage.draft_params:
         draft = stage.draft_model
-        held += len(list(buckets)) * min(len(draft.stage.layers), how.most_layers) * how.layer
+        held += len(list(buckets)) * layers_with_code(backend, len(draft.stage.layers)) * how.layer
         forward = max(forward, _forward_workspace(stage, draft, how))
     for each in programs.extensions:
         if isinstance(each, PicturesExtension):
             for layout in (tower.layout for tower in each.encoders if tower.layout.sizes):
                 patch_bytes, depth = _tower_rows(stage, layout.part)
-                held += len(layout.sizes) * min(depth, how.most_layers) * how.layer
+                held += len(layout.sizes) * min(depth, how.most_of_tower) * how.layer
                 encoder = max(encoder, how.rows * layout.sizes[-1] * patch_bytes)
     return StageNeeds(int(held), int(forward + programs.slot_bytes + epilogue + encoder), programs.memory)
 

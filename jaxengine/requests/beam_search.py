@@ -44,7 +44,9 @@ class BeamSearchParams:
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
         """Raise RequestError for values that are invalid, or not allowed with these engine options.
 
-        max_logprobs: the engine's resolved option, not -1; a beam needs two logprobs.
+        max_logprobs: the engine's resolved option, not -1; a beam needs two logprobs. logprobs_mode: of the engine;
+        modes that report logits allow no beam search, and only processed_logprobs allows a temperature other than 0 and
+        1.
         """
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
@@ -68,7 +70,7 @@ class BeamSearchParams:
 
     def token_params(self) -> SamplingParams:
         """Return the sampling parameters of a request for one token after a beam, with logprobs of the 2 * beam_width
-        likeliest tokens.
+        likeliest tokens. A temperature of 0 becomes 1, as processed logprobs would otherwise have only the best token.
         """
         # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0
@@ -147,7 +149,8 @@ class BeamSearch:
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Extend the beams by one token. found: logprobs of the next token of each of `prompts`, in their order.
+        """Extend the beams by one token; the search is complete once no beam runs. found: logprobs of the next token of
+        each of `prompts`, in their order.
 
         A beam with an end-of-sequence token ends, unless ignore_eos. Keeps the beam_width best running beams and the
         beam_width best ended ones. Raises ValueError if `found` has another length than the beams.

@@ -295,7 +295,7 @@ class InputProcessor:
         if not prompt:
             raise RequestError("prompt is empty; at least one character is needed", param="prompt", value=prompt)
         if self.tokenizer is None:
-            problem = "prompt is text, but skip_tokenizer_init is set; give prompt_token_ids"
+            problem = "prompt is text, but the engine has `skip_tokenizer_init=True`; give prompt_token_ids"
             raise RequestError(problem, param="prompt", value=prompt)
         return prompt, self.tokenizer.encode(prefix + prompt), salt
 

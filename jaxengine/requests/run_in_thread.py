@@ -36,7 +36,8 @@ async def with_media(
     Without media, returns a copy of the prompt.
 
     parts: from `inputs.media_reader.collect`. options: mm_processor_kwargs, which a text model refuses. Raises
-    RequestError, and OverloadedError if too many parts are waiting.
+    RequestError, which names the field of the messages that the first part came from, or the options; and
+    OverloadedError if too many parts are waiting.
     """
     if not parts and (not options or inputs.media is not None):
         return {**prompt}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.api.llm import LLM
-from jaxengine.engine.stats.metric_types import Metric
+from jaxengine.engine.stats.metric_types import Metric, Vector
 from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.rl.rollouts import check_logprobs, check_whole, chosen
@@ -104,7 +104,7 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         """Return the values of the engine's counters and gauges by name, each summed over its labels."""
         found: dict[str, float] = {}
         for each in self._llm.get_metrics():
-            if isinstance(each, Metric):
+            if isinstance(each, Metric | Vector):
                 found[each.name] = found.get(each.name, 0.0) + each.value
         return found
 

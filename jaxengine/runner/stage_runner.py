@@ -58,7 +58,8 @@ class StageRunner:
     def __init__(
         self, programs: StepPrograms, params: Any, cache_dir: Place, extensions: Sequence[StageExtension] = ()
     ):
-        """Store the weights, open the caches of executables, and compile or load the state changes.
+        """Store the weights, open the caches of executables, and compile or load the state changes. On GPUs, nothing is
+        stored on disk for a stage of several processes, which is logged.
 
         params: the model's weights, an nnx.State or its leaves. cache_dir: location of the ExecutableCache, whose
         ConfigError is raised. extensions: StageExtensions that have weights of their own.
@@ -219,8 +220,8 @@ class StageRunner:
         jax.block_until_ready(self._kv)  # so that a lack of memory is reported here
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
-        """Return another StageRunner with the same weights but these programs, of which only the state changes have
-        been compiled or loaded. It has no extensions with weights of their own.
+        """Return another StageRunner with the same weights and the same kernels to leave out, but these programs, of
+        which only the state changes have been compiled or loaded. It has no extensions with weights of their own.
         """
         other = StageRunner(programs, self.params, self._cache_dir)
         other.executables.unused = self.executables.unused
@@ -242,8 +243,9 @@ class StageRunner:
         """Dispatch the stage's part of a forward pass, and return its result: Forwarded in the last stage, otherwise
         StageOutput.
 
-        The pool and the slot state are donated and replaced. message: i32[replicas, size]. hidden: the previous stage's
-        hidden states; None in the first stage. A pass that was not compiled at start-up is compiled first.
+        The pool and the slot state are donated and replaced; `given` becomes the arrays that extensions provide for
+        this pass. message: i32[replicas, size]. hidden: the previous stage's hidden states; None in the first stage. A
+        pass that was not compiled at start-up is compiled first.
         """
         if bucket not in self._forwards:  # enforce_eager
             self.compile_forward(bucket)

@@ -29,14 +29,15 @@ def run(args: argparse.Namespace) -> int:
     """Run the server until it ends; return the exit status of Supervisor.run, or 2, after printing an error, if a
     package that serving needs is not installed.
 
-    args: options of `add_arguments`. Raises ConfigError, before any process is started, for invalid options and for
-    files of keys or TLS that cannot be used.
+    args: options of `add_arguments`. With enable_batch_api the folder batch_storage_dir is created. Raises ConfigError,
+    before any process is started, for invalid options and for files of keys or TLS that cannot be used.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"
         print(f"jaxengine: error: {needed}", file=sys.stderr)
         return 2
+    from jaxengine.server.base.given_middleware import given_middleware
     from jaxengine.server.batch.store import BatchStore
     from jaxengine.server.observe.spans import check_endpoint
     from jaxengine.server.processes.supervisor import Supervisor
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     server.admin_keys()
     check_endpoint(server.otlp_traces_endpoint)
     check_certificates(server)
+    given_middleware(server.middleware)
     return Supervisor(server, engine).run()
 
 

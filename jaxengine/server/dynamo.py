@@ -94,8 +94,8 @@ class DynamoEngine(_backend.LLMEngine):
         return cls(options, mode, served), worker
 
     async def start(self, worker_id: int) -> Any:
-        """Start the engine on a thread, and return Dynamo's EngineConfig with its limits. worker_id is not used. Raises
-        ConfigError and the errors of loading a model.
+        """Start the engine on a thread, set `engine` to it, and return Dynamo's EngineConfig with its limits. worker_id
+        is not used. Raises ConfigError and the errors of loading a model.
         """
         self.engine = engine = await asyncio.to_thread(AsyncLLM.from_engine_args, self._options)
         config, scheduler = engine.core.runner.config, engine.core.engine.scheduler.config

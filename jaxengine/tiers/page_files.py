@@ -77,7 +77,9 @@ class OtherModels:
         self._by_time: list[tuple[float, str, str]] = []
 
     def scan(self) -> None:
-        """Update the index from the folders, as far as they have changed and can be read."""
+        """Update the index from the folders, as far as they have changed and can be read; it becomes empty if the
+        folder above them cannot be read. Unfinished files that are left over in changed folders are removed.
+        """
         try:
             with os.scandir(self._own.parent) as found:
                 models = {each.path for each in found if _MODEL.fullmatch(each.name) and each.name != self._own.name}

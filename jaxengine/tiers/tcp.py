@@ -207,9 +207,9 @@ class _TcpReader(Reader):
         self._socket: zmq.Socket[bytes] | None = None
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key. Connects in the
-        first call. Raises ConnectionError if the source does not answer in time, failed to answer recently, or has an
-        unusable address.
+        """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key: read-only views
+        u8[n] of the message. Connects in the first call. Raises ConnectionError if the source does not answer in time,
+        failed to answer recently, or has an unusable address.
         """
         try:
             if self._socket is None:

@@ -1,23 +1,26 @@
 """Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or a vocabulary alone, and related files.
 
-Vocabularies that are read without a tokenizer.json are BERT's vocab.txt, SentencePiece's tokenizer.model and tiktoken's
-ranks. All files are treated as data: code that they name (auto_map) is not run, and tokenizer_class only decides how a
-vocabulary is read.
+Vocabularies that are read without a tokenizer.json are BERT's vocab.txt, GPT-2's vocab.json with merges.txt,
+SentencePiece's tokenizer.model, also as XLM-RoBERTa has it, and tiktoken's ranks. All files are treated as data: code
+that they name (auto_map) is not run, and tokenizer_class only decides how a vocabulary is read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import RobertaProcessing
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, read_bytes, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.vocabularies.byte_level import MERGES, kind_of, read_byte_level
+from jaxengine.tokens.vocabularies.byte_level import VOCAB as BYTES_VOCAB
 from jaxengine.tokens.vocabularies.ends import with_ends
 from jaxengine.tokens.vocabularies.pieces import (
     CONTROL,
@@ -27,7 +30,7 @@ from jaxengine.tokens.vocabularies.pieces import (
     byte_pair_pieces,
     unigram_pieces,
 )
-from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece
+from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece, with_fairseq_ids
 from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is_tiktoken, read_tiktoken
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
@@ -35,7 +38,8 @@ MAX_TOKENIZER_BYTES = 1 << 28
 MAX_VOCABULARY_BYTES = 1 << 25  # largest size of a vocabulary file; known ones have some MiB
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-PIECES = "tokenizer.model"
+PIECES, XLM_PIECES = "tokenizer.model", "sentencepiece.bpe.model"
+XLM_CLASSES = ("XLMRobertaTokenizer", "XLMRobertaTokenizerFast")
 # Tokenizer classes that split texts as SentencePiece does and number tokens as the file does. None: no class is named.
 PIECES_CLASSES = (
     None,
@@ -46,6 +50,9 @@ RANKS = {"TikTokenTokenizer": KIMI, "QWenTokenizer": QWEN}
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 ADDED = "added_tokens.json"  # tokens in addition to a vocabulary; a tokenizer.json already contains them
 ADDED_TOKENS = "added_tokens_decoder"  # tokens by id, in tokenizer_config.json
+# Lists of further special tokens in tokenizer_config.json and special_tokens_map.json, as transformers 4 and 5 name
+# them.
+_FURTHER = ("additional_special_tokens", "extra_special_tokens")
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
@@ -60,7 +67,9 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     config = read_object(folder, CONFIG) or {}
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
-        tokenizer, config = _of_ranks(folder, config) or _of_pieces(folder, config) or _of_word_pieces(folder, config)
+        ways = (_of_ranks, _of_pieces, _of_byte_level, _of_fairseq)
+        found = next((one for read in ways if (one := read(folder, config)) is not None), None)
+        tokenizer, config = found or _of_word_pieces(folder, config)
     else:
         with rust_errors(folder / TOKENIZER):
             tokenizer = Tokenizer.from_str(source)
@@ -163,22 +172,105 @@ def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, di
     config: content of tokenizer_config.json. Raises ModelFileError for invalid files, for a folder without vocab.txt,
     and for one whose tokenizer class reads that file in another way.
     """
-    model, fallback = read_object(folder, "config.json") or {}, read_object(folder, SPECIAL) or {}
-    named = config.get("tokenizer_class") or model.get("tokenizer_class")
-    is_bert = named in CLASSES if named is not None else model.get("model_type", MODEL_TYPES[0]) in MODEL_TYPES
+    named, model_type = _classes(folder, config)
+    is_bert = named in CLASSES if named is not None else (model_type or MODEL_TYPES[0]) in MODEL_TYPES
     source = read_text(folder, VOCAB, MAX_TOKENIZER_BYTES) if is_bert else None
     if source is None:
         raise ModelFileError(folder, f"has no tokenizer.json; {_without_tokenizer(folder)}")
-    roles = {role: config.get(role) or fallback.get(role) or token for role, token in TOKENS.items()}
-    tokens = {role: _content(entry, folder / CONFIG, role) for role, entry in roles.items()}
+    tokens = {role: token.content for role, token in _roles(folder, config, TOKENS).items()}
     with rust_errors(folder / VOCAB):
         tokenizer = build_word_pieces(source, tokens, config, folder)
-        more = read_object(folder, ADDED) or {}
-        if not all(type(number) is int for number in more.values()):
-            raise ModelFileError(folder / ADDED, "must map tokens to ids")
-        entries = {str(number): {"content": token} for token, number in more.items()}
-        _add_missing_tokens(tokenizer, {"added_tokens_decoder": entries}, folder / ADDED)
+        _add_added(tokenizer, folder)
     return tokenizer, tokens | config
+
+
+def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+    """Return the tokenizer of GPT-2's vocab.json and merges.txt, and a copy of `config` with the special tokens of its
+    class where config names none. Returns None if the folder lacks one of the files, and for other classes.
+
+    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    """
+    kind, vocab = kind_of(*_classes(folder, config)), read_object(folder, BYTES_VOCAB)
+    merges = read_text(folder, MERGES, MAX_VOCABULARY_BYTES)
+    if kind is None or vocab is None or merges is None:
+        return None
+    flags = {name: config.get(name) or False for name in ("add_prefix_space", "add_bos_token", "add_eos_token")}
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ModelFileError(folder / CONFIG, f"must be true or false, got {str(flag)[:100]}", name)
+    roles = _roles(folder, config, kind.tokens)
+    texts = {role: token.content for role, token in roles.items()}
+    lists = [found.get(name) for found in (config, read_object(folder, SPECIAL) or {}) for name in _FURTHER]
+    further = [entry for each in lists if isinstance(each, list) for entry in each]
+    special = {*texts.values(), *(_content(entry, folder / SPECIAL, _FURTHER[0]) for entry in further)}
+    enclosing = (texts["cls_token"], texts["sep_token"]) if kind.encloses else None
+    with rust_errors(folder / MERGES):
+        adds_space = flags["add_prefix_space"]
+        tokenizer = read_byte_level(vocab, merges, [*roles.values()], enclosing, folder, adds_space=adds_space)
+        if not config.get(ADDED_TOKENS):  # which has them, too
+            _add_added(tokenizer, folder, special)
+        wanted = (texts[f"{role}_token"] if flags[f"add_{role}_token"] else None for role in ("bos", "eos"))
+        begin, end = ((one, at) if one and (at := tokenizer.token_to_id(one)) is not None else None for one in wanted)
+        if begin or end:
+            tokenizer.post_processor = with_ends(begin, end)
+    return tokenizer, texts | config
+
+
+def _of_fairseq(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+    """Return the tokenizer of XLM-RoBERTa's SentencePiece file, which numbers tokens as fairseq does, and a copy of
+    `config` with its special tokens. Returns None if the folder lacks the file, and for other classes.
+
+    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    """
+    named, model_type = _classes(folder, config)
+    is_xlm = named in XLM_CLASSES if named is not None else model_type == "xlm-roberta"
+    source = read_bytes(folder, XLM_PIECES, MAX_VOCABULARY_BYTES) if is_xlm else None
+    if source is None:
+        return None
+    found, is_unigram, _ = read_sentencepiece(source, folder / XLM_PIECES)
+    if not is_unigram or len(found.names) < 4:
+        raise ModelFileError(folder / XLM_PIECES, "must be a unigram model of more than its special tokens")
+    with rust_errors(folder / XLM_PIECES):
+        tokenizer = unigram_pieces(pieces := with_fairseq_ids(found))
+        add_marked_tokens(tokenizer, pieces.names, pieces.types)
+        tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0), True, False)
+    named_tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return tokenizer, named_tokens | config
+
+
+def _classes(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return (tokenizer class that tokenizer_config.json, `config`, or config.json names, model_type of config.json);
+    None for what is missing. Raises ModelFileError.
+    """
+    model = read_object(folder, "config.json") or {}
+    return config.get("tokenizer_class") or model.get("tokenizer_class"), model.get("model_type")
+
+
+def _roles(folder: Path, config: dict[str, Any], usual: Mapping[str, str]) -> dict[str, AddedToken]:
+    """Return special tokens by role, for the roles in `usual`: those of tokenizer_config.json, `config`, else of
+    special_tokens_map.json, else `usual`; without the unknown token if it is "". Raises ModelFileError for an invalid
+    entry.
+    """
+    fallback, found = read_object(folder, SPECIAL) or {}, {}
+    for role, token in usual.items():
+        entry = config.get(role) or fallback.get(role) or token
+        flags = entry if isinstance(entry, dict) else {}
+        if role == "unk_token" and _is_empty(entry):
+            continue
+        found[role] = _added({**flags, "special": True, "normalized": False}, _content(entry, folder / CONFIG, role))
+    return found
+
+
+def _add_added(tokenizer: Tokenizer, folder: Path, special: Collection[str] = ()) -> None:
+    """Add the tokens of added_tokens.json to `tokenizer`, in place; those in `special` as special tokens. Raises
+    ModelFileError.
+    """
+    more = read_object(folder, ADDED) or {}
+    if not all(type(number) is int for number in more.values()):
+        raise ModelFileError(folder / ADDED, "must map tokens to ids")
+    flags = {token: {"special": True, "normalized": False} if token in special else {} for token in more}
+    entries = {str(number): {"content": token, **flags[token]} for token, number in more.items()}
+    _add_missing_tokens(tokenizer, {ADDED_TOKENS: entries}, folder / ADDED)
 
 
 def _without_tokenizer(folder: Path) -> str:
@@ -230,6 +322,8 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
     for role in ("bos", "eos", "unk", "pad"):
         key = f"{role}_token"
         entry = config.get(key) if config.get(key) is not None else fallback.get(key)
+        if role == "unk" and _is_empty(entry):  # as in the first checkpoints of Whisper
+            entry = None
         ids[role] = None if entry is None else tokenizer.token_to_id(_content(entry, folder / CONFIG, key))
         # Padding is not used, and tokenizer.json alone defines the unknown token: pad and unk may name missing tokens.
         if entry is not None and ids[role] is None and role in ("bos", "eos"):
@@ -272,6 +366,11 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
             raise ModelFileError(folder / CONFIG, "must be a text or a list of named texts", "chat_template")
         named[str(pair[0])] = str(pair[1])
     return named
+
+
+def _is_empty(entry: Any) -> bool:
+    """Whether an entry for a token, a text or an object with "content", has the text ""."""
+    return (entry.get("content") if isinstance(entry, dict) else entry) == ""
 
 
 def _content(entry: Any, path: Path, key: str) -> str:

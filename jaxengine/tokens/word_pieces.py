@@ -29,8 +29,8 @@ TOKENS = {
 }
 _NEEDED = ("unk_token", "cls_token", "sep_token")
 # Other classes have a vocab.txt, too, and split text in other ways.
-CLASSES = tuple(f"{kind}Tokenizer{fast}" for kind in ("Bert", "DistilBert") for fast in ("", "Fast"))
-MODEL_TYPES = ("bert", "distilbert")
+CLASSES = tuple(f"{kind}Tokenizer{fast}" for kind in ("Bert", "DistilBert", "Electra") for fast in ("", "Fast"))
+MODEL_TYPES = ("bert", "distilbert", "electra")
 
 
 def build_word_pieces(source: str, tokens: Mapping[str, str], config: Mapping[str, Any], folder: Path) -> Tokenizer:

@@ -67,10 +67,10 @@ class ModelConfig:
 
     `tower` is the tower of images, or of audio; None for a model without one, or if it is not used. `sound_tower` is
     the tower of audio in a model that has one of images too. `encoder` has the additional fields of encoders; None for
-    decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ; empty if
-    `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for every token
-    in addition to the hidden state; 0 for none. `altup` and `hyper_connections` are for families with several hidden
-    states per token; None for one. `declared` is for families that are rows of a table
+    decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer without one;
+    empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
+    every token in addition to the hidden state; 0 for none. `altup` and `hyper_connections` are for families with
+    several hidden states per token; None for one. `declared` is for families that are rows of a table
     (jaxengine.models.families.declared_rows).
     """
 
@@ -130,7 +130,7 @@ class ModelConfig:
                 f"ffn_sizes must hold one entry for each of {len(self.attention)} layers, got {len(self.ffn_sizes)}"
             )
         for size in self.ffn_sizes:
-            check_size("ffn_sizes", size, MAX_INTERMEDIATE)
+            check_size("ffn_sizes", size, MAX_INTERMEDIATE, 0)
         if not self.attending and not self.keeps_states:
             raise ModelConfigError("attention must hold a layer that attends or keeps a state, got neither")
         classifier = None if self.pooler is None else self.pooler.classifier

@@ -37,6 +37,8 @@ class TowerConfig:
         only those of an image do.
       in_windows_only: whether that holds only in layers with a window, while other layers are causal.
       num_parts: E / D, 1 + the number of decoder layers that add a part of an embedding to hidden states (DeepStack).
+      part_layers: for each part after the first, the number of decoder layers before it; () if there is one after each
+        of the first layers.
       crosses: whether layers attend to the tower's result by cross-attention
         (jaxengine.models.layers.attention.cross_attention), with one row for an audio item and no placeholder tokens in
         the prompt.
@@ -50,6 +52,7 @@ class TowerConfig:
     merge: int
     unit: int
     num_parts: int = 1
+    part_layers: tuple[int, ...] = ()
     attends_both_ways: bool = False
     whole_prompt: int = 0
     in_windows_only: bool = False
@@ -71,6 +74,11 @@ class TowerConfig:
         unless a subclass overrides it.
         """
         return False
+
+    @property
+    def layers_with_parts(self) -> int:
+        """Number of decoder layers before the last part; 0 with one part."""
+        return max(self.part_layers, default=self.num_parts - 1)
 
     @property
     def window(self) -> int:

@@ -9,6 +9,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
+# transformers' sizes of a model whose config.json has none.
+BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _MASKED = "model.cls.predictions"
 NAMES = EncoderNames(
     layer="model.encoder.layer.{layer}",
@@ -38,7 +40,7 @@ class BertModel(PostNormEncoder):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(position_embedding_type="absolute", is_decoder=False)
-        fields = fields.with_defaults(vocab_size=30522, max_position_embeddings=512, layer_norm_eps=1e-12)
+        fields = fields.with_defaults(**BASE, vocab_size=30522, max_position_embeddings=512, layer_norm_eps=1e-12)
         encoder = EncoderConfig(
             read_activation(fields),
             num_token_types=fields.integer("type_vocab_size", 2),

@@ -20,6 +20,14 @@ from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames,
 from jaxengine.models.params.source import CheckpointNames
 
 _PARTS = 3  # number of products whose sum is a logit
+# transformers' sizes of a model whose config.json has none.
+_XLARGE = {
+    "vocab_size": 128100,
+    "hidden_size": 1536,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 24,
+    "intermediate_size": 6144,
+}
 
 
 class DebertaV2Model(PostNormEncoder):
@@ -37,7 +45,7 @@ class DebertaV2Model(PostNormEncoder):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(layer_norm_eps=1e-7, max_position_embeddings=512, legacy=True)
+        fields = fields.with_defaults(**_XLARGE, layer_norm_eps=1e-7, max_position_embeddings=512, legacy=True)
         fields.require(share_att_key=True, norm_rel_ebd="layer_norm", conv_kernel_size=0, legacy=True)
         fields.require(embedding_size=fields.integer("hidden_size"), pooler_hidden_size=fields.integer("hidden_size"))
         for name, needed in (("relative_attention", True), ("share_att_key", True), ("norm_rel_ebd", "layer_norm")):

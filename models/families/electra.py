@@ -17,6 +17,9 @@ from jaxengine.models.layers.encoder import EncoderEmbeddings, EncoderNames
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
+# transformers' sizes of a model whose config.json has none.
+_SMALL = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
+
 
 class ProjectedEmbeddings(nnx.Module):
     """Embeddings of `inner`, [T, E], projected to hidden states [T, D]."""
@@ -50,6 +53,7 @@ class ElectraModel(BertModel):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**_SMALL)
         shape = super().read_hf(fields)
         size = fields.integer("embedding_size", 128)
         if size > MAX_HIDDEN:

@@ -102,6 +102,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
         prefixes=(
             *((f"{new}vision_model.", f"{VISUAL}.") for new in ("model.", "")),
             (f"model.{RESAMPLER}.", f"{RESAMPLER}."),
+            ("model.language_model.", "model."),  # transformers 5 in memory, and so in adapters
         ),
         suffixes=((".mlp.gate.weight_1", ".mlp.image.gate.weight"),),
         transposed=(".mlp.gate.weight", ".mlp.image.gate.weight"),
@@ -133,7 +134,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
     def make_experts(self, build: Build) -> nnx.Module:
         return ExpertsOfTwoKinds(self.config, build)
 
-    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
         """Return 1 for tokens of images and 0 for others, [T, L, 1] in the dtype of x [T, D], by their ids."""
         assert self.config.experts is not None
         is_image = jnp.isin(batch.token_ids, jnp.asarray(self.config.experts.image_tokens, jnp.int32))

@@ -23,7 +23,9 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.olmo2 import PostNormLayer
+from jaxengine.models.families.qwen2_vl import QWEN_NAMES
 from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.exaone4_5 import read_exaone4_5
 
 
 class Exaone4ForCausalLM(LlamaForCausalLM):
@@ -56,16 +58,17 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
 
 
 class Exaone4_5_ForConditionalGeneration(Exaone4ForCausalLM):
-    """Text part of EXAONE 4.5 (LG AI Research 2026), read from checkpoints that also have a vision tower."""
+    """EXAONE 4.5 (LG AI Research 2026): EXAONE 4 with a vision tower, whose embeddings have the positions of tokens."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(("model.language_model.", "model."),), unused=("model.visual.", "mtp.")
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused=("mtp.",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields)
+        text, vision = text_fields(fields), fields.mapping("vision_config")
         if text.text("model_type", "exaone4") not in ("exaone4", "exaone4_5_text"):
             raise text.fail("model_type", "exaone4 in text_config")
-        return super().read_hf(text)
+        if vision is None:
+            raise fields.fail("vision_config", "a mapping")
+        shared = super().read_hf(text)
+        return shared | {"tower": read_exaone4_5(ConfigFields(vision), shared["hidden_size"])}

@@ -33,6 +33,7 @@ from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP, SparseGelu, gelu_tanh
 from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
@@ -206,14 +207,14 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         others = self.projections(x, [x] * len(self.projections.products))
         return jnp.concatenate([x, *(each.astype(x.dtype) for each in others)], axis=-1)
 
-    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the inputs [T, L, P] of all layers from the step's tokens and the first of their hidden states x [T, A
         * D]. Tokens beyond the table have those of token 0.
         """
         altup, token_ids = self.config.altup, batch.token_ids
         assert altup is not None
         known = jnp.where(token_ids < altup.table_rows, token_ids, 0)
-        return self.layer_inputs(known, x[:, : self.config.hidden_size])
+        return self.layer_inputs(known, x[:, : self.config.hidden_size], rows)
 
 
 def _with_ffn_sizes(fields: ConfigFields) -> tuple[ConfigFields, tuple[int, ...]]:

@@ -49,6 +49,7 @@ from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
 from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -227,17 +228,17 @@ class LayerInputs(nnx.Module):
         tokens = num_rows or config.vocab_size
         self.table = Embedding(tokens, width, source="model.embed_tokens_per_layer", build=build)
         project = Source("model.per_layer_model_projection", width)
-        self.project = Linear(size, (project,), axes=("embed", "latent"), build=build)
+        self.project = Linear(size, (project,), axes=("embed", "latent"), build=build, of_tokens=True)
         norm = "model.per_layer_projection_norm"
         self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
 
-    def __call__(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
+    def __call__(self, token_ids: jax.Array, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the inputs [T, L, P] of all L layers of the model, for tokens i32[T] with embeddings x [T, D]:
-        (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
+        (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2). rows: as for Linear.
         """
         shape = x.shape[0], self.num_layers, self.own
         of_token = scaled(self.table(token_ids).reshape(shape), self.own**0.5)
-        projected = self.norm(scaled(self.project(x), x.shape[1] ** -0.5).reshape(shape))
+        projected = self.norm(scaled(self.project(x, rows), x.shape[1] ** -0.5).reshape(shape))
         return scaled(projected + of_token, 2**-0.5)
 
 
@@ -313,7 +314,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return Gemma4Layer(self.config, layer, build)
 
-    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the inputs [T, L, P] of all layers from the step's tokens and their embeddings x [T, D]. Tokens of
         images and audio count as the tower's filler token.
         """
@@ -321,7 +322,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         if pictures is not None:
             tower: Any = self.config.tower
             token_ids = jnp.where(pictures.index >= 0, tower.filler_id, token_ids)
-        return self.layer_inputs(token_ids, x)
+        return self.layer_inputs(token_ids, x, rows)
 
 
 def _attention(
@@ -334,14 +335,12 @@ def _attention(
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
     full_dim = fields.integer("global_head_dim", _FULL_HEAD_DIM)
-    own = fields.mapping(LAYER_CONFIG) or ({} if LAYER_CONFIG in fields.raw else None)  # null: all layers are alike
+    own = _own_fields(fields, len(layers))
     found: list[LayerAttention] = []
     for number, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
         head_dim, num_kv_heads = layer.head_dim, layer.num_kv_heads
         if own is not None:
-            each = ConfigFields(ConfigFields(own).mapping(str(number)) or {})
-            if each.raw.keys() - {"head_dim", "num_key_value_heads"}:
-                raise fields.fail(LAYER_CONFIG, "head_dim and num_key_value_heads of single layers")
+            each = own.get(number, ConfigFields({}))
             head_dim = each.integer("head_dim", head_dim)
             num_kv_heads = each.integer("num_key_value_heads", num_kv_heads)
         elif kind == FULL:
@@ -351,6 +350,26 @@ def _attention(
         sizes = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
         found.append(replace(layer, rope=rope, keys_as_values=as_values, **sizes))
     return with_sources(fields, kinds, found)
+
+
+def _own_fields(fields: ConfigFields, count: int) -> dict[int, ConfigFields] | None:
+    """Return the fields that `per_layer_config` has for single layers, by the layer's number; None if the file lacks
+    it. null stands for a mapping without layers.
+
+    transformers pads the numbers with zeros to equal length ("05" beside "11"). Raises ModelConfigError for keys that
+    are not numbers below `count` and for fields other than head_dim and num_key_value_heads.
+    """
+    if LAYER_CONFIG not in fields.raw:
+        return None
+    listed = ConfigFields(fields.mapping(LAYER_CONFIG) or {})
+    found: dict[int, ConfigFields] = {}
+    for key in listed.raw:
+        if not (key.isascii() and key.isdigit() and len(key) < 10) or int(key) >= count or int(key) in found:
+            raise fields.fail(LAYER_CONFIG, f"a mapping whose keys are numbers of layers, each once and below {count}")
+        found[int(key)] = ConfigFields(listed.mapping(key) or {})
+        if found[int(key)].raw.keys() - {"head_dim", "num_key_value_heads"}:
+            raise fields.fail(LAYER_CONFIG, "head_dim and num_key_value_heads of single layers")
+    return found
 
 
 def with_sources(

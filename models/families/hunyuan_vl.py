@@ -22,6 +22,7 @@ class HunYuanVLForConditionalGeneration(HunYuanDenseV1ForCausalLM):
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Names in published files, which transformers 5 writes, too.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.language_model.", "model."),),  # transformers 5 in memory, and so in adapters
         tower=(f"{TOWER}.",),
         flattened=(".patch_embedding.weight", f"{MERGER}.proj.0.weight", f"{MERGER}.proj.2.weight"),
     )

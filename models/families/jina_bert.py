@@ -17,7 +17,7 @@ from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import CLS, MEAN
 from jaxengine.models.config.readers.hf import hf_architecture
-from jaxengine.models.families.bert import NAMES, BertModel
+from jaxengine.models.families.bert import BASE, NAMES, BertModel
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.distance_bias import SlopedAttention
 from jaxengine.models.layers.base.mlp import GatedMLP
@@ -44,7 +44,7 @@ class JinaBertModel(BertModel):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(position_embedding_type="alibi", is_decoder=False)
-        fields = fields.with_defaults(vocab_size=30522, max_position_embeddings=8192, layer_norm_eps=1e-12)
+        fields = fields.with_defaults(**BASE, vocab_size=30522, max_position_embeddings=8192, layer_norm_eps=1e-12)
         kind = fields.text("feed_forward_type", "original")
         if kind not in _MLPS:
             raise fields.fail("feed_forward_type", " or ".join(_MLPS))

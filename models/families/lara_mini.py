@@ -24,12 +24,13 @@ from jaxengine.models.config.readers.hf import (
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.declared_row import softmax_experts
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.qwen3_5 import separate_inputs
 from jaxengine.models.families.qwen3_next import LINEAR
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import GatedDeltaNet
-from jaxengine.models.params.declare import parts_of
 from jaxengine.models.params.source import CheckpointNames
 
+_INPUTS = ("qkv", "z", "b", "a")
 _PATTERN = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 128,
@@ -55,6 +56,8 @@ class LaraMiniForCausalLM(LlamaForCausalLM):
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=((".linear_attn.out_norm.weight", ".linear_attn.norm.weight"),),
         squeezed=(".conv1d.weight",),
+        # Published files join what transformers 5 has apart in memory, and so in adapters.
+        joined={".linear_attn.in_proj.weight": tuple(f".linear_attn.in_proj_{part}.weight" for part in _INPUTS)},
     )
 
     @classmethod
@@ -93,10 +96,9 @@ class LaraMiniForCausalLM(LlamaForCausalLM):
         state, config = self.config.attention[layer].state, self.config
         if not isinstance(state, GatedDelta):
             return super().make_attention(layer, build)
-        source, heads = f"{LAYER}.linear_attn", state.num_v_heads
-        sizes = state.key_size, state.key_size, state.value_size, state.value_size, heads, heads
+        source = f"{LAYER}.linear_attn"
         options: dict[str, Any] = {"eps": config.rms_norm_eps, "source": source, "build": build}
-        return GatedDeltaNet(state, config.hidden_size, inputs=parts_of(f"{source}.in_proj", *sizes), **options)
+        return GatedDeltaNet(state, config.hidden_size, inputs=separate_inputs(state, source), **options)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         names = ExpertNames(shared="shared_expert")

@@ -1,6 +1,6 @@
-"""LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744), LLaVA-NeXT (Liu et al. 2024), LLaVA-OneVision (Li et al. 2024,
-arXiv:2408.03326) and, as transformers stores it, Pixtral (Agrawal et al. 2024, arXiv:2410.07073): a Llama, Mistral or
-Qwen model with a vision tower.
+"""LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744), LLaVA-NeXT (Liu et al. 2024), LLaVA-NeXT-Video (Zhang et al. 2024),
+LLaVA-OneVision (Li et al. 2024, arXiv:2408.03326) and, as transformers stores it, Pixtral (Agrawal et al. 2024,
+arXiv:2410.07073): a Llama, Mistral or Qwen model with a vision tower.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next
+from jaxengine.models.vision.llava_next_video import read_llava_next_video
 from jaxengine.models.vision.llava_onevision import read_llava_onevision
 from jaxengine.models.vision.pixtral import read_pixtral
 
@@ -95,9 +96,11 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
 
 
 def _read_pixtral(fields: ConfigFields) -> TowerConfig:
-    """Return the config of Pixtral's tower, of which LLaVA's class must use all embeddings. Raises ModelConfigError for
-    wrong fields, and for a vision_feature_select_strategy other than "full".
+    """Return the config of Pixtral's tower, of whose last hidden states LLaVA's class must use all. Raises
+    ModelConfigError for wrong fields, and unless `vision_feature_layer` and `vision_feature_select_strategy`, which are
+    others by default, say so.
     """
+    fields = fields.with_defaults(vision_feature_layer=-2, vision_feature_select_strategy="default")
     fields.require(vision_feature_select_strategy="full")
     return read_pixtral(fields)
 
@@ -108,6 +111,14 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return read_text(fields) | {"tower": read_llava_next(fields)}
+
+
+class LlavaNextVideoForConditionalGeneration(LlavaForConditionalGeneration):
+    """LLaVA-NeXT that also takes videos."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_text(fields) | {"tower": read_llava_next_video(fields)}
 
 
 class LlavaOnevisionForConditionalGeneration(LlavaForConditionalGeneration):

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.bert import BASE
 from jaxengine.models.layers.attention.distance_bias import BiasedAttention, distance_table
 from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
@@ -39,7 +40,7 @@ class MPNetModel(PostNormEncoder):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(vocab_size=30527, max_position_embeddings=512, layer_norm_eps=1e-12)
+        fields = fields.with_defaults(**BASE, vocab_size=30527, max_position_embeddings=512, layer_norm_eps=1e-12)
         fields.require(relative_attention_num_buckets=_NUM_BUCKETS)
         if fields.integer("max_position_embeddings") <= _FIRST_POSITION:
             raise fields.fail("max_position_embeddings", f"more than {_FIRST_POSITION}")

@@ -36,7 +36,6 @@ _EARLIER_ONLY = {
     "rotary_emb_fraction": 1.0,
     "rotary_emb_interleaved": False,
     "rotary_emb_scale_base": None,
-    "rotary_scaling_factor": None,
     "num_experts": 0,
 }
 
@@ -91,10 +90,12 @@ def _with_present_names(fields: ConfigFields) -> ConfigFields:
     if not fields.has("n_embd"):
         return fields
     fields.require(**_EARLIER_ONLY)
+    if not fields.has("max_trained_positions"):  # rope is scaled beyond them alone
+        fields.require(rotary_scaling_factor=None)
     named = {name: fields.value(own) for name, own in _EARLIER.items() if fields.has(own)}
     if not fields.has("n_inner"):
         named["intermediate_size"] = 4 * fields.integer("n_embd")
-    if fields.has("max_trained_positions"):  # beyond it, rope would have to be scaled (rotary_scaling_factor)
+    if fields.has("max_trained_positions"):
         longest = fields.integer("max_trained_positions")
         named["max_position_embeddings"] = min(longest, fields.integer("n_positions", longest))
     return ConfigFields({**fields.raw, **named})

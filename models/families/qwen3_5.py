@@ -33,11 +33,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
         return LlamaForCausalLM.make_mlp(self, layer, build)
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        apart = {"in_proj_z": state.value_size, "in_proj_b": state.num_v_heads, "in_proj_a": state.num_v_heads}
-        return [
-            *parts_of(f"{source}.in_proj_qkv", state.key_size, state.key_size, state.value_size),
-            *(Source(f"{source}.{name}", rows) for name, rows in apart.items()),
-        ]
+        return separate_inputs(state, source)
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
@@ -49,3 +45,15 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = without_mrope(text_fields(fields))
         return with_sight(super().read_hf(text), text, fields, read_qwen3_5)
+
+
+def separate_inputs(state: GatedDelta, source: str) -> list[Source]:
+    """Return the sources of q, k, v, z, beta and decay, in this order, of which only q, k and v are in one module.
+
+    source: name of the delta net's checkpoint module.
+    """
+    apart = {"in_proj_z": state.value_size, "in_proj_b": state.num_v_heads, "in_proj_a": state.num_v_heads}
+    return [
+        *parts_of(f"{source}.in_proj_qkv", state.key_size, state.key_size, state.value_size),
+        *(Source(f"{source}.{name}", rows) for name, rows in apart.items()),
+    ]

@@ -61,6 +61,8 @@ _QWEN3: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+_QWEN3_SOUND = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
+
 
 def thinker_fields(fields: ConfigFields) -> ConfigFields:
     """Return the fields of the thinker. In a configuration of the whole model, those of `thinker_config` take
@@ -110,4 +112,4 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(Qwen3MoeForCausalLM):
         fields = thinker_fields(fields)
         text = _text(fields, _QWEN3)
         shared = with_sight(super().read_hf(text), text, fields, read_qwen3_omni)
-        return shared | {"sound_tower": read_qwen3_asr(fields, shared["hidden_size"])}
+        return shared | {"sound_tower": read_qwen3_asr(fields, shared["hidden_size"], **_QWEN3_SOUND)}

@@ -26,6 +26,12 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
 _EPS = 1e-5
+# transformers' sizes of a model whose config.json has none.
+_TINY = {"vocab_size": 51865, "d_model": 384} | {
+    f"{part}_{name}": size
+    for part in ("encoder", "decoder")
+    for name, size in (("layers", 4), ("attention_heads", 6), ("ffn_dim", 1536))
+}
 
 
 class HeadsBias(nnx.Module):
@@ -126,6 +132,7 @@ class WhisperForConditionalGeneration(Decoder):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**_TINY)
         # transformers reads `scale_embedding` and does not scale.
         fields.require(activation_function="gelu", scale_embedding=False)
         layers = fields.integer("decoder_layers")

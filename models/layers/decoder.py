@@ -27,6 +27,7 @@ from jaxengine.models.layers.attention.attention import num_kv_heads
 from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import NormClass, RMSNorm
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.classify import SCORE, DenseModules, LabelScores
 from jaxengine.models.layers.decoder_step import DecoderStep
@@ -128,10 +129,10 @@ class Decoder(nnx.Module):
         """
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
-    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the second input of each layer, in addition to the hidden state: [T, L, P], where P is the
-        configuration's `layer_input_size`, computed from `batch` and the first layer's input x [T, D]. Families with
-        such inputs override this method; in others it raises NotImplementedError.
+        configuration's `layer_input_size`, computed from `batch` and the first layer's input x [T, D], whose rows are
+        `rows`. Families with such inputs override this method; in others it raises NotImplementedError.
         """
         raise NotImplementedError(f"{type(self).__name__} has no inputs of single layers")
 
@@ -165,7 +166,7 @@ class Decoder(nnx.Module):
             x = step.embed(self.embed_batch(batch)) if hidden is None else step.from_previous_stage(hidden)
         if hidden is None and self.config.layer_input_size:
             with jax.named_scope("layer_inputs"):
-                step.layer_inputs = self.make_layer_inputs(batch, x)
+                step.layer_inputs = self.make_layer_inputs(batch, x, step.rows)
         for index, layer in enumerate(self.layers):
             x = step.run(index, layer, x)
         if not self.stage.is_last:

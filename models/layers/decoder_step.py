@@ -105,6 +105,7 @@ class DecoderStep:
         in_windows = config.tower is not None and config.tower.in_windows_only
         step = StepContext(batch, self._pool, build, limits, in_windows_only=in_windows)
         self._inputs = _step_inputs(self._attention, step)
+        self.rows = next(iter(self._inputs.values())).rows  # of the step's tokens, the same for all layers
         self._pages = _layer_pages(groups, self._locations, batch, self._pool)
         self._run_layer = layer_runner()
         for section in self._sections:

@@ -5,7 +5,7 @@ models/vision computes the embeddings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,12 @@ class Pictures(Section):
         parts of their own. None in a stage that is not the first.
       index: i32[T], the row of each token, -1 for ordinary tokens, IN_PREFIX for those without a row that see the
         tokens of images next to them in both directions.
+      part_layers: see jaxengine.models.config.tower.TowerConfig.
     """
 
     rows: jax.Array | None
     index: jax.Array
+    part_layers: tuple[int, ...] = field(default=(), metadata={"static": True})
 
     def embed(self, x: jax.Array) -> jax.Array:
         """Return x [T, D] with the embeddings of placeholder tokens replaced by the first D elements of their image
@@ -47,13 +49,16 @@ class Pictures(Section):
             return picture_limits(self.index, positions)
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
-        """Return x [T, D] plus part `count` of the image embeddings at the tokens of images (DeepStack, Meng et al.
-        2024, arXiv:2406.04334); x itself if the embeddings have no such part.
+        """Return x [T, D], hidden states after `count` layers, plus the part of the image embeddings that is added
+        there, at the tokens of images (DeepStack, Meng et al. 2024, arXiv:2406.04334); x itself if there is none.
         """
-        if self.rows is None or count * x.shape[1] >= self.rows.shape[1]:
+        part = count
+        if self.part_layers:
+            part = 1 + self.part_layers.index(count) if count in self.part_layers else None
+        if self.rows is None or part is None or part * x.shape[1] >= self.rows.shape[1]:
             return x
         with jax.named_scope("deepstack"):
-            return jnp.where(self.index[:, None] >= 0, x + self._part(count, x), x)
+            return jnp.where(self.index[:, None] >= 0, x + self._part(part, x), x)
 
     def _part(self, part: int, x: jax.Array) -> jax.Array:
         """Return part number `part` of the tokens' image embeddings, [T, D] in x's dtype; the part of an arbitrary row

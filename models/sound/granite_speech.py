@@ -24,7 +24,8 @@ from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.sound.gemma4 import neighbours, shifted
-from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, TowerMLP, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, read_activation, tower_axis
+from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer
 from jaxengine.models.vision.base.vit import linear, table
 
 TOWER, PROJECTOR = "encoder", "projector"
@@ -57,27 +58,6 @@ _QUERY_DEFAULTS = {
 _PAIR, _LONGEST = 2, 15_000
 _MOST_TAPS, _MOST_BLOCK, _MOST_UNIT = 64, 1024, 8192
 _EPS = 1e-5  # of norms that no configuration gives one
-
-
-@dataclass(frozen=True)
-class QueryConfig:
-    """Sizes of the Q-Former: elements, layers, heads, inner elements of MLPs, and the name of their activation.
-
-    Attributes:
-      cross_every: the first of each group of this many layers attends to a sound.
-      window: W.
-      num_queries: Q.
-    """
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    activation: str
-    norm_eps: float
-    cross_every: int
-    window: int
-    num_queries: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,62 +311,6 @@ class ConformerLayer(nnx.Module):
         return self.norm(x + scaled(self.mlp2(self.norm2(x)), 0.5))
 
 
-class QueryAttention(nnx.Module):
-    """Attention norm(x + out(softmax(q k^T / sqrt(H)) v)) of queries to each other or to a window.
-
-    source: prefix of its modules. other_size: elements of the states that are attended to.
-    """
-
-    def __init__(self, config: QueryConfig, other_size: int, source: str, build: Build):
-        size = config.hidden_size
-        self.head_dim, heads = size // config.num_heads, tower_axis("heads", build)
-
-        def project(in_size: int, *names: str) -> Linear:
-            parts = tuple(Source(f"{source}.attention.{name}", size, group=self.head_dim) for name in names)
-            return Linear(in_size, parts, axes=("embed", heads), bias=True, build=build)
-
-        self.q, self.kv = project(size, "query"), project(other_size, "key", "value")
-        self.out = linear(size, f"{source}.output.dense", size, ("heads", "embed"), build)
-        self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output.LayerNorm", build=build)
-
-    def __call__(self, x: jax.Array, other: jax.Array) -> jax.Array:
-        """Return norm(x + out(softmax(q k^T / sqrt(H)) v)) for x [U, Q, D], in its shape; keys and values are computed
-        from other [U, W, E], the states that each of the U attends to.
-        """
-        q = self.q(x.reshape(-1, x.shape[2])).reshape(*x.shape[:2], -1, self.head_dim)
-        joined = self.kv(other.reshape(-1, other.shape[2])).reshape(*other.shape[:2], -1, self.head_dim)
-        k, v = jnp.split(joined, 2, axis=2)
-        scores = jnp.einsum("uqnh,uwnh->unqw", q, k, preferred_element_type=jnp.float32) * self.head_dim**-0.5
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        o = jnp.einsum("unqw,uwnh->uqnh", weights, v, preferred_element_type=jnp.float32).astype(x.dtype)
-        return self.norm(x + self.out(o.reshape(x.shape[0] * x.shape[1], -1)).reshape(x.shape))
-
-
-class QueryLayer(nnx.Module):
-    """Layer of queries: attention to each other, attention to the window in every `cross_every`-th layer from the first
-    on, then norm(x + mlp(x)).
-    """
-
-    def __init__(self, config: QueryConfig, number: int, other_size: int, build: Build):
-        size, source = config.hidden_size, f"{_QFORMER}.encoder.layer.{number}"
-        self.attention = QueryAttention(config, size, f"{source}.attention", build)
-        crosses = number % config.cross_every == 0
-        self.cross = QueryAttention(config, other_size, f"{source}.crossattention", build) if crosses else None
-        names = {"up": (f"{source}.intermediate_query.dense",), "down": f"{source}.output_query.dense"}
-        activation = ACTIVATIONS[config.activation]
-        self.mlp = TowerMLP(size, config.intermediate_size, **names, activation=activation, build=build)
-        self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output_query.LayerNorm", build=build)
-
-    def __call__(self, x: jax.Array, window: jax.Array) -> jax.Array:
-        """Return queries x [U, Q, D] after attention to each other, then, in a layer with cross-attention, to their
-        window [U, W, E], and after norm(x + mlp(x)), in their shape.
-        """
-        x = self.attention(x, x)
-        if self.cross is not None:
-            x = self.cross(x, window)
-        return self.norm(x + self.mlp(x.reshape(-1, x.shape[2])).reshape(x.shape))
-
-
 class GraniteSpeechTower(nnx.Module):
     """Tower of Granite Speech.
 
@@ -404,10 +328,7 @@ class GraniteSpeechTower(nnx.Module):
         self.guessed = linear(config.num_labels, f"{TOWER}.out_mid", size, axes, build)
         width = queries.hidden_size
         self.query = table(queries.num_queries, width, f"{PROJECTOR}.query", build, flat=True)
-        self.query_norm = LayerNorm(width, queries.norm_eps, source=f"{_QFORMER}.layernorm", build=build)
-        self.query_layers = nnx.List(
-            [QueryLayer(queries, number, config.heard_size, build) for number in range(queries.num_layers)]
-        )
+        self.qformer = QueryFormer(queries, config.heard_size, _QFORMER, build)
         self.output = linear(width, f"{PROJECTOR}.linear", hidden_size, axes, build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
@@ -427,8 +348,6 @@ class GraniteSpeechTower(nnx.Module):
             queries = config.queries
             # What comes after a sound is zeros, also in the sound's last window.
             windows = jnp.where(segment[:, None] >= 0, x, 0).reshape(-1, queries.window, x.shape[1])
-            query = self.query_norm(self.query[...].reshape(queries.num_queries, queries.hidden_size))
-            y = jnp.broadcast_to(query, (len(windows), *query.shape))
-            for layer in self.query_layers:
-                y = layer(y, windows)
+            query = self.query[...].reshape(queries.num_queries, queries.hidden_size)
+            y = self.qformer(jnp.broadcast_to(query, (len(windows), *query.shape)), windows)
             return scaled(self.output(y.reshape(-1, y.shape[2])), config.multiplier)

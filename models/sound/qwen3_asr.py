@@ -80,11 +80,12 @@ class Qwen3ASRTowerConfig(TowerConfig):
         return Qwen3ASRTower(self, hidden_size, build)
 
 
-def read_qwen3_asr(fields: ConfigFields, hidden_size: int) -> Qwen3ASRTowerConfig:
-    """Return the tower's configuration from a config.json. hidden_size: the text model's. Raises ModelConfigError for
-    wrong fields, and if `n_window_infer` is not a multiple of twice `n_window`, or `output_dim` is not hidden_size.
+def read_qwen3_asr(fields: ConfigFields, hidden_size: int, **defaults: int) -> Qwen3ASRTowerConfig:
+    """Return the tower's configuration from a config.json. hidden_size: the text model's. defaults: another family's
+    values of absent fields, where they are not those of Qwen3-ASR. Raises ModelConfigError for wrong fields, and if
+    `n_window_infer` is not a multiple of twice `n_window`, or `output_dim` is not hidden_size.
     """
-    audio = fields.part("audio_config", **_DEFAULTS)
+    audio = fields.part("audio_config", **{**_DEFAULTS, **defaults})
     chunk, window = 2 * audio.integer("n_window"), audio.integer("n_window_infer")
     if window % chunk:
         raise audio.fail("n_window_infer", f"a multiple of twice n_window, {chunk}")

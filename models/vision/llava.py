@@ -46,6 +46,11 @@ class LlavaTowerConfig(TowerConfig):
     multiplier: float = 1.0
 
     @property
+    def lines(self) -> int:
+        """Lines and columns of a unit's rows."""
+        return self.vit.grid
+
+    @property
     def unused(self) -> tuple[str, ...]:
         behind = range(max(self.layers), self.vit.num_layers)
         return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *(f"{TOWER}.encoder.layers.{n}." for n in behind))
@@ -120,15 +125,21 @@ class LlavaTower(nnx.Module):
         self.newline = declare((hidden_size,), build.dtype, newline) if config.num_newlines else None
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        del columns  # there are none: all units are alike
         config = self.config
         if self.newline is None:
-            return scaled(self._project(self.encoder(patches)), config.multiplier)
+            return scaled(self._project(self.encoded(patches, columns)), config.multiplier)
         units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
-        rows = self._project(self.encoder(units.reshape(-1, patches.shape[1])))
+        rows = self._project(self.encoded(units.reshape(-1, patches.shape[1]), columns))
         rows = rows.reshape(len(units), config.vit.num_patches, -1)
         ends = jnp.broadcast_to(self.newline[...], (len(units), config.num_newlines, rows.shape[-1]))
         return scaled(jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1), config.multiplier)
+
+    def encoded(self, units: jax.Array, columns: jax.Array) -> jax.Array:
+        """Return the hidden states [U * N, D of the tower] of the patches of units, f32[U * N, F]. columns: i32[C, P],
+        also of the ends of lines, for subclasses.
+        """
+        del columns
+        return self.encoder(units)
 
     def _project(self, states: jax.Array) -> jax.Array:
         """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower]."""

@@ -208,11 +208,9 @@ class Qwen2VLTower(nnx.Module):
         """Return a new layer, number `build.layer` of the tower."""
         config, size = self.config, self.config.hidden_size
         up, down = self.mlp_names
-        names = [f"{LAYER}.attn.{name}" for name in self.qkv_names]
-        qkv = joined_qkv(names[0], size) if len(names) == 1 else tuple(Source(name, size) for name in names)
         return TowerLayer(
             (self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)),
-            TowerAttention(size, config.num_heads, qkv=qkv, out=f"{LAYER}.attn.proj", build=build),
+            TowerAttention(size, config.num_heads, qkv=self.qkv_sources(), out=f"{LAYER}.attn.proj", build=build),
             TowerMLP(
                 size,
                 config.intermediate_size,
@@ -222,6 +220,11 @@ class Qwen2VLTower(nnx.Module):
                 build=build,
             ),
         )
+
+    def qkv_sources(self) -> tuple[Source, ...]:
+        """Return the sources of queries, keys and values of a layer, in this order."""
+        size, names = self.config.hidden_size, [f"{LAYER}.attn.{name}" for name in self.qkv_names]
+        return joined_qkv(names[0], size) if len(names) == 1 else tuple(Source(name, size) for name in names)
 
     def make_merger(self, hidden_size: int, names: tuple[str, str, str], build: Build, *, joined: bool = False) -> Any:
         """Return a new merger of patches, [P, D of the tower] -> [P / merge, hidden_size].

@@ -200,7 +200,7 @@ def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
     """
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
-    if names.joined and any(map(names.parts_of_rows, source.names())):  # seldom, and a model has many parameters
+    if names.joined:
         tensors = ((param, tensor) for param in declared_params(model) for tensor in param.decl.sources)
         source = JoinedRowsSource(source, names, {each.name: param.source_shape(each) for param, each in tensors})
     if (experts := model.config.experts) is None:

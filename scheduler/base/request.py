@@ -170,7 +170,9 @@ class Request:
         return len(self.prompt_token_ids)
 
     def known_token_ids(self) -> np.ndarray:
-        """Return the prompt and the known output, i32[n]. Only correct while the request has no slot."""
+        """Return the prompt and the known output, i32[n]: `prompt_token_ids` itself without output. Only correct while
+        the request has no slot.
+        """
         if not len(self.output_token_ids):
             return self.prompt_token_ids
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])

@@ -118,7 +118,9 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Free a slot. Store the known output, the time of the last token and slot -1 in its request."""
+        """Free a slot, and change its epoch, by which tokens in flight are recognised as those of an earlier owner.
+        Store the known output, the time of the last token and slot -1 in its request.
+        """
         request = self.requests[slot]
         assert request is not None
         request.output_token_ids = self.output(slot).copy()

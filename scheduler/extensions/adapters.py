@@ -108,8 +108,8 @@ class AdapterSlots:
         return False
 
     def assign(self, is_running: np.ndarray) -> list[Request]:
-        """Assign slots to the adapters of waiting requests, in order of priority and arrival; add the uploads to
-        `loads`.
+        """Assign slots to the adapters of waiting requests, in order of priority and arrival, and add the uploads to
+        `loads`. A request that finds no idle slot may claim one, which is then kept for its adapter.
 
         Returns the requests whose adapters are now on the devices; they no longer wait here. is_running: bool [slots],
         slots whose adapters running requests use.

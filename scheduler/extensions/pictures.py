@@ -128,8 +128,9 @@ class EncoderRows:
         return count
 
     def take(self, slot: int, media: Media | None, start: int, count: int) -> None:
-        """Reserve for a slot the rows of the images of tokens [start, start + count), which `reach` allowed. Images
-        not in the pool are appended to `encodes`, and idle ones may be evicted for them.
+        """Reserve for a slot the rows of the images of tokens [start, start + count), which `reach` allowed. Images not
+        in the pool are appended to `encodes`, and idle ones may be evicted for them. Each image that is new to the slot
+        counts in `num_queries`, and in `num_hits` if it is in the pool.
         """
         if media is None or start >= media.end:
             return

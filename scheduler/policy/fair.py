@@ -68,8 +68,8 @@ class FairQueue:
 
     def push(self, request: Request) -> None:
         """Add a request to its client's queue, a new one at the end and a preempted one in its old position, at the
-        front. When the client begins to wait, its counter is raised to the smallest one of those that wait, and idle
-        clients at or below that are forgotten.
+        front. When the client begins to wait, its counter is raised to the smallest one of those that wait, or, if none
+        waits, to that of the client that waited last; idle clients at or below that are forgotten.
         """
         number = self._numbers.get(request.client)
         if number is None:
@@ -85,7 +85,9 @@ class FairQueue:
             self._forget(level)
 
     def first(self) -> Request | None:
-        """Return the next request, without removing it; None if no request waits."""
+        """Return the first request of the waiting client with the smallest counter, among equals of the one whose
+        request came first, without removing it; None if no request waits.
+        """
         if not self.size:
             return None
         waiting = np.flatnonzero(self._head != _NOBODY)

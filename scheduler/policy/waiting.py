@@ -45,7 +45,9 @@ class WaitingQueue:
         heapq.heappush(self._heap, (priority, request.arrival_index, self._num_pushed, request))
 
     def first(self) -> Request | None:
-        """Return the next request without removing it; None if the queue is empty."""
+        """Return the request with the smallest priority (if the policy is "priority") and then the earliest arrival,
+        without removing it; None if the queue is empty.
+        """
         while self._heap:
             _, _, number, request = self._heap[0]
             if self._entries.get(request) == number:

@@ -58,7 +58,7 @@ def test_other_ways_to_import(statement):
         ("from jaxengine.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole", "not built"),
         ("import jaxengine.distributed.weight_transfer", "transfers of KV caches and weights are not built"),
         ("from jaxengine.v1.sample.logits_processor import BatchUpdate", "jaxengine.LogitsProcessor"),
-        ("from jaxengine.v1.metrics.reader import Vector", "LLM.get_metrics"),
+        ("from jaxengine.v1.metrics.reader import get_metrics_snapshot", "LLM.get_metrics"),
         ("from jaxengine.assets.image import ImageAsset", "open a file of yours"),
         ("from jaxengine.multimodal.utils import fetch_audio", "docs/media.md"),
         ("from jaxengine import ModelRegistry", "jaxengine.register_model"),

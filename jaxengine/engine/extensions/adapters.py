@@ -100,8 +100,8 @@ class Adapters(LoopExtension):
         }
 
     def metrics(self) -> Iterator[Gauge]:
-        """Yield vLLM's gauge: its value is the time, its labels the names of adapters of running and of waiting
-        requests, and max_loras.
+        """Yield vLLM's gauge of LoRA requests. Its value is the time, in seconds since the epoch; its labels are the
+        sorted names of the adapters of running and of waiting requests, joined by commas, and max_loras.
         """
         running, waiting = set[str](), set[str]()
         for request in self.loop.scheduler.requests:
@@ -118,8 +118,9 @@ class Adapters(LoopExtension):
 
         given: the name, its number or None, and the matrices in host memory. kv: treatment of keys and values that the
         old matrices computed, as in `LLM.update_lora`: "keep" leaves them; "recompute" and "drop" preempt running
-        requests of the adapter; "drop" also resets all prefix caches. Raises RequestError, with nothing changed, for a
-        number that differs from the name's, and for a new name that cannot be added.
+        requests of the adapter; "drop" also resets all prefix caches. In each case the `weights_replaced` of the
+        scheduler's extensions is called. Raises RequestError, with nothing changed, for a number that differs from the
+        name's, and for a new name that cannot be added.
         """
         scheduler = self.loop.scheduler
         old, new = self.store.replace(given, scheduler.extension("adapters").slots)

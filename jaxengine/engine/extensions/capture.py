@@ -96,7 +96,9 @@ class Capture(LoopExtension):
                 self._progress[request] = _Progress(self._taps_of(request))
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Record which tokens of the step are captured, and keep its activations on the devices until `collected`."""
+        """Record which tokens of the step are captured, and keep its activations on the devices until `collected`.
+        Returns no events.
+        """
         if step is not None and (rows := _rows_of(step.step, self.loop.scheduler.ranks)):
             self._rows[step] = rows
             self.loop.runner.extension("capture").keep(step.pending)

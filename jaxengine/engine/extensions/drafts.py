@@ -12,7 +12,7 @@ from jaxengine.drafts.registry import proposer_of
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
-from jaxengine.engine.stats.metric_types import Counter
+from jaxengine.engine.stats.metric_types import Counter, Vector
 from jaxengine.scheduler.base.config import SchedulerConfig
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
@@ -36,8 +36,9 @@ class DraftStats:
     num_forced: int = 0
 
     def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Add a step's drafts to the counts, except num_forced. drafts, accepted: i64[n], numbers of drafts and of
-        accepted drafts of each row.
+        """Add a step's drafts to the counts, except num_forced. Rows without drafts do not count in num_drafts.
+
+        drafts, accepted: i64[n], numbers of drafts and of accepted drafts of each row.
         """
         self.num_drafts += int(np.count_nonzero(drafts))
         self.num_tokens += int(drafts.sum())
@@ -83,7 +84,8 @@ class Drafts(LoopExtension):
             drafts.set_histories(histories)
 
     def of_newest(self, request: Request, num_output: int) -> Sequence[int] | None:
-        """Return the drafts that a request with a grammar has in the step dispatched last.
+        """Return the drafts that a request with a grammar has in the step dispatched last; waits for them if the device
+        makes them.
 
         num_output: number of output tokens before the drafts. Returns None if no step is in flight, or the request has
         no slot, another number of known output tokens, or no drafts in that step.
@@ -101,6 +103,8 @@ class Drafts(LoopExtension):
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Count the drafts and accepted drafts of a step, and pass the step's time in seconds to the scheduler, which
         chooses the number of drafts to propose by it. Does nothing for steps that also computed prompts.
+
+        Grammar drafts count in num_forced only. The numbers of the others are also stored in step.record.
         """
         batches, num_rows = step.step.batches, step.step.num_rows
         if num_rows > sum(batch.num_decode for batch in batches):
@@ -122,18 +126,18 @@ class Drafts(LoopExtension):
         most = max(batch.num_rows for batch in batches)
         self.loop.scheduler.extension(NAME).width.observe(step.step.width, most, accepted, step.seconds)
 
-    def metrics(self) -> Iterator[Counter]:
+    def metrics(self) -> Iterator[Counter | Vector]:
         stats = self.stats
         yield Counter("vllm:spec_decode_num_drafts", stats.num_drafts)
         yield Counter("vllm:spec_decode_num_draft_tokens", stats.num_tokens)
         yield Counter("jaxengine:forced_tokens", stats.num_forced)
         yield Counter("vllm:spec_decode_num_accepted_tokens", int(stats.accepted.sum()))
-        for position, count in enumerate(stats.accepted[: self._config.num_speculative_tokens].tolist()):
-            yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(position)})
+        by_position = stats.accepted[: self._config.num_speculative_tokens].tolist()
+        yield Vector("vllm:spec_decode_num_accepted_tokens_per_pos", by_position)
 
     def _made_on_device(self, step: InFlight, request: Request) -> list[int]:
-        """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step; [] if the step
-        has no drafts or no row of the request.
+        """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step, after waiting
+        for them; [] if the step has no drafts or no row of the request.
         """
         if (drafts := self.loop.runner.extension(NAME).drafts(step.pending)) is None:
             return []

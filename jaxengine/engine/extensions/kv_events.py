@@ -112,7 +112,7 @@ class Publisher:
 
     def publish(self, events: Sequence[Any]) -> None:
         """Send a numbered batch of events to all subscribers, and keep the last buffer_steps batches for replay. Never
-        waits.
+        waits: a subscriber that is more than hwm batches behind does not get the batch.
         """
         payload = self._encode((time.time(), events, self._rank))
         number = self.number.to_bytes(_NUMBER_BYTES, "big")
@@ -149,7 +149,7 @@ class Publisher:
 
     def _answer(self) -> None:
         """Serve replays until the publisher closes: send all kept batches from the requested number on, and then _END.
-        Malformed requests are logged and ignored.
+        Malformed requests, and replays that their router does not read, are logged and dropped.
         """
         while not self._is_closing:
             if not self._replay.poll(100):
@@ -226,7 +226,7 @@ class KVEvents(LoopExtension):
                 rank.events.clear()
 
     def _event(self, event: Stored | Removed | Cleared) -> BlockStored | BlockRemoved | AllBlocksCleared:
-        """Return a scheduler's event in vLLM's form."""
+        """Return a scheduler's event in vLLM's form, in which a page is named by the last 64 bits of its digest."""
         if isinstance(event, Cleared):
             return AllBlocksCleared()
         hashes = [short_digest(digest) for digest in event.digests]

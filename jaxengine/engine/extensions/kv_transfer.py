@@ -162,8 +162,9 @@ class KVTransfer(LoopExtension):
         return Events(ended=[(each, FinishReason.ERROR, NOT_LOADED) for each in failed]) if failed else NO_EVENTS
 
     def ended(self, request: Request) -> None:
-        """Remove the request's source; if the request asked for remote decode and ended by length or stop, lease its
-        pages and set its kv_transfer_params.
+        """Remove the request's source. If the request asked for remote decode and ended by length or stop, lease its
+        pages and set its kv_transfer_params, which stay None if the lease is refused. Pages of replaced weights are not
+        leased.
         """
         self._forget(request)
         asked = request.params.kv_transfer
@@ -310,7 +311,9 @@ class KVTransfer(LoopExtension):
 
 
 def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) -> Transport:
-    """Open the transport that the options name, and return it. Raises ConfigError if it cannot be opened."""
+    """Open the transport that the options name, and return it: a folder named by the pages' identity, or TCP, which
+    listens if the engine offers pages. Raises ConfigError if it cannot be opened.
+    """
     if options.transport == FOLDER:
         assert options.shared_storage_path is not None
         name = "kv_transfer_config.shared_storage_path"

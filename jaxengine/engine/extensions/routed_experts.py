@@ -129,7 +129,9 @@ class RoutedExperts(LoopExtension):
             each.is_held = each.request.slot < 0
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Fetch the step's experts, store them by page, and add those that unfinished requests lack to output.found."""
+        """Fetch the step's experts, store them by page, and add those that unfinished requests lack to output.found.
+        Experts of rejected drafts are left out.
+        """
         every, counts = self._rows.pop(step), step.pending.result("counts")
         experts = self._device.fetch(step.pending)
         for each in every:

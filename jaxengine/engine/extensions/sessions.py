@@ -55,7 +55,8 @@ class Sessions(LoopExtension):
 
     def ended(self, request: Request) -> None:
         """Pin the request's pages for its session, in place of the pages pinned before, and queue copies of those that
-        host memory lacks; release the least recently used sessions beyond the limits.
+        host memory lacks; release the least recently used sessions beyond the limits. Pages beyond those that all
+        sessions together may keep are left out, the last ones first.
 
         Does nothing for a request that has no session, failed, never ran, or has no pages left.
         """

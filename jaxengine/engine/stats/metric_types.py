@@ -1,4 +1,4 @@
-"""Types of metrics: counters, gauges and histograms. It contains no metric names."""
+"""Types of metrics: counters, gauges, vectors of counters and histograms. It contains no metric names."""
 
 from __future__ import annotations
 
@@ -23,6 +23,30 @@ class Counter(Metric):
 @dataclass(frozen=True)
 class Gauge(Metric):
     """Metric that may go up and down."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Counters of one name by position, as vLLM's class of this name. /metrics has each with a label `position`.
+
+    Attributes:
+      name: of the metric.
+      values: the counters, the first position first.
+      labels: labels that distinguish metrics of one name.
+    """
+
+    name: str
+    values: list[int]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def value(self) -> int:
+        """Sum of the counters."""
+        return sum(self.values)
+
+    def counters(self) -> list[Counter]:
+        """Return the counters, each with its position as a label."""
+        return [Counter(self.name, each, {**self.labels, "position": str(at)}) for at, each in enumerate(self.values)]
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class Timeline:
 
     def last(self, seconds: float, unfinished: list[Request]) -> dict[str, Any]:
         """Return a dict of JSON values about the last `seconds`: `now` and `since`, its end and begin; `steps`, the
-        completed steps that began in it; and `requests`, those that ended in it and those in `unfinished`.
+        completed steps that began in it; and `requests`, those that ended in it and those in `unfinished`. Times are in
+        seconds of time.monotonic.
         """
         now = time.monotonic()
         since = now - seconds
@@ -149,7 +150,9 @@ class Timeline:
 
 
 def _life(request: Request) -> dict[str, Any]:
-    """Return a request's id, finish reason, event times and token counts. An event that has not happened is None."""
+    """Return a request's id, finish reason, event times in seconds of time.monotonic, and token counts. An event that
+    has not happened is None.
+    """
     reason = request.finish_reason
     return {
         "id": request.request_id,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import WHOLE, token_text
+from jaxengine.media.processors.settings import WHOLE, switch, token_text
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import TilesProcessor, tilings
 from jaxengine.models.config.fields import ConfigFields
@@ -84,7 +84,7 @@ class Cohere2VisionProcessor(TilesProcessor):
         of a tile's embeddings.
         """
         super().read_settings(fields)
-        self.crops = fields.boolean("crop_to_patches", True)
+        self.crops = switch(fields, "crop_to_patches")
         rows = self.tower.unit // self.tower.merge
         if fields.integer("patch_size", 16) ** 2 != rows:
             raise fields.fail(

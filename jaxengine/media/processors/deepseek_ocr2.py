@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.settings import IMAGES, WHOLE, check_options, check_pictures
+from jaxengine.media.processors.settings import IMAGES, WHOLE, check_options, check_pictures, switch
 from jaxengine.media.processors.tiles import TilesProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -46,7 +46,7 @@ class DeepseekOcr2Processor(TilesProcessor):
         bytes.
         """
         super().read_settings(fields)
-        self.crops = fields.boolean("crop_to_patches", True)
+        self.crops = switch(fields, "crop_to_patches")
         if fields.integer("tile_size", 768) != self.tile_side:
             raise fields.fail("tile_size", f"{self.tile_side}, three quarters of the tower's image_size {self.side}")
         colour = fields.value("background_color", _GREY)

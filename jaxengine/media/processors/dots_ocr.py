@@ -1,5 +1,5 @@
-"""Processor of dots.ocr: Qwen2-VL's for images alone, with larger bounds and patches of one frame; embeddings have the
-positions of tokens, not M-RoPE positions.
+"""Processor of dots.ocr, and base of others of Qwen2-VL's towers whose embeddings have the positions of tokens, not
+M-RoPE positions.
 """
 
 from __future__ import annotations
@@ -11,21 +11,29 @@ from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor
 
-# Texts before and after a placeholder in the model's chat template.
-_AROUND = "<|img|>", "<|endofimg|>"
 
+class TokenPositions(Qwen2VLProcessor):
+    """Base of processors of Qwen2-VL's towers in models without M-RoPE: embeddings have the positions of tokens.
 
-class DotsOcrProcessor(Qwen2VLProcessor):
-    """Processor of DotsOCRForCausalLM."""
+    Attributes:
+      around_texts: texts before and after a placeholder in the model's chat template.
+    """
 
-    modalities: tuple[str, ...] = ("image",)
     around_name: ClassVar[str | None] = None
-    defaults: ClassVar[Mapping[str, Any]] = {**Qwen2VLProcessor.defaults, "temporal_patch_size": 1}
-    default_bounds: ClassVar[Mapping[str, Bounds]] = {"image": Bounds(56 * 56, 28 * 28 * 14400)}
+    around_texts: ClassVar[tuple[str, str]] = ("", "")
 
     def placeholder(self, modality: str) -> str:
-        before, after = _AROUND
+        before, after = self.around_texts
         return f"{before}{self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0]}{after}"
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         return GridProcessor.expand(self, token_ids, items)
+
+
+class DotsOcrProcessor(TokenPositions):
+    """Processor of DotsOCRForCausalLM: for images alone, with larger bounds and patches of one frame."""
+
+    modalities: tuple[str, ...] = ("image",)
+    around_texts: ClassVar[tuple[str, str]] = ("<|img|>", "<|endofimg|>")
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen2VLProcessor.defaults, "temporal_patch_size": 1}
+    default_bounds: ClassVar[Mapping[str, Bounds]] = {"image": Bounds(56 * 56, 28 * 28 * 14400)}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import bad_option
+from jaxengine.media.processors.settings import bad_option, switch
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, read_size
 from jaxengine.models.config.fields import ConfigFields
 
@@ -45,7 +45,7 @@ class Idefics3Processor(UnitProcessor):
         the tower's.
         """
         self.longest_edge = read_size(fields, "size", ("longest_edge",))["longest_edge"]
-        self.splits = fields.boolean("do_image_splitting", True)
+        self.splits = switch(fields, "do_image_splitting")
         if read_size(fields, "max_image_size", ("longest_edge",))["longest_edge"] != self.side:
             raise fields.fail("max_image_size", f"{{'longest_edge': {self.side}}}, the tower's image_size")
 

@@ -23,6 +23,7 @@ from jaxengine.media.processors.settings import (
     check_options,
     check_pictures,
     read_settings,
+    switch,
 )
 from jaxengine.media.processors.units import boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -103,7 +104,7 @@ class Lfm2VlProcessor(GridProcessor):
         for least, most in _PAIRS:
             if self.limits[least] > self.limits[most]:
                 raise fields.fail(least, f"at most {most}, {self.limits[most]}")
-        self.limits |= {name: fields.boolean(name, True) for name in _BOOLEANS}
+        self.limits |= {name: switch(fields, name) for name in _BOOLEANS}
 
     def option_names(self) -> tuple[str, ...]:
         return (*_INTEGERS, *_BOOLEANS)

@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, switch
 from jaxengine.media.processors.units import UnitProcessor, read_size
 from jaxengine.models.config.fields import ConfigFields
 
 _BICUBIC = 3
+# transformers' defaults of SiglipImageProcessor.
+SIGLIP: Mapping[str, Any] = {
+    "resample": _BICUBIC,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+    "size": {"height": 224, "width": 224},
+}
 
 
 class LlavaProcessor(UnitProcessor):
@@ -29,13 +36,17 @@ class LlavaProcessor(UnitProcessor):
     crops: bool
     pads: bool
 
+    def defaults_of(self, fields: ConfigFields) -> Mapping[str, Any]:
+        return SIGLIP if _kind(fields) == "Siglip" else super().defaults_of(fields)
+
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set size, crops and pads. Raises ModelConfigError if the resulting square is not of the tower's
         image_size.
         """
-        self.size = read_size(fields, "size", ("shortest_edge",), ("height", "width"))
-        self.pads = fields.boolean("do_pad", False)
-        self.crops = fields.boolean("do_center_crop", "shortest_edge" in self.size)
+        kinds = ("shortest_edge",), ("height", "width")
+        self.size = read_size(fields, "size", *(kinds[::-1] if _kind(fields) == "Siglip" else kinds))
+        self.pads = _kind(fields) not in ("CLIP", "Siglip") and fields.boolean("do_pad", False)
+        self.crops = switch(fields, "do_center_crop", "shortest_edge" in self.size)
         made = self.size
         if self.crops:
             crop = fields.with_defaults(crop_size={"height": 224, "width": 224}).value("crop_size")
@@ -76,6 +87,13 @@ class LlavaProcessor(UnitProcessor):
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the placeholder once for each embedding."""
         return [self.image_id] * item.num_rows
+
+
+def _kind(fields: ConfigFields) -> str:
+    """Return the family in a processor's image_processor_type, such as "CLIP"; "" without that field. Raises
+    ModelConfigError unless it is a text.
+    """
+    return fields.text("image_processor_type", "").partition("ImageProcessor")[0]
 
 
 def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Processed
+from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import MAX_SIDE
 from jaxengine.models.config.fields import ConfigFields
@@ -101,8 +101,11 @@ class LlavaNextProcessor(LlavaProcessor):
         """
         made = super().process(modality, value, options, most)
         height, width, _ = value.shape
-        span = self._without_black(height, width, made.grid[1], made.grid[2])
-        return self.arranged(self.with_ends(made.patches), made.grid, span)
+        _, lines, columns = (side * self.tower.lines // self.tower.vit.grid for side in made.grid)
+        span = self._without_black(height, width, lines, columns)
+        patches = self.with_ends(made.patches)
+        check_room(modality, len(patches), most)
+        return self.arranged(patches, (1, lines, columns), span)
 
     def with_ends(self, patches: np.ndarray) -> np.ndarray:
         """Return the patches of each unit, f32[P, F], followed by zeros in the places that the tower has for the ends
@@ -113,26 +116,27 @@ class LlavaNextProcessor(LlavaProcessor):
         return by_unit.reshape(-1, patches.shape[1])
 
     def arranged(self, patches: np.ndarray, size: tuple[int, int, int], span: tuple[int, int, int, int]) -> Processed:
-        """Return the item of an image's patches, f32[P, F] with places for ends of lines: all patches of the whole
-        image, and those of the tiles within `span`, (first line, first column, lines, columns).
+        """Return the item of an image's patches, f32[P, F] with places for ends of lines: all rows of the whole image,
+        and those of the tiles within `span`, (first line, first column, lines, columns).
 
-        size: (1, lines, columns) of all tiles in patches.
+        size: (1, lines, columns) of all tiles in rows of the tower.
         """
-        grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
+        grid, unit = self.tower.lines, self.tower.unit // self.tower.merge
+        whole = grid * grid
         rows, columns = size[1] // grid, size[2] // grid
         top, left, lines, width = span
         # Index of each patch of the canvas, and in an extra column of each line's end; -1 for none.
         placed = np.full((size[1], size[2] + 1), -1, np.int32)
-        numbers = num_patches + np.arange(lines * (width + 1), dtype=np.int32).reshape(lines, width + 1)
+        numbers = whole + np.arange(lines * (width + 1), dtype=np.int32).reshape(lines, width + 1)
         placed[top : top + lines, left : left + width] = numbers[:, :width]
         placed[top : top + lines, -1] = numbers[:, width]
         out = np.full((1 + rows * columns, unit), -1, np.int32)
-        out[0, :num_patches] = np.arange(num_patches)
+        out[0, :whole] = np.arange(whole)
         tiles = placed[:, :-1].reshape(rows, grid, columns, grid).swapaxes(1, 2)
-        out[1:, :num_patches] = tiles.reshape(rows * columns, num_patches)
+        out[1:, :whole] = tiles.reshape(rows * columns, whole)
         # A line's end is stored in the first tile of its row of tiles, as each tile has room for it.
-        out[1::columns, num_patches:] = placed[:, -1].reshape(rows, grid)
-        count, no_columns = num_patches + numbers.size, np.zeros((0, len(patches)), np.int32)
+        out[1::columns, whole:] = placed[:, -1].reshape(rows, grid)
+        count, no_columns = whole + numbers.size, np.zeros((0, len(patches)), np.int32)
         return Processed(patches, no_columns, out.ravel(), count, size)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:

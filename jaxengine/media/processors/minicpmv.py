@@ -23,6 +23,7 @@ from jaxengine.media.processors.settings import (
     check_options,
     check_pictures,
     read_settings,
+    switch,
     token_text,
 )
 from jaxengine.media.processors.units import integer_option
@@ -111,7 +112,7 @@ class MiniCPMVProcessor(GridProcessor):
         self.resolution = fields.integer("scale_resolution", 448)
         if self.resolution > _MOST_RESOLUTION:
             raise fields.fail("scale_resolution", f"1 to {_MOST_RESOLUTION}")
-        self.slices, self.most_slices = fields.boolean("slice_mode", True), fields.integer(_OPTION, 9)
+        self.slices, self.most_slices = switch(fields, "slice_mode"), fields.integer(_OPTION, 9)
         if self.most_slices > _MOST_SLICES:
             raise fields.fail(_OPTION, f"1 to {_MOST_SLICES}")
         self.most_slices = self._limit({})
@@ -119,7 +120,7 @@ class MiniCPMVProcessor(GridProcessor):
         if upsize not in ("always", "never"):
             raise fields.fail(_UPSIZE, "always or never")
         self.enlarges = upsize == "always"
-        self.numbers = fields.boolean("use_image_id", True)
+        self.numbers = switch(fields, "use_image_id")
 
     def placeholder(self, modality: str) -> str:
         """Return the placeholder token's text."""

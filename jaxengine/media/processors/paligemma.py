@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.llava import LlavaProcessor
+from jaxengine.media.processors.llava import SIGLIP, LlavaProcessor
 from jaxengine.models.config.fields import ModelConfigError
-
-_STANDARD, _BICUBIC = (0.5, 0.5, 0.5), 3
 
 
 class PaliGemmaProcessor(LlavaProcessor):
     """Processor of PaliGemmaForConditionalGeneration and PaliGemma2ForConditionalGeneration."""
 
-    defaults = {
-        "resample": _BICUBIC,
-        "image_mean": _STANDARD,
-        "image_std": _STANDARD,
-        "size": {"height": 224, "width": 224},
-    }
+    defaults = SIGLIP
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):

@@ -67,7 +67,9 @@ class Qwen2VLProcessor(GridProcessor):
     modalities: tuple[str, ...] = ("image", "video")
     # Prefix of the config fields of tokens around a placeholder; None for a configuration without them.
     around_name: ClassVar[str | None] = "vision"
-    # transformers' defaults of missing settings, and of the bounds of images and frames.
+    # transformers' defaults of missing settings, of those in which images differ from videos, and of the bounds of
+    # images and frames.
+    image_defaults: ClassVar[Mapping[str, Any]] = {}
     defaults: ClassVar[Mapping[str, Any]] = {
         "image_mean": list(CLIP_MEAN),
         "image_std": list(CLIP_STD),
@@ -101,7 +103,8 @@ class Qwen2VLProcessor(GridProcessor):
         Raises ModelFileError if it has none, and for settings that are invalid or do not fit the tower.
         """
         path, found = read_settings(folder, *places)
-        fields = found.with_defaults(**{"temporal_patch_size": 2, "merge_size": 2, **self.defaults})
+        own = self.image_defaults if modality == "image" else {}
+        fields = found.with_defaults(**{"temporal_patch_size": 2, "merge_size": 2, **self.defaults, **own})
         tower = self.tower
         try:
             fields.require(

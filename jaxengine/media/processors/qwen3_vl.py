@@ -12,6 +12,7 @@ from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor, grown, shrunk
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
 from jaxengine.scheduler.base.errors import RequestError
 
 
@@ -21,6 +22,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
+    # Images have Qwen2-VL's class.
+    image_defaults: ClassVar[Mapping[str, Any]] = {"image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD)}
     default_bounds: ClassVar[Mapping[str, Bounds]] = {
         "image": Bounds(56 * 56, 28 * 28 * 1280),
         "video": Bounds(128 * 32 * 32, 32 * 32 * 768),

@@ -17,6 +17,7 @@ from jaxengine.media.processors.log_mel import HOP, log_mel
 from jaxengine.media.processors.mrope import whole_times
 from jaxengine.media.processors.paired import PairedProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2_5VLProcessor, Qwen2VLProcessor
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
 from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3SoundProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
@@ -56,6 +57,8 @@ class Qwen3OmniImages(Qwen2VLProcessor):
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
+    # Images have Qwen2-VL's class.
+    image_defaults: ClassVar[Mapping[str, Any]] = {"image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD)}
     default_bounds: ClassVar[Mapping[str, Bounds]] = {
         "image": Bounds(56 * 56, 28 * 28 * 1280),
         "video": Bounds(128 * 32 * 32, 32 * 32 * 768),

@@ -44,6 +44,13 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
     raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of images")
 
 
+def switch(fields: ConfigFields, name: str, default: bool = True) -> bool:
+    """Return the switch `name` of a processor: `default` if it is absent, off if it is null, as in transformers 5.
+    Raises ModelConfigError for other values than true and false.
+    """
+    return fields.boolean(name, default, null_is_false=True)
+
+
 def token_text(path: Path, found: Mapping[str, Any], name: str, usual: str) -> str:
     """Return the text of the token `name` in a file's content, where it is a text or {"content": text}; `usual` if it
     is missing.
@@ -73,16 +80,17 @@ class Pixels:
         """Return the transform in a processor's settings.
 
         Defaults are bicubic resizing and scale 1/255; the colours' mean and standard deviation are required unless
-        do_normalize is false. Raises ModelConfigError for an invalid field, and for do_resize false.
+        do_normalize is false. Raises ModelConfigError for an invalid field, and unless do_resize is true or absent.
         """
-        fields.require(do_resize=True)
+        if not switch(fields, "do_resize"):
+            raise fields.fail("do_resize", "true or absent")
         resample = fields.value("resample", int(Image.Resampling.BICUBIC))
         if type(resample) is not int or not 0 <= resample <= 5:
             raise fields.fail("resample", "the number of one of Pillow's filters, 0 to 5")
-        scale = fields.number("rescale_factor", 1 / 255) if fields.boolean("do_rescale", True) else 1.0
+        scale = fields.number("rescale_factor", 1 / 255) if switch(fields, "do_rescale") else 1.0
         if scale > _MOST:
             raise fields.fail("rescale_factor", f"a number > 0 and <= {_MOST:g}")
-        if not fields.boolean("do_normalize", True):
+        if not switch(fields, "do_normalize"):
             return cls(resample, scale, (0.0,) * 3, (1.0,) * 3)
         return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", least=1 / _MOST))
 

@@ -30,13 +30,12 @@ from jaxengine.scheduler.base.errors import RequestError
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
     """Return the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
 
-    A plain number stands for a mapping with a single key. Sides that are None are ignored. Raises ModelConfigError for
-    other keys, and for pixels outside 1 to MAX_SIDE.
+    A plain number stands for all sides of the first of these. Sides that are None are ignored. Raises ModelConfigError
+    for other keys, and for pixels outside 1 to MAX_SIDE.
     """
     value = fields.value(name)
-    single = next((keys for keys in allowed if len(keys) == 1), None)
-    if single is not None and type(value) is int:
-        value = {single[0]: value}
+    if type(value) is int:
+        value = dict.fromkeys(allowed[0], value)
     found = {key: side for key, side in value.items() if side is not None} if isinstance(value, Mapping) else {}
     right = any(set(found) == set(keys) for keys in allowed)
     if not right or any(type(side) is not int or not 1 <= side <= MAX_SIDE for side in found.values()):
@@ -92,13 +91,20 @@ class UnitProcessor:
         self.vocab_size = model_config.vocab_size
         self.config_fields = ConfigFields(config_json).with_defaults(**self.config_defaults)
         path, found = read_settings(Path(folder), *self.places)
-        settings = found.with_defaults(**self.defaults)
+        settings = found.with_defaults(**self.defaults_of(found))
         try:
             self.pixels = Pixels.read(settings)
             self.read_settings(settings)
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
         self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
+
+    def defaults_of(self, fields: ConfigFields) -> Mapping[str, Any]:
+        """Return transformers' defaults of settings that `fields` lack: `defaults`, unless they depend on other
+        settings. An override may raise ModelConfigError.
+        """
+        del fields
+        return self.defaults
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read the family's settings, other than those of Pixels, from `fields` and set them. Raises ModelConfigError

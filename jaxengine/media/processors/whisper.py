@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from jaxengine.scheduler.base.media import AUDIO, MAX_BEGIN, TranscriptRules
 GENERATION = "generation_config.json"
 TRANSCRIBE, TRANSLATE = TASKS = ("transcribe", "translate")
 _NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
+_NO_TIMESTAMPS = "<|notimestamps|>"
+_LANGUAGE = re.compile(r"<\|[a-z]{2,3}\|>")
+_ENGLISH_VOCAB = 51_864  # of the published models of English alone
 
 
 class WhisperProcessor:
@@ -53,7 +57,7 @@ class WhisperProcessor:
         self.has_alignment = tower.aligns
         read_features(folder, self.num_bins)
         raw = read_object(folder, GENERATION) or {}
-        fields = ConfigFields({**_older(config_json), **raw})
+        fields = ConfigFields({**_named_tokens(tokenizer, raw, config_json), **_older(config_json), **raw})
         try:
             self._read(fields, model_config.vocab_size)
         except ModelConfigError as error:
@@ -160,6 +164,22 @@ def _older(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that older checkpoints have in config.json instead of GENERATION."""
     names = ("decoder_start_token_id", "eos_token_id", "suppress_tokens", "begin_suppress_tokens")
     return {name: config_json[name] for name in names if name in config_json}
+
+
+def _named_tokens(tokenizer: Any, raw: Mapping[str, Any], config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that an old generation_config.json lacks, by the names of the tokenizer's special tokens:
+    no_timestamps_token_id, and lang_to_id and task_to_id unless the model is of English alone.
+
+    tokenizer: None without one; the result is then empty. raw: content of GENERATION. config_json: of config.json.
+    """
+    if tokenizer is None or (no_timestamps := tokenizer.backend.token_to_id(_NO_TIMESTAMPS)) is None:
+        return {}
+    found: dict[str, Any] = {"no_timestamps_token_id": no_timestamps}
+    if raw.get("is_multilingual", config_json.get("vocab_size") != _ENGLISH_VOCAB):
+        added = {each.content: number for number, each in tokenizer.backend.get_added_tokens_decoder().items()}
+        found["lang_to_id"] = {name: number for name, number in added.items() if _LANGUAGE.fullmatch(name)}
+        found["task_to_id"] = {task: added[name] for task in TASKS if (name := f"<|{task}|>") in added}
+    return found
 
 
 def _token(fields: ConfigFields, name: str, vocab_size: int) -> int:

@@ -96,8 +96,9 @@ async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:
 
 
 async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recording:
-    """Decode a sound file, given as its bytes, and compute its spectrogram, both on threads. param: the field with the
-    file, for errors.
+    """Decode a sound file, given as its bytes, and compute its spectrogram, both on threads. A sound shorter than a
+    window of the model is padded with silence to one; the recording's last number counts the frames without that
+    padding. param: the field with the file, for errors.
 
     Raises RequestError for a file that cannot be used, and for a model that transcribes no sounds; OverloadedError if
     too many wait.
@@ -146,8 +147,8 @@ def cut_segments(tokens: Sequence[int], seek: int, num_frames: int, first_timest
     A segment lies between two timestamps: two adjacent timestamp tokens end one segment and begin the next. Tokens
     after the last such pair are dropped, and the next window begins at the pair, unless a single timestamp ends the
     transcript: then no speech follows, they are the last segment and the next window begins after this one. A
-    transcript without pairs is one segment. tokens: without the end token. seek: first frame of the window; num_frames:
-    frames of the sound in it.
+    transcript without pairs is one segment, which ends at its last timestamp or, without any, with the window. tokens:
+    without the end token. seek: first frame of the window; num_frames: frames of the sound in it.
     """
     is_time = [token >= first_timestamp for token in tokens]
     ends = [at + 1 for at in range(len(tokens) - 1) if is_time[at] and is_time[at + 1]]

@@ -23,9 +23,10 @@ class FoundRows:
         """Return the first `count` rows, or fewer if there are fewer. With only_new, only those of them that were not
         returned before, which are then dropped.
 
-        For rows with named fields, returns a dict with the rows of each. Raises ValueError without an `add` before.
-        Every call must have the same `only_new`. `count` may be below the number of rows, as steps may have run before
-        it was known that the sequence had ended. Takes time in proportion to the new rows, without only_new on average.
+        For rows with named fields, returns a dict with the rows of each. The arrays are views, whose rows do not change
+        later. Raises ValueError without an `add` before. Every call must have the same `only_new`. `count` may be below
+        the number of rows, as steps may have run before it was known that the sequence had ended. Takes time in
+        proportion to the new rows, without only_new on average.
         """
         new = self._take_new(count) if only_new else self._take_all(count)
         return new if new.dtype.names is None else {name: new[name] for name in new.dtype.names}

@@ -325,7 +325,9 @@ class OutputProcessor:
         return outputs
 
     def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
-        """Return a group's RequestOutput with these completions. finished: whether all n outputs have ended."""
+        """Return a group's RequestOutput with these completions. Its prompt token ids, prompt logprobs and metrics are
+        those of the group, not copies. finished: whether all n outputs have ended.
+        """
         cached = group.sequences[0].request.num_cached_tokens
         return RequestOutput(
             request_id=group.request_id,

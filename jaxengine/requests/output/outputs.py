@@ -231,7 +231,8 @@ class RequestOutput:
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one, in place: each of its completions is appended to the
-        one with the same index (aggregate, for DELTA) or replaces it.
+        one with the same index (aggregate, for DELTA) or replaces it. Of the other fields the later output's values are
+        taken, unless they are missing.
 
         So for a reader that is slower than the engine only one output is kept, and no queue. Raises ValueError for
         another request's output.

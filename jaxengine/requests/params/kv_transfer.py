@@ -21,8 +21,8 @@ def _is_id(value: Any) -> bool:
 
 
 def _are_columns(value: Any) -> bool:
-    """Whether a value is a list of lists of integers below _MAX_COLUMNS, one list for each of at most _MAX_GROUPS cache
-    groups.
+    """Whether a value is a list of lists (or tuples) of integers, one for each of at most _MAX_GROUPS cache groups. The
+    integers, from 0 to _MAX_COLUMNS - 1, are at most _MAX_COLUMNS in each list.
     """
     return (
         isinstance(value, list | tuple)

@@ -111,8 +111,8 @@ def _invalid(name: str, value: Any, text: str) -> RequestError:
 
 
 def params_for(count: int, params: Any, max_model_len: int) -> list[SamplingParams]:
-    """Return copies of sampling parameters that request one output at the end, one for each of `count` prompts. Their
-    max_tokens are at most `max_model_len`: no output is longer, and vLLM accepts more, too, except over HTTP.
+    """Return copies of sampling parameters that request one output at the end, one for each of `count` prompts, with
+    max_tokens of at most `max_model_len`.
 
     params: one for all, or a sequence. Raises RequestError for a sequence of another length. An entry that is no
     SamplingParams is returned unchanged, for the caller to refuse.
@@ -125,10 +125,16 @@ def params_for(count: int, params: Any, max_model_len: int) -> list[SamplingPara
             param="sampling_params",
             value=params,
         )
+    return [within_context(each, max_model_len, output_kind=RequestOutputKind.FINAL_ONLY) for each in params]
 
-    def fitting(each: SamplingParams) -> SamplingParams:
-        """Return the copy of one of the parameters."""
-        most = None if each.max_tokens is None else min(each.max_tokens, max_model_len)
-        return each.clone_with(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=most)
 
-    return [fitting(each) if isinstance(each, SamplingParams) else each for each in params]
+def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
+    """Return a copy of SamplingParams with `changes`, and with a max_tokens of at most `max_model_len`, or None.
+    Another object is returned unchanged, for the caller to refuse.
+
+    No output is longer. The classes that vLLM has, too, take more, as vLLM's do; servers refuse it.
+    """
+    if not isinstance(params, SamplingParams):
+        return params
+    most = None if params.max_tokens is None else min(params.max_tokens, max_model_len)
+    return params.clone_with(max_tokens=most, **changes)

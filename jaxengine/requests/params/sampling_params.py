@@ -105,7 +105,7 @@ def _number(row: Row) -> Rule:
 
 
 def _temperature(name: str, value: Any) -> float:
-    """Return a temperature; log a warning and return MIN_TEMPERATURE for one between 0 and that."""
+    """Return a temperature, raised with a warning to MIN_TEMPERATURE if between 0 and that; else raise RequestError."""
     temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
@@ -114,13 +114,13 @@ def _temperature(name: str, value: Any) -> float:
 
 
 def _num_logprobs(name: str, value: Any) -> int:
-    """Return a number of logprobs: an int >= -1, 1 for True."""
+    """Return a number of logprobs: an int >= -1, 1 for True. Raises RequestError for other values."""
     allowed = "None, an int >= 0, -1 (the whole vocabulary) or True (1)"
     return 1 if value is True else _int(-1, INT32_MAX, allowed)(name, value)
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
-    """Return at most `most` token ids, from 0 to 2**31 - 1, as a tuple without repeats; () for None."""
+    """Return at most `most` token ids >= 0 as a tuple without repeats, () for None; otherwise raise RequestError."""
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
         raise refuse(name, value, f"a list of at most {most} token ids")
@@ -132,19 +132,19 @@ def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids, at least one, as a tuple without repeats."""
+    """Return token ids, at least one, as a tuple without repeats; raise RequestError for other values and for none."""
     if not (ids := _token_ids(name, value)):
         raise refuse(name, value, "None or a list with at least one token id")
     return ids
 
 
 def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    """Return at most MAX_LOGPROB_TOKEN_IDS token ids as a tuple without repeats; None if there are none."""
+    """Return at most MAX_LOGPROB_TOKEN_IDS ids without repeats, None for none; otherwise raise RequestError."""
     return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
 
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list, tuple, range or array of 1 to MAX_TOKEN_IDS token ids as a tuple, which keeps repeats."""
+    """Return 1 to MAX_TOKEN_IDS token ids as a tuple, which keeps repeats; raise RequestError for other values."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
         raise refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
@@ -154,7 +154,7 @@ def _trace(name: str, value: Any) -> tuple[int, ...]:
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     """Return a copy of a mapping from token id to a finite number, at most 1e20 in size, with int keys and float
-    values.
+    values. Raises RequestError for other values, and for more than MAX_TOKEN_IDS ids.
     """
     if not isinstance(value, Mapping):
         raise refuse(name, value, "a dict from token id to a number")
@@ -166,7 +166,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a copy of a mapping with at most MAX_EXTRA_ARGS string keys; None if it is empty."""
+    """Return a copy of a mapping of at most MAX_EXTRA_ARGS names, None if empty; otherwise raise RequestError."""
     if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
         raise refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
     return dict(value) or None
@@ -428,7 +428,7 @@ class SamplingParams(SamplingFields):
         )
 
     def clone(self) -> SamplingParams:
-        """Return a copy that is independent of the original; logit_bias and extra_args are copied too."""
+        """Return an unchecked copy; logit_bias and extra_args are copied too, but not values within extra_args."""
         mine = copy.copy(self)
         for name in ("logit_bias", "extra_args"):  # all other fields are immutable
             if (own := getattr(self, name)) is not None:
@@ -457,10 +457,10 @@ class SamplingParams(SamplingFields):
     def verify_against(
         self, vocab_size: int, max_logprobs: int, max_model_len: int, has_tokenizer: bool, num_prompt_tokens: int = 1
     ) -> None:
-        """Raise RequestError for values that are valid, but not for this engine and prompt.
-
-        max_logprobs: limit of entries per token, -1 for none. num_prompt_tokens: length of the prompt, 1 if unknown.
-        max_tokens may exceed what the prompt leaves of max_model_len; the output then ends with "length".
+        """Raise RequestError for values that this engine or prompt does not allow: more logprobs than max_logprobs (-1:
+        no limit), ids outside of the vocabulary, texts without a tokenizer, max_tokens above max_model_len, starts
+        beyond the prompt, min_tokens or a trace that does not fit after it. num_prompt_tokens: 1 if unknown. max_tokens
+        may exceed the room after the prompt; the output then ends with "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):

@@ -86,7 +86,7 @@ def _vectors(
     every: Mapping[str, Sequence[int]],
 ) -> ControlVector:
     """Return the vectors f32[D] of one entry of `steer`, before its scale, by the names of the taps to which they are
-    added.
+    added. They are not copies and must not be changed.
 
     at, vector: fields of the entry. A named control vector has its own taps, of which `at` selects some. named: control
     vectors by name. every: numbers of the layers, by kind of tap, at which the engine can add vectors. Raises

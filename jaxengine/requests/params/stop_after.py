@@ -141,7 +141,7 @@ class AnswerStops:
 
     def _before_answer(self, text: str, counts: bool) -> str:
         """Read the white space after the reasoning, in which no stop string may end, and the answer after it. Return
-        settled text.
+        settled text. counts: whether stop strings that end in the answer's part of `text` count.
         """
         answer = text.lstrip()
         space = self._stops.feed(text[: len(text) - len(answer)], counts=False)

@@ -96,7 +96,7 @@ class StopStrings:
 
 def texts_rule(at_most: int, max_chars: int) -> Callable[[str, Any], tuple[str, ...]]:
     """Return a rule that accepts a string or a list of at most `at_most` non-empty strings with at most `max_chars`
-    characters in total, and returns a tuple.
+    characters in total, and returns a tuple. The rule raises RequestError for other values.
     """
 
     def check(name: str, value: Any) -> tuple[str, ...]:

@@ -127,8 +127,8 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
         """Return the score of a query (`first`) and a document (`second`), both outputs with a result.
 
         For embeddings of prompts it is the cosine, 0 if one has length 0. For embeddings of tokens it is the sum, over
-        the query's tokens, of the largest dot product with a token of the document. Prompts and ids are concatenated,
-        as in vLLM.
+        the query's tokens, of the largest dot product with a token of the document. Token ids of the prompts are
+        concatenated and request ids joined by "_", as in vLLM; the numbers of cached tokens are added.
         """
         one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
         if one.ndim == 2:

@@ -104,8 +104,13 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def recipe(self, model: PoolingModel) -> PoolingRecipe:
-        """Return how the answer is computed, with the model's defaults for fields that are None. Raises RequestError
-        for tasks and parameters that this model does not support, and for switches that contradict each other.
+        """Return how the answer is computed. Fields that are None take the model's defaults, the task "score" is the
+        model's own, and without activation the recipe has IDENTITY. Only the tasks embed and token_embed have
+        dimensions.
+
+        Raises RequestError for a task that the model lacks, for a switch that is neither a bool nor None or that
+        belongs to other tasks, for switches that contradict each other, and for dimensions that the task or the model
+        does not allow.
         """
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool | None):  # 1 equals True, but is not
@@ -152,8 +157,9 @@ class PoolingParams:
         return prompts[name]
 
     def cut(self, token_ids: list[int], longest: int, model: PoolingModel) -> list[int]:
-        """Return the token ids that truncate_prompt_tokens keeps, all if it is None. longest: max_model_len, the
-        meaning of -1. Raises RequestError for other numbers than -1 and 1 to `longest`.
+        """Return the token ids that truncate_prompt_tokens keeps (`PoolingModel.cut`); `token_ids` itself if it is
+        None. longest: max_model_len, the meaning of -1. Raises RequestError for other numbers than -1 and 1 to
+        `longest`.
         """
         keep = self.truncate_prompt_tokens
         if keep is None:

@@ -148,7 +148,7 @@ class StructuredOutputsParams:
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
         """Return a copy with the fields `names` set to True, except those that another field contradicts. Returns the
-        object itself if the constraint is not JSON.
+        object itself if none is left to set, or if the constraint is not JSON.
 
         names: switches of the engine's structured_outputs_config.
         """

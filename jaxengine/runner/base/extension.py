@@ -335,7 +335,7 @@ class DeviceExtension:
         self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
     ) -> TokenState:
         """Return the state after an epilogue has chosen tokens, with those that are kept stored at their slots and
-        positions.
+        positions. The base class returns `tokens` unchanged.
 
         slot, position, token_ids: i32[rows]. is_kept: bool[rows]. All are of one device.
         """
@@ -359,7 +359,8 @@ def is_in_samplers(extension: DeviceExtension) -> bool:
 
 
 class StageExtension:
-    """Part of a capability in a running stage, which holds arrays and runs programs. Sizes are bytes on one device.
+    """Part of a capability in a running stage, which holds arrays and runs programs. Sizes are bytes on one device. A
+    method that is not overridden does nothing, and a size or list is then 0 or empty.
 
     Attributes:
       name: name of the capability.
@@ -416,7 +417,7 @@ class StageExtension:
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
         """Dispatch the programs that precede a forward pass, without waiting, and return the arrays that
-        `DeviceExtension.given` describes; None for none.
+        `DeviceExtension.given` describes; None for none. The base class dispatches nothing and returns None.
 
         params: the model's leaves. state: DeviceState before the step. message: the step's message, i32[replicas,
         size].
@@ -437,7 +438,7 @@ class StageExtension:
 
 
 class HostExtension:
-    """Functions of a capability that the engine's loop calls."""
+    """Functions of a capability that the engine's loop calls. Those of this class do nothing."""
 
     def __init__(self, runner: Any):
         """Store the ModelRunner."""

@@ -141,12 +141,13 @@ class ExecutableCache:
         donate: tuple[int, ...],
         description: str = "",
     ) -> Executable:
-        """Return the executable of a function: loaded if it is stored, else compiled and stored. `on_compile` is called
-        before it is compiled.
+        """Return the executable of a function: loaded if it is stored, else compiled and stored; counted in num_loaded
+        or num_compiled. `on_compile` is called before it is compiled.
 
         On one CPU device it may be a chain of parts (jaxengine.runner.executables.layer_chain). For a new bundle, the
         executable of a function without arguments returns the shapes `results` and allocates nothing. Raises the errors
-        of `compile_program`, and ConfigError for a bundle that lacks the program or cannot store it.
+        of `compile_program`, ConfigError for a bundle that lacks the program or cannot store it, and OSError if a new
+        bundle cannot be written.
 
         Args:
           name: of the program, for messages; part of the key.
@@ -283,8 +284,8 @@ class ExecutableCache:
             return None
 
     def _store(self, name: str, file: str, compiled: Executable) -> None:
-        """Store a compiled program, or log once why that is impossible; for a new bundle the latter raises ConfigError.
-        Nothing happens if the folder stores nothing.
+        """Store a compiled program, or log once why that is impossible; for a new bundle the latter raises ConfigError,
+        and a failed write OSError. Nothing happens if the folder stores nothing.
         """
         if self._bundle is None and not self._files.can_keep():
             return
@@ -372,7 +373,9 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """Return the host processor's features and number of cores as text, on which machine code for CPUs depends."""
+    """Return the host processor's features and number of cores as text, on which machine code for CPUs depends; on a
+    system without /proc/cpuinfo, only the processor's name.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

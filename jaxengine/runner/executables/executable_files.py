@@ -181,7 +181,8 @@ class _Folder(NamedTuple):
 
     def read(self, name: str) -> bytes | None:
         """Return the payload of a file that `write` wrote; None for a missing file, and, with a warning, for one that
-        is damaged, has another owner or lacks the key's authentication code.
+        is damaged, has another owner or lacks the key's authentication code. With a key, reading sets the file's
+        modification time, by which `prune` recognises files in use.
         """
         try:
             content = self.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -87,7 +87,9 @@ class Verdicts:
         self._change(lambda found: found["engines"].update({engine: list(calls)}))
 
     def _change(self, change: Any) -> None:
-        """Read the content, call `change(content)`, which modifies it in place, and write it."""
+        """Read the content, call `change(content)`, which modifies it in place, and write it. Thread-safe. If it cannot
+        be written, this process goes on with the changed content.
+        """
         with self._lock:
             found = self._read()
             change(found)

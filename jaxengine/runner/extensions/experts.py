@@ -35,7 +35,7 @@ class ExpertsExtension(DeviceExtension):
         return step.with_section(NAME, ExpertLoads()) if self.num_layers else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the step's counts of tokens added to the section."""
+        """Return the pass with the step's token counts added to the section; unchanged in a stage without experts."""
         if not self.num_layers:
             return step
         load = step.batch.sections[NAME].stacked().astype(jnp.uint32)

@@ -279,10 +279,10 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         layers that add image features; or, with kv_offloading_size, no layer of the stage has pages.
       ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
-    parts = max([1, *(tower.num_parts for tower in model_config.towers)])
-    if not stage.is_first and stage.layers[0] < parts - 1:
+    with_parts = max([0, *(tower.layers_with_parts for tower in model_config.towers)])
+    if not stage.is_first and stage.layers[0] < with_parts:
         # Image embeddings stay in the stage that encodes them; only hidden states are sent to the next stage.
-        problem = f"the first {parts - 1} layers add parts of images, but the first stage has {stage.layers[0]}"
+        problem = f"the first {with_parts} layers add parts of images, but the first stage has {stage.layers[0]}"
         raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
     if config.kv_offloading_bytes and not any(model_config.attention[layer].has_pages for layer in stage.layers):
         name = memory_option(config.kv_transfer_config)

@@ -174,8 +174,9 @@ def load_runner(
 def proven(
     stages: Sequence[StageRunner], config: ResolvedConfig, platform: Platform, show: bool
 ) -> frozenset[tuple[str, str]]:
-    """Prove the kernels of the stages' programs, and return the rows (operation, kind) that programs must be compiled
-    without; an empty set, without a proof, if kernel_proof is "off" or the platform has no kernels.
+    """Prove the kernels of the stages' programs (`prove_kernels`, whose errors are raised), and return the rows
+    (operation, kind) that programs must be compiled without; the stages' caches then leave them out. Without a proof,
+    if kernel_proof is "off" or the platform has no kernels, return an empty set and change nothing.
 
     show: whether to show a progress bar.
     """

@@ -123,8 +123,8 @@ def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: A
     """Call a function of `jaxengine.runner.weights.sleep` in all processes, each with its own runner, and return this
     process's result.
 
-    arguments: plain JSON. Raises the function's own errors in this process, and RuntimeError, with the process's name,
-    for an error in another process.
+    arguments: plain JSON. Raises the function's own errors in this process; RuntimeError, with the process's name, for
+    an error in another process; ClusterError if a process is lost.
     """
     if runner.config.nnodes == 1:
         return function(runner, **arguments)

@@ -185,10 +185,10 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights, and put them on its devices. Nothing in the engine changes. params,
-    options, stop: the arguments of `read_weights`. spread: sends tensors by name to the other processes as they are
-    read; None for a single process. Raises RequestError; and WeightUpdateError, also if the engine sleeps and not all
-    weights are given.
+    """Read this process's parts of new weights, and put them on its devices; the engine does not change. params,
+    options, stop: arguments of `read_weights`. spread: sends tensors by name to other processes; None for one process.
+    Raises RequestError for a target or chunk_bytes that does not apply; WeightUpdateError for weights that do not fit,
+    a mapping or donate that does not apply, no tensor of this model, and a sleeping engine without all weights.
     """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options

@@ -45,9 +45,11 @@ def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def load_adapters(core: EngineCore, config: ServerConfig) -> None:
-    """Load the adapters of the option lora_modules into an engine, in order.
+    """Load the adapters of the option lora_modules into an engine, in order. Blocks while it reads their files.
 
-    Raises ConfigError for an adapter that the engine refuses, ModelFileError for a folder that contains no adapter.
+    Raises ConfigError for a text that `read_modules` refuses, before anything is loaded, for a name of the model and
+    for an adapter that the engine refuses; ModelFileError for a folder that contains no adapter. The adapters before
+    the faulty one stay loaded.
     """
     names = names_of(core.config.model, config)
     for name, path in read_modules(config.lora_modules):

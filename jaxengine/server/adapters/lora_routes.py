@@ -44,22 +44,22 @@ class LoraRoutes:
     def of(cls, config: ServerConfig, names: Iterable[str] = ()) -> Self:
         """Return the routes of the option lora_routes; none if it is None. names: the model's names.
 
-        Raises ConfigError for a text that is not JSON of the option's form, with names of 1 to 256 characters and
-        weights above 0 and at most 1e12, and for two names that look alike (adapter_names.seen_as), where `names` count
-        too.
+        Raises ConfigError for a text that is not JSON of the option's form (1 to _MOST_ROUTES routes, names of 1 to 256
+        characters, weights above 0 and at most 1e12), for two routes whose names are equal or look alike
+        (adapter_names.seen_as), and for one whose name looks like one of `names`.
         """
         text = config.lora_routes
         if text is None:
             return cls({})
-        try:
-            read: Any = json.loads(text)
+        try:  # as pairs, since of two equal names a dict would have only the last one
+            read: Any = json.loads(text, object_pairs_hook=tuple)
         except (ValueError, RecursionError):
             read = None
-        if not isinstance(read, dict) or not 1 <= len(read) <= _MOST_ROUTES:
+        if not isinstance(read, tuple) or not 1 <= len(read) <= _MOST_ROUTES:
             raise ConfigError("lora_routes", text[:200], _FORM)
         seen = {seen_as(name) for name in names}
         rows: dict[str, tuple[list[str], list[float]]] = {}
-        for name, row in read.items():
+        for name, row in read:
             if not (1 <= len(name) <= _NAME_LENGTH and isinstance(row, list) and row and all(map(_is_arm, row))):
                 raise ConfigError("lora_routes", json.dumps({name: row})[:200], _FORM)
             if seen_as(name) in seen:

@@ -6,26 +6,26 @@ import resource
 
 from jaxengine.server.base.options import ServerConfig
 
-_MOST_CONNECTIONS = 10_000
+_CONNECTIONS = 10_000
 # Descriptors that are reserved for files, pipes and the engine's socket.
 _SPARE = 256
 
 
 def max_connections(config: ServerConfig) -> int:
     """Return how many connections a process may have, over HTTP and over gRPC each: config.max_connections, or 10,000
-    if that is None, but at most half of the process's open file limit less 256, and at least one.
+    if that is None. If the process may open L files, the result is at most (L - 256) // 2, and at least 1.
     """
+    wanted = config.max_connections or _CONNECTIONS
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = _MOST_CONNECTIONS if allowed == resource.RLIM_INFINITY else max(1, (allowed - _SPARE) // 2)
-    return min(config.max_connections or _MOST_CONNECTIONS, room)
+    return wanted if allowed == resource.RLIM_INFINITY else min(wanted, max(1, (allowed - _SPARE) // 2))
 
 
-def raise_descriptor_limit() -> None:
-    """Raise this process's soft limit of open files to the number that 10,000 connections need, or to the hard limit if
-    that is lower. A soft limit that is higher already stays.
+def raise_descriptor_limit(config: ServerConfig) -> None:
+    """Raise this process's soft limit of open files to the number that config.max_connections (10,000 if it is None)
+    need over HTTP and over gRPC each, or to the hard limit if that is lower. A soft limit that is higher already stays.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 2 * _MOST_CONNECTIONS + _SPARE
+    most = 2 * (config.max_connections or _CONNECTIONS) + _SPARE
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

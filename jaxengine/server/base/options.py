@@ -97,6 +97,8 @@ class ServerConfig:
       ssl_keyfile: its private key.
       ssl_ca_certs: certificate authorities; clients must present a certificate that one of them signed (mTLS).
       allowed_origins: origins that browsers may call from (CORS), or a JSON list of them; "*" for all.
+      middleware: ASGI middleware of your own code around the whole server, as module.NAME: a class, or a coroutine
+        function of (request, call_next). The last one is the outermost.
       root_path: prefix under which a proxy offers this server.
       max_num_queued_reqs: requests that may wait for a free slot; None: four times max_num_seqs. With scheduling_policy
         "fair" one client may have half of them.
@@ -114,7 +116,7 @@ class ServerConfig:
       read_timeout: seconds in which the headers of a request must arrive, and the same for its body, with one more for
         each 256 KiB received. An idle connection is closed after this time, too.
       max_connections: connections to each API process. Beyond them, the one that has waited longest for a request is
-        closed, or the new one if none is waiting. None: 10,000, or what the system's limit of open files allows.
+        closed, or the new one if none is waiting. None: 10,000. The system's limit of open files may allow fewer.
       max_request_bytes: largest body of a request.
       max_stored_responses: responses of /v1/responses that are stored at a time, of all clients. Beyond it, and beyond
         max_stored_bytes, the client that has most loses its oldest.
@@ -152,6 +154,8 @@ class ServerConfig:
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
+      enable_per_request_metrics: add times of the request to answers with one output, as `metrics`: to whole ones, and
+        to the event of a stream with the usage.
       disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
         /status.json only when they fail.
       log_format: "text", vLLM's lines, or "json", an object in each line, with time, level, process, pid, logger, place
@@ -185,6 +189,7 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    middleware: tuple[str, ...] = ()
     root_path: str = ""
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -226,6 +231,7 @@ class ServerConfig:
     enable_tokenizer_info_endpoint: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
     disable_access_log: bool = False
     log_format: str = "text"
     enable_log_requests: bool = False
@@ -338,10 +344,11 @@ class ServerConfig:
 
 
 def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
-    """Return the keys in a file, one on each line, without surrounding white space; () if `path` is None.
+    """Return the keys in a file, one on each line, without surrounding white space; () if `path` is None. Empty lines
+    are skipped.
 
-    name: of the option, for errors. Raises ConfigError for a file that cannot be read, that others may write, or that
-    has no key.
+    name: the option's name, for errors. Raises ConfigError for a file that cannot be read or is not text, that every
+    user may write, or that has no key.
     """
     if path is None:
         return ()

@@ -26,10 +26,10 @@ def read_prompts(
 ) -> list[str | list[int]]:
     """Return the prompts in a request's field `param`, in order: all of them texts, or all lists of token ids.
 
-    prompt: the field's value, of any type. inputs: of the model, whose vocabulary limits the ids. longest: largest
+    prompt: the field's value, of any type. inputs: those of the model whose vocabulary limits the ids. longest: largest
     number of token ids in a prompt; None if prompts are truncated. Texts may have any length here. Raises RequestError
     for a value of another form than FORMS, for no prompts or more than `max_prompts`, for lists that are too long, for
-    an empty prompt, and for ids out of range.
+    an empty prompt, and for ids out of range. The lists of the result are those of `prompt`, not copies.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:

@@ -48,7 +48,7 @@ class Replicas:
         return int(np.isfinite(self._queues[1]).sum())
 
     def add(self, name: str) -> int:
-        """Add a replica without requests, adapters and pages, and return its number.
+        """Add a replica without requests, adapters and pages, and return its number, the lowest that is free.
 
         name: must be the same in all routers, because ties are decided by a hash of it. Raises ValueError if a replica
         of this name has been added already.
@@ -86,8 +86,8 @@ class Replicas:
             self._queues[1, number] = queue
 
     def set_queues(self, numbers: Sequence[int], queues: Sequence[int]) -> None:
-        """Set the number of requests of several replicas: `queues[i]` for the replica with number `numbers[i]`.
-        Draining replicas stay so.
+        """Set the number of requests of several replicas: `queues[i]` for the replica with number `numbers[i]`, which
+        must be that of an added replica (not checked). Draining replicas stay so.
         """
         self._queues[0, numbers] = queues
         self._queues[1, numbers] = np.where(np.isfinite(self._queues[1, numbers]), queues, np.inf)

@@ -35,6 +35,7 @@ SERVER_OPTIONS = (
     "reasoning_parser",
     "response_role",
     "return_tokens_as_token_ids",
+    "enable_per_request_metrics",
 )
 
 
@@ -97,8 +98,8 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
     """Answer `lines` with a new engine, adding each answer to `results`, and return how many requests failed, which is
     those with HTTP status 400 or above.
 
-    options: of the engine, which is shut down at the end, also after an error. Raises ConfigError for invalid options,
-    OSError for results that cannot be written, and the engine's errors.
+    options: those of the engine, which is shut down at the end, also after an error. Raises ConfigError for invalid
+    options, OSError for results that cannot be written, and the engine's errors.
     """
     from tqdm import tqdm
 

@@ -36,10 +36,11 @@ class RecordFolder:
         self._damaged: set[Path] = set()  # damaged files that have been logged
 
     def make(self) -> None:
-        """Create the folder, accessible to this user alone, unless it exists. Take its lock for a moment, which raises
-        OSError if the folder cannot be written.
+        """Create the folder and its subfolder "owners", accessible to this user alone, unless they exist; an existing
+        one keeps its mode. Take the folder's lock for a moment, which raises OSError if the folder cannot be written.
         """
-        (self._folder / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self._folder / "owners").mkdir(mode=0o700, exist_ok=True)
         with self.locked():
             pass
 

@@ -41,12 +41,15 @@ class BatchLine:
       custom_id: the caller's name for it, unique in the file.
       url: the route that answers it.
       body: the request's body as JSON.
+      problem: why it is not answered; None for a request that is. Such a line has an error as its result, as in vLLM,
+        and the others are answered.
     """
 
     number: int
     custom_id: str
     url: str
     body: bytes
+    problem: str | None = None
 
     @property
     def order(self) -> tuple[str, bytes]:
@@ -75,7 +78,7 @@ class LineError(ConfigError):
     def at(cls, path: str, number: int | None, problem: str) -> LineError:
         """Return the error for a problem with a file or one of its lines, with `number` and `problem` set.
 
-        number: of the line, from 1; None for the file as a whole.
+        number: the line's number, from 1; None for the file as a whole.
         """
         where, advice = path, "give a file with one JSON object a line"
         if number is not None:
@@ -90,12 +93,13 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
     """Return the requests of a file, [] if there are none, and the SHA-256 of the file's bytes in hexadecimal. Empty
     lines are skipped.
 
-    only_url: the url that every line must have; None for any of URLS. most: largest number of requests; None for no
+    only_url: the url that every line must have; None for any of URLS, and then a line with another url, or that
+    requests a stream, is returned with its `problem`. most: largest number of requests; None for no
     limit.
 
     Raises:
-      LineError: a line is not a request, has the custom_id of an earlier one or another url than `only_url`, or there
-        are too many requests. The message has the line's number.
+      LineError: a line is not a request, has the custom_id of an earlier one or, with `only_url`, another url or a
+        problem, or there are too many requests. The message has the line's number.
       ConfigError: the path is not that of a file.
       OSError: the file cannot be read.
     """
@@ -111,6 +115,8 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
         line = _read_line(path, number, text)
         if (first := numbers.setdefault(line.custom_id, number)) != number:
             raise LineError.at(path, number, f"custom_id {show_value(line.custom_id)} is that of line {first} too")
+        if only_url is not None and line.problem is not None:
+            raise LineError.at(path, number, line.problem)
         if only_url not in (None, line.url):
             raise LineError.at(path, number, f"url must be the batch's endpoint, {only_url}, got {line.url}")
         found.append(line)
@@ -120,10 +126,11 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
 
 
 def _read_line(path: str, number: int, text: bytes) -> BatchLine:
-    """Return the request on a line of an input file. number: of the line, from 1; a byte order mark may begin line 1.
+    """Return the request on a line of an input file. number: the line's number, from 1; a byte order mark may begin
+    line 1.
 
-    Raises LineError unless the line is a JSON object with a custom_id of 1 to MAX_ID_CHARS characters, the method
-    "POST", one of URLS, and a body that does not request a stream.
+    Its `problem` says that the url is none of URLS, or that the body requests a stream. Raises LineError unless the
+    line is a JSON object with a custom_id of 1 to MAX_ID_CHARS characters, the method "POST", a url and a body.
     """
     try:
         fields = read_json(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
@@ -137,13 +144,16 @@ def _read_line(path: str, number: int, text: bytes) -> BatchLine:
         raise LineError.at(path, number, f"custom_id must be {allowed}, got {show_value(custom_id)}")
     if method != "POST":
         raise LineError.at(path, number, f"method must be 'POST', got {show_value(method)}")
-    if url not in URLS:
+    if not isinstance(url, str):
         raise LineError.at(path, number, f"url must be one of {', '.join(URLS)}, got {show_value(url)}")
     if not isinstance(body, dict):
         raise LineError.at(path, number, f"body must be a JSON object, got {show_value(body)}")
-    if body.get("stream"):
-        raise LineError.at(path, number, "body.stream must be false: a batch has whole answers")
-    return BatchLine(number, custom_id, url, json.dumps(body).encode())
+    problem = None
+    if url not in URLS:
+        problem = f"url must be one of {', '.join(URLS)}, got {show_value(url)}"
+    elif body.get("stream"):
+        problem = "body.stream must be false: a batch has whole answers"
+    return BatchLine(number, custom_id, url, json.dumps(body).encode(), problem)
 
 
 def result_line(line: BatchLine, status: int, answer: Any) -> bytes:

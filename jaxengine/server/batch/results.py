@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.server.batch.folder import write_whole
 from jaxengine.server.batch.lines import BatchLine
 
 
@@ -56,8 +57,8 @@ class Results:
         """
         self.known: dict[str, Kept] = {}
         self._path = _output_path(path)
-        self._partial, self._whole = Path(f"{self._path}.partial"), Path(f"{self._path}.whole")
-        for each in (self._path, self._partial, self._whole):
+        self._partial = Path(f"{self._path}.partial")
+        for each in (self._path, self._partial, Path(f"{self._path}.whole")):  # of write_whole
             if each.exists() and each.samefile(input_file):
                 problem = f"the requests are in {each}, which the results would replace"
                 raise ConfigError.because("output_file", problem, "name another output file")
@@ -141,18 +142,12 @@ class Results:
                 yield os.pread(self._file.fileno(), kept.size, kept.offset)
 
     def finish(self, lines: Iterable[BatchLine]) -> None:
-        """Write the output file with the results of all `lines`, in their order, and remove the partial file.
+        """Write the output file with the results of `lines`, in their order, and remove the partial file. Lines without
+        a result are skipped.
 
-        The output file appears complete or not at all. Raises OSError.
+        The output file appears complete or not at all (`write_whole`). Raises OSError.
         """
-        try:
-            with open(self._whole, "wb") as file:
-                file.writelines(self.lines(lines))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(self._whole, self._path)
-        finally:
-            self._whole.unlink(missing_ok=True)
+        write_whole(self._path, self.lines(lines))
         self._partial.unlink()
 
     def __enter__(self) -> Self:

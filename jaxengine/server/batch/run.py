@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Receive
 
 from jaxengine.server.batch.lines import BatchLine, result_line
 from jaxengine.server.batch.results import Results
@@ -26,22 +26,23 @@ async def run_lines(
     done: Callable[[BatchLine, int, Any], None],
 ) -> None:
     """Answer `lines`, at most `concurrency` of them at a time, in the order of `BatchLine.order`, which puts prompts
-    with the same beginning next to each other. Return when all are answered.
+    with the same beginning next to each other. Return when all are answered. A line with a `problem` is not passed to
+    `answer`: its result is an error with status 400.
 
     answer: returns a request's HTTP status and the JSON value of its answer. results: receives each result; a status of
     400 and above is a failure. check: called before a result is stored; raises an error if the engine has failed, so
     that its failure does not become a request's result. done: called after each result was stored, with its line,
-    status and answer. Raises the error of `check`, or OSError if results cannot be written; requests in progress are
-    cancelled then.
+    status and answer. Raises the first error of `answer`, `check` or `done`, or OSError if results cannot be written;
+    requests in progress are cancelled then, and their lines have no result.
     """
     # Sorting parses every body, on a thread since that may take seconds.
     waiting = await asyncio.to_thread(sorted, lines, key=lambda line: line.order, reverse=True)
 
     async def work() -> None:
-        """Answer waiting lines one after another until none is left."""
+        """Answer waiting lines, store each result and report it to `done`, one after another, until none is left."""
         while waiting:
             line = waiting.pop()
-            status, said = await answer(line)
+            status, said = await answer(line) if line.problem is None else _refused(line.problem)
             await check()
             results.add(line, result_line(line, status, said), failed=status >= 400)
             done(line, status, said)
@@ -52,6 +53,11 @@ async def run_lines(
                 group.create_task(work())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+def _refused(problem: str) -> tuple[int, Any]:
+    """Return (HTTP status, JSON value of the answer) of a request that is not answered."""
+    return 400, {"error": {"message": problem, "type": "BadRequestError", "code": 400}}
 
 
 async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, Any]:
@@ -80,15 +86,7 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
         "server": ("127.0.0.1", 0),
         "state": dict(state),
     }
-    sent, status, chunks = False, 500, []
-
-    async def receive() -> Message:
-        """Return the body once; later calls never return."""
-        nonlocal sent
-        if sent:  # the client never disconnects: a second call waits until it is cancelled
-            await asyncio.Event().wait()
-        sent = True
-        return {"type": "http.request", "body": line.body, "more_body": False}
+    status, chunks = 500, []
 
     async def send(message: Message) -> None:
         """Record the answer's status and append its body chunk."""
@@ -98,8 +96,23 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
         elif message["type"] == "http.response.body":
             chunks.append(message.get("body", b""))
 
-    await app(scope, receive, send)
+    await app(scope, receive_once(line.body), send)
     try:
         return status, json.loads(b"".join(chunks))
     except ValueError:
-        return 400, {"error": {"message": "the answer is not JSON, and a batch has JSON alone", "code": 400}}
+        return _refused("the answer is not JSON, and a batch has JSON alone")
+
+
+def receive_once(body: bytes) -> Receive:
+    """Return an ASGI `receive` function that returns the whole body in its first call. Further calls wait until they
+    are cancelled, since the client never disconnects.
+    """
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        """Return the body in the first call; wait until cancelled in further ones."""
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return receive

@@ -75,8 +75,8 @@ class BatchStore:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """Return the store for a server's options, which have batch_storage_dir. Raises ConfigError if it cannot be
-        used.
+        """Return the store in the folder batch_storage_dir of a server's options, which must have it; the folder is
+        created if it is missing. Raises ConfigError if it cannot be used.
         """
         assert config.batch_storage_dir is not None
         bounds = Bounds(
@@ -108,7 +108,7 @@ class BatchStore:
         return (record for record in found if record is not None)
 
     def content(self, owner: str, file_id: str) -> Path:
-        """Return the path of a file's content, ID.data. file_id: of an existing record, as it is not checked."""
+        """Return the path of a file's content, ID.data. file_id: an existing record's, which is not checked."""
         return self._records.folder_of(owner) / f"{file_id}.data"
 
     def delete_file(self, owner: str, file_id: str) -> bool:
@@ -257,8 +257,9 @@ class BatchStore:
     def keep(self, folder: Path, path: str, size: int, filename: str, purpose: str, lifetime: float | None) -> Record:
         """Store a received file under a new id, and return its record.
 
-        folder: of its owner. path: its content, which is moved. size: in bytes. lifetime: seconds until it expires, at
-        most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the file.
+        folder: its owner's folder. path: its content, which is moved. size: in bytes. lifetime: seconds until it
+        expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the
+        file, with nothing moved; OSError if its record cannot be stored, with the content removed.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
         record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)

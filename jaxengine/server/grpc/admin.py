@@ -93,8 +93,9 @@ class AdminService(WeightMethods):
         return pb.FlushCacheResponse(success=all(done))
 
     async def LoadLoraAdapter(self, request: pb.LoadLoraAdapterRequest, context: Context) -> pb.LoadLoraAdapterResponse:
-        """Load an adapter from a folder in lora_root, and return when it is loaded. Raises RequestError for a name that
-        is taken, a path outside lora_root or an unusable adapter, and EngineDeadError.
+        """Load an adapter from a folder in lora_root, and return when it is loaded. Raises RequestError without
+        lora_root, for a name that is taken, a path outside lora_root and an unusable adapter, UnknownAdapterError for a
+        path at which nothing is, and EngineDeadError.
         """
         await load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)
         return pb.LoadLoraAdapterResponse()

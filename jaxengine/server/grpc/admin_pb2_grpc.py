@@ -7,7 +7,8 @@ from jaxengine.server.grpc import admin_pb2 as jaxengine_dot_server_dot_grpc_dot
 
 
 class AdminStub:
-    """Missing associated documentation comment in .proto file."""
+    """Control of a running engine, for operators.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -98,108 +99,117 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Control of a running engine, for operators.
+    """
 
     def GetServerInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return the server's version, and the engine's parallel sizes and limits.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return the model's names, vocabulary size and eos tokens, and which inputs it takes.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return how many requests run and wait, the fraction of KV pages in use, and how many calls are open.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests by their id; their answers then end with ABORTED. Unknown ids are no error: they have ended.
+        """Abort requests by their ids, without waiting; their answers end with ABORTED. Unknown ids are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets all cached prefixes, and pictures that were made ready or encoded.
+        """Drop all cached prefixes, and cached pictures, preprocessed and encoded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadLoraAdapter(self, request, context):
-        """Lets requests name an adapter (LoRA) as their model.
+        """Load an adapter (LoRA) from a folder in lora_root; requests may then name it as their model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadLoraAdapter(self, request, context):
-        """Lets no further request name it; those that run with it go on to their ends.
+        """Close an adapter to further requests; those that run with it go on to their ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Lets no request run until Resume. Those that come meanwhile wait.
+        """Let no request run until Resume, and answer once none does. Those that come meanwhile wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """End a pause. Refused while a part sleeps.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def IsPaused(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return whether the engine is paused.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Gives up device memory until WakeUp.
+        """Pause the engine and give up device memory until WakeUp; answer once that is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Put back what Sleep gave up, or the parts in tags; return the parts that still sleep.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def IsSleeping(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return whether any part sleeps.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Replaces the weights between two steps: all of them or, with an error that lists what does not fit, none.
+        """Replace the weights between two steps: all of them or, with an error that lists what does not fit, none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsStream(self, request_iterator, context):
-        """The same by tensors that are sent: first a message with `start`, then their bytes.
+        """Do as UpdateWeights with tensors that are sent: first a message with `start`, then their bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetWeightInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return the version of the weights and, if requested, SHA-256 of each weight.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -296,7 +306,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Missing associated documentation comment in .proto file."""
+    """Control of a running engine, for operators.
+    """
 
     @staticmethod
     def GetServerInfo(request,

@@ -93,7 +93,7 @@ class Client:
         """Return the token ids of a text or of a conversation (messages with the fields of ChatMessage).
 
         options: other fields of TokenizeRequest. Raises ValueError for other options, TypeError if `prompt` is a list
-        of token ids or for a value that its field cannot hold, grpc.RpcError.
+        of token ids, TypeError or ValueError for a value that its field cannot hold, grpc.RpcError.
         """
         request = pb.TokenizeRequest(**options)
         _set_prompt(request, prompt)
@@ -102,7 +102,8 @@ class Client:
     def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
         """Return the text of token ids. options: other fields of DetokenizeRequest.
 
-        Raises ValueError for other options, grpc.RpcError.
+        Raises ValueError for other options, TypeError or ValueError for a value that its field cannot hold,
+        grpc.RpcError.
         """
         request = pb.DetokenizeRequest(token_ids=token_ids, **options)
         return self._stub.Detokenize(request, metadata=self._metadata).text
@@ -111,8 +112,8 @@ class Client:
         """Return the log-probabilities of the prompt's tokens, which the server computes. options: other fields of
         ScoreRequest.
 
-        timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None for none. Raises ValueError for other
-        options, grpc.RpcError.
+        timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies. Raises
+        ValueError for other options, TypeError or ValueError for a value that its field cannot hold, grpc.RpcError.
         """
         request = pb.ScoreRequest(**options)
         _set_prompt(request, prompt)

@@ -76,7 +76,7 @@ class Wanted:
     """Parts of an output that the caller has requested.
 
     Attributes:
-      text, token_ids: of the output.
+      text, token_ids: those of the output.
       logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest tokens at their positions.
       prompt_token_ids, prompt_logprobs, prompt_candidates: the same three parts of the prompt.
     """
@@ -166,8 +166,9 @@ class RequestReader:
         yet.
 
         A generation prompt is added if add_generation_prompt is true or, without that field, unless the last message is
-        continued. Raises RequestError for more than MAX_CHAT_MESSAGES messages, a content that cannot fit, template
-        variables that are not allowed, and errors of the template.
+        continued. Raises RequestError for more than MAX_CHAT_MESSAGES messages, a message with both content and parts,
+        an empty part, a content that cannot fit, template variables that are not allowed, errors of the template, and
+        without a tokenizer.
         """
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
@@ -194,7 +195,7 @@ class RequestReader:
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
         """Return the request's prompt in the form that the engine takes: token ids or embeddings, media, and the cache
         salt. To bypass the prefix cache, the salt is a new random one. Raises RequestError, also for a missing prompt
-        and for a salt together with bypass_prefix_cache.
+        and for a salt together with bypass_prefix_cache, and OverloadedError.
         """
         kind = request.WhichOneof("prompt")
         if kind is None:
@@ -234,7 +235,7 @@ class RequestReader:
 
         kind: name of the field that has the prompt. Raises RequestError for a prompt that is empty or, after
         truncation, has more than max_model_len - 1 tokens, for one with media that would be truncated, and for media
-        that cannot be read.
+        that cannot be read; OverloadedError.
         """
         keep = request.truncate_prompt_tokens
         parts: list[MediaPart] = []
@@ -424,9 +425,10 @@ def refuse_unknown_fields(message: Message) -> None:
 
 def _name_unknown_field(message: Message, path: str) -> None:
     """Raise RequestError, with the field's name or number, for the first unknown field of a message or of a message
-    within it; return if there is none.
+    within it; return if there is none. Only the first MAX_CHAT_MESSAGES messages of a repeated field are searched, and
+    no values of maps.
 
-    path: of the message, with a dot at the end; "" for the outermost one.
+    path: the message's, with a dot at the end; "" for the outermost one.
     """
     for unknown in UnknownFieldSet(message):
         field = message.DESCRIPTOR.fields_by_number.get(unknown.field_number)

@@ -7,7 +7,8 @@ from jaxengine.server.grpc import inference_pb2 as jaxengine_dot_server_dot_grpc
 
 
 class InferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Generation from prompts, and conversion between texts and token ids.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -43,36 +44,39 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Generation from prompts, and conversion between texts and token ids.
+    """
 
     def Generate(self, request, context):
-        """Answers when the request is finished.
+        """Return the complete answer to a prompt when the request is finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Answers as it goes: one chunk per step and sequence. All chunks put together are what Generate answers.
+        """Send the answer to a prompt as it is generated: chunks of one sequence each, which together are Generate's answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return the token ids of a text, or of a conversation by the chat template.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return the text of token ids.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-probabilities of the tokens of a given text.
+        """Return the log-probabilities of a prompt's tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,7 +119,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Missing associated documentation comment in .proto file."""
+    """Generation from prompts, and conversion between texts and token ids.
+    """
 
     @staticmethod
     def Generate(request,

@@ -83,8 +83,6 @@ class WeightMethods:
         RequestError for an empty path, invalid options and unusable weights, and EngineDeadError; after an error the
         old weights stay.
         """
-        if not request.path:
-            raise RequestError("path is empty; it must be a folder with weights", param="path")
         found = await weights.update_from_path(self._engine, request.path, _options(request.options))
         return _updated(found)
 

@@ -68,8 +68,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load_lora_adapter(body: LoadRequest) -> Response:
         """Load an adapter, which requests may then name as their model, and answer in plain text once it is loaded.
-        Raises RequestError for a name that is taken (without load_inplace), a path out of lora_root and an unusable
-        adapter, UnknownAdapterError for a path at which nothing is, and EngineDeadError.
+        Raises RequestError without lora_root, for a name that is taken (without load_inplace), a path out of lora_root
+        and an unusable adapter, UnknownAdapterError for a path at which nothing is, and EngineDeadError.
         """
         await load_from_root(engine, config, names, body.lora_name, body.lora_path, in_place=body.load_inplace)
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -83,14 +83,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/adapters", response_class=Response)
     async def load_sagemaker_adapter(body: SageMakerLoadRequest) -> Response:
-        """Do as /v1/load_lora_adapter, with SageMaker's names of the fields."""
+        """Do as /v1/load_lora_adapter, with SageMaker's names of the fields. Raises the same errors."""
         return await load_lora_adapter(
             LoadRequest(lora_name=body.name, lora_path=body.src, load_inplace=body.load_inplace)
         )
 
     @routes.delete("/adapters/{name:path}", response_class=Response)
     async def remove(name: Name) -> Response:
-        """Do as /v1/unload_lora_adapter, with the name in the path."""
+        """Do as /v1/unload_lora_adapter, with the name in the path. Raises the same errors."""
         await unload(engine, name)
         return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 

@@ -20,6 +20,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.engine.stats.server_stats import HttpCounts
 from jaxengine.server.adapters.lora_routes import ROUTE_KEY, route_key
 from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.given_middleware import given_middleware
 from jaxengine.server.base.keys import Keys
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
@@ -45,7 +46,7 @@ from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.chat.run import COUNT_PARSED
 from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.messages import endpoint as messages
-from jaxengine.server.http.pooling import embeddings, scores
+from jaxengine.server.http.pooling import cohere, embeddings, scores
 from jaxengine.server.http.request import errors
 from jaxengine.server.http.request.arrival import LimitsMiddleware
 from jaxengine.server.http.request.auth import AuthMiddleware
@@ -75,7 +76,7 @@ GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     messages.router,
     audio.router,
 )
-POOLING = (embeddings.router, scores.router)
+POOLING = (embeddings.router, cohere.router, scores.router)
 ROUTERS = (
     *GENERATING,
     *POOLING,
@@ -104,7 +105,7 @@ def create_app(
 
     config: parsers may be "auto". store: store of responses; None for a new one in this process, with the bounds of
     `config`. process: name of this process among the server's, for metrics. Raises ConfigError for an unknown parser,
-    and for key files, lora_dirs, lora_routes or a batch_storage_dir that cannot be used.
+    and for a middleware, key files, lora_dirs, lora_routes or a batch_storage_dir that cannot be used.
     """
     engine = owned(engine, config)
     traffic = TrafficState(process)
@@ -120,6 +121,8 @@ def create_app(
     if config.allowed_origins:
         # Outermost: a browser's preflight request has no key.
         middleware.insert(0, Middleware(CORSMiddleware, **cors(config.allowed_origins)))
+    # Outside of everything, also of the check of keys, as in vLLM.
+    middleware = [*given_middleware(config.middleware), *middleware]
     # FastAPI's documentation pages load scripts from other hosts; ours is api_docs.
     app = FastAPI(
         title="jaxengine",
@@ -149,7 +152,7 @@ def cors(origins: Sequence[str]) -> dict[str, Any]:
 
 def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:
     """Return the application of metrics_port: /metrics and the routes of operations.router, open to everybody without a
-    key. traffic: of the whole server.
+    key. traffic: the whole server's.
     """
     limits = Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout)
     app = FastAPI(middleware=[limits], docs_url=None, redoc_url=None, openapi_url=None)
@@ -213,7 +216,7 @@ class TrafficMiddleware:
     `state["request_id"]` and in the response's headers. `state["unique_id"]` is unique in the engine.
     `state["arrival"]`, in seconds of time.monotonic, keeps the value that the reader of the headers has set, if any.
     `state["priority"]`, the most urgent priority that the request may have, is None for no limit unless a caller in
-    this process has set it. root_path: of the server, without "/" at its end.
+    this process has set it. root_path: the server's, without "/" at its end.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):

@@ -25,7 +25,15 @@ from jaxengine.server.http.answer.sampling_mass import sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.answer.weight_spans import SpanWriter, WeightVersions
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most, bias_by_id
+from jaxengine.server.http.request.fields import (
+    MAX_OPTIONS,
+    JsonObject,
+    Texts,
+    TokenIds,
+    at_most,
+    bias_by_id,
+    check_n,
+)
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import (
@@ -33,10 +41,10 @@ from jaxengine.server.http.request.protocol import (
     ClosedModel,
     NamedRequest,
     StreamOptions,
-    check_n,
     json_logprob,
     json_position,
     usage,
+    usage_in_stream,
 )
 
 _Numbers: Any = create_model("_Numbers", __base__=ClosedModel, **NUMBERS)
@@ -225,9 +233,7 @@ class _Writer:
         self._model, self._spans = model, SpanWriter()
         self._num_tokens: Counter[int] = Counter()
         self._num_cached_tokens = 0
-        options = body.stream_options or StreamOptions()
-        self._counts_last = bool(options.include_usage) or config.enable_force_include_usage
-        self._counts_always = self._counts_last and bool(options.continuous_usage_stats)
+        self._counts_last, self._counts_always = usage_in_stream(body.stream_options, config)
         self._has_begun = False
 
     def whole(self, output: RequestOutput) -> Response:
@@ -346,7 +352,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             return writer.whole(last)
 
         async def events() -> AsyncGenerator[bytes, None]:
-            """Run the request and yield its events, then the event with the token counts."""
+            """Run the request and yield its events, then the event with the token counts, b"" if none are requested."""
             outputs = engine.stream(prompt, params, name, options)
             async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
                 async for output in outputs:

@@ -13,8 +13,9 @@ _ASKED, _GIVEN = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 async def with_load(engine: EngineClient, request: Request, response: Response) -> Response:
-    """Return the response, with the engine's load in a header if the request has endpoint-load-metrics-format TEXT or
-    JSON, in any case: kv_cache_usage_perc, the fraction of KV pages in use, and num_requests_waiting, as floats.
+    """Return `response` itself. If the request has endpoint-load-metrics-format TEXT or JSON, in any case, first add a
+    header with the engine's load to it: kv_cache_usage_perc, the fraction of KV pages in use, and num_requests_waiting,
+    as floats.
 
     Other values of that header are ignored, as it belongs to proxies. Raises EngineDeadError.
     """

@@ -76,20 +76,22 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
         """Drop all cached prefixes, those in host memory too; files stay. Running requests keep their pages, or, with
         reset_running_requests, are computed again from their first token. Raises RequestError if reset_external is
-        true.
+        true, EngineDeadError.
         """
         utility = prefix_reset(reset_running_requests, reset_external, "reset_external")
         return {"success": bool(await engine.utility(utility))}
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
-        """Drop cached images and videos, preprocessed and encoded; running requests keep theirs."""
+        """Drop cached images and videos, preprocessed and encoded; running requests keep theirs. Raises
+        EngineDeadError.
+        """
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, Any]:
         """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns how many
-        were given, as `aborted`.
+        were given, as `aborted`. Raises EngineDeadError.
         """
         for request_id in body.request_ids:
             await engine.abort(request_id)
@@ -99,13 +101,15 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.post("/start_profile")
         async def start_profile() -> dict[str, bool]:
-            """Start a profile of the engine's process (jax.profiler). Raises RequestError if that is not possible."""
+            """Start a profile of the engine's process (jax.profiler). Raises RequestError if that is not possible,
+            EngineDeadError.
+            """
             return {"success": bool(await engine.utility("start_profile"))}
 
         @routes.post("/stop_profile")
         async def stop_profile() -> dict[str, bool]:
-            """Write the profile into profiler_config's folder, on the server's machine. Raises RequestError without
-            one.
+            """Write the profile into profiler_config's folder, on the server's machine. Raises RequestError if none was
+            started, EngineDeadError.
             """
             return {"success": bool(await engine.utility("stop_profile"))}
 

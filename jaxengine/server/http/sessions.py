@@ -10,7 +10,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.params.options import session_key
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import Answer, answers
-from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.lists import there
 
 
 class DroppedSession(Answer):
@@ -33,8 +33,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         client's X-Session-Id. Raises ApiError (404) for a session that this client does not have, EngineDeadError.
         """
         owner = request.scope["state"]["owner_tag"]
-        if not await engine.utility("drop_session", session_key(owner, session_id)):
-            raise ApiError(404, f"there is no session {session_id[:128]!r}")
+        there(await engine.utility("drop_session", session_key(owner, session_id)) or None, "session", session_id)
         return {"id": session_id, "deleted": True}
 
     return routes

@@ -55,7 +55,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/areal_pause_generation")
     @answers(Done)
     async def areal_pause_generation(body: Nothing) -> dict[str, bool | str]:
-        """Do as /pause with mode "abort": end running requests, and drop cached prefixes, images and videos."""
+        """Do as /pause with mode "abort": end running requests, and drop cached prefixes, images and videos. Raises
+        EngineDeadError.
+        """
         await weights.pause(engine, "abort", clear_cache=True)
         await engine.utility("reset_mm_cache")
         return _done("Generation paused and all requests aborted")
@@ -63,14 +65,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/areal_continue_generation")
     @answers(Done)
     async def areal_continue_generation(body: Nothing) -> dict[str, bool | str]:
-        """Do as /resume."""
+        """Do as /resume. Raises RequestError while the engine sleeps, EngineDeadError."""
         await weights.resume(engine)
         return _done("Generation continued")
 
     @routes.post("/areal_update_weights")
     @answers(Done)
     async def areal_update_weights(body: ArealUpdate) -> dict[str, bool | str]:
-        """Do as /update_weights with mode "abort" and kv "drop". An earlier pause stays."""
+        """Do as /update_weights with mode "abort" and kv "drop". An earlier pause stays. Raises the errors of
+        `weights.update_from_path`.
+        """
         done = await weights.update_from_path(engine, body.model_path, weights.UpdateOptions(mode="abort", kv="drop"))
         return _done(f"The weights have version {done['version']}")
 
@@ -80,7 +84,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         @routes.post("/load_lora_adapter")
         @answers(Ok)
         async def load_lora_adapter(body: LoadRequest) -> dict[str, str]:
-            """Do as /v1/load_lora_adapter with load_inplace, as prime-rl expects."""
+            """Do as /v1/load_lora_adapter with load_inplace, as prime-rl expects. Raises `load_from_root`'s errors."""
             await load_from_root(engine, config, names, body.lora_name, body.lora_path, in_place=True)
             return {"status": "ok"}
 

@@ -79,20 +79,20 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Let no request run until /resume, and answer once none does. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
-        clear_cache: drop cached prefixes.
+        clear_cache: drop cached prefixes. Raises EngineDeadError.
         """
         await weights.pause(engine, mode, clear_cache=clear_cache)
         return {"status": "paused"}
 
     @routes.post("/resume")
     async def resume() -> dict[str, Any]:
-        """End a pause. Raises RequestError while the engine sleeps."""
+        """End a pause. Raises RequestError while the engine sleeps, EngineDeadError."""
         await weights.resume(engine)
         return {"status": "resumed"}
 
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
-        """Return whether the engine is paused."""
+        """Return whether the engine is paused. Raises EngineDeadError."""
         return {"is_paused": (await weights.state(engine))["is_paused"]}
 
     @routes.post("/sleep")
@@ -107,13 +107,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         Level 0 gives up nothing and only pauses. mode: what becomes of running requests: "abort" ends them, "wait" lets
         them finish first, and "keep" continues them after /wake_up. tags: give up "weights" or "kv_cache" alone; by
         default, both. keep_kv: with kv_offloading_size, cached pages stay in host memory and are found after /wake_up.
+        Raises RequestError for arguments that `LLM.sleep` refuses, EngineDeadError.
         """
         await weights.sleep(engine, level, mode, tags, keep_kv=keep_kv)
         return {"status": "sleeping", "level": level}
 
     @routes.post("/release_kv_cache_memory")
     async def release_kv_cache_memory() -> dict[str, Any]:
-        """Free the pages of a paused engine, else raise RequestError, until /wake_up. Kept requests are recomputed."""
+        """Free the pages of a paused engine until /wake_up. Kept requests are recomputed. Raises RequestError if the
+        engine is not paused, EngineDeadError.
+        """
         await weights.release_kv_cache_memory(engine)
         return {"status": "kv_cache_released"}
 
@@ -122,14 +125,15 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Put back "weights", "kv_cache" or by default both; requests run once both are.
 
         Returns `asleep`, the parts that still sleep, and vLLM's fields: `status`, "awake" if none does, else
-        "sleeping", and `tags`, those of the request.
+        "sleeping", and `tags`, those of the request. Raises RequestError for tags that `LLM.wake_up` refuses,
+        EngineDeadError.
         """
         asleep = await weights.wake_up(engine, tags)
         return {"status": "sleeping" if asleep else "awake", "tags": tags, "asleep": asleep}
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        """Return whether any part sleeps."""
+        """Return whether any part sleeps. Raises EngineDeadError."""
         return {"is_sleeping": bool((await weights.state(engine))["asleep"])}
 
     _add_update(routes, engine, config)
@@ -169,5 +173,7 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
 
     @routes.get("/weight_info")
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
-        """Return the version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it."""
+        """Return the version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it. Raises
+        EngineDeadError.
+        """
         return await weights.info(engine, checksum=checksum)

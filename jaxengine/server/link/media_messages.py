@@ -64,7 +64,7 @@ class MissingMediaError(Exception):
 
 def pixels_of(item: MediaItem) -> tuple[bytes, bytes, bytes]:
     """Return an item's f32 patches, i32 columns and i32 rows as raw bytes, in the machine's byte order."""
-    return _bytes(item.patches, np.float32), _bytes(item.columns, np.int32), _bytes(item.rows, np.int32)
+    return array_bytes(item.patches, np.float32), array_bytes(item.columns, np.int32), array_bytes(item.rows, np.int32)
 
 
 def message_item(
@@ -75,7 +75,7 @@ def message_item(
     pixels: as returned by `pixels_of`; None if the receiver has them or they are at `place`. place: location in shared
     memory; None if the pixels are not there. keep: whether the sender relies on the receiver to cache the pixels.
     """
-    positions = _bytes(item.positions, np.int32)
+    positions = array_bytes(item.positions, np.int32)
     return Item(item.modality, item.digest, len(item.patches), positions, item.cached, pixels, place, keep)
 
 
@@ -83,7 +83,7 @@ def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str =
     """Return a prompt's Media in the form of a message, with `items` in place of its own. epoch, memory: fields of
     MediaMessage.
     """
-    places = None if media.rope_positions is None else _bytes(media.rope_positions, np.int32)
+    places = None if media.rope_positions is None else array_bytes(media.rope_positions, np.int32)
     return MediaMessage(items, places, media.rope_delta, epoch, memory, media.prefix_length, media.prefix_digest)
 
 
@@ -114,6 +114,6 @@ def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
     return Media(tuple(items), places, message.rope_delta, message.prefix_length, message.prefix_digest)
 
 
-def _bytes(array: np.ndarray, dtype: type) -> bytes:
+def array_bytes(array: np.ndarray, dtype: type) -> bytes:
     """Return an array's values, converted to `dtype`, as bytes in C order and the machine's byte order."""
-    return np.ascontiguousarray(array, dtype).tobytes()
+    return array.astype(dtype, copy=False).tobytes()

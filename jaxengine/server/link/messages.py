@@ -17,6 +17,7 @@ from jaxengine.engine.output import EngineOutput, Found, PromptScores
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError, UnknownAdapterError
 from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus
 from jaxengine.scheduler.batches.batch import TokenRows, TokenScores
+from jaxengine.server.link.media_messages import array_bytes
 from jaxengine.server.link.submit_messages import Submit
 
 
@@ -45,7 +46,7 @@ class Finish(msgspec.Struct, array_like=True, tag="finish"):
     """Order to end requests.
 
     Attributes:
-      handles: of the requests.
+      handles: handles of the requests.
       reason: value of FinishReason: "stop" after a stop string was found, "repetition", or "abort", which the engine
         confirms like any other end.
       num_tokens: for each request that ended because of its output, the number of tokens that its caller received; []
@@ -68,7 +69,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
     Attributes:
       number: number that the Reply has too; the Reply of number 0 is ignored.
-      name, arguments: of the function.
+      name, arguments: the function's name and its arguments.
     """
 
     number: int
@@ -83,7 +84,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
       config: fields of ResolvedConfig.
       model: file or folder of the model.
       num_slots: number of requests that run at once, over all replicas.
-      load: of the engine.
+      load: the engine's load.
       media_cache: kind of the media cache, one of jaxengine.config.inputs.encoder.KINDS.
       num_media_resets: number of resets of the media cache so far; see Update.
     """
@@ -115,9 +116,9 @@ class Reply(msgspec.Struct, array_like=True):
     """Result of a Submit or a Call.
 
     Attributes:
-      number: of the Submit or Call.
+      number: number of the Submit or Call.
       failure: why it failed; None if it did not.
-      result: of a Call's function.
+      result: result of a Call's function.
     """
 
     number: int
@@ -129,7 +130,7 @@ class Started(msgspec.Struct, array_like=True):
     """First token of a request.
 
     Attributes:
-      handle: of the request.
+      handle: the request's handle.
       num_cached_tokens: number of prompt tokens that were found in the prefix cache.
       queued_time, first_scheduled_time, first_token_time: the fields of Request, in seconds of time.monotonic.
     """
@@ -145,7 +146,7 @@ class Ended(msgspec.Struct, array_like=True):
     """End of a request.
 
     Attributes:
-      handle: of the request.
+      handle: the request's handle.
       reason, stop_reason: how it ended; reason is a FinishReason's value.
       num_preemptions, num_cached_tokens, kv_transfer_params: the fields of Request.
       queued_time, first_scheduled_time, finished_time: the fields of Request, in seconds of time.monotonic.
@@ -200,8 +201,8 @@ class Vectors(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True):
-    """PromptScores of one request. handle: of the request. first: index of the prompt token to which the first score
-    belongs.
+    """PromptScores of one request. handle: the request's handle. first: index of the prompt token to which the first
+    score belongs.
     """
 
     handle: int
@@ -213,7 +214,7 @@ class FoundPart(msgspec.Struct, array_like=True):
     """Rows that a capability returned for one request.
 
     Attributes:
-      handle: of the request.
+      handle: the request's handle.
       name: field of CompletionOutput that receives the rows.
       columns: (field, or "" for rows without fields; dtype; shape; bytes) of each column.
     """
@@ -229,7 +230,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     Attributes:
       number: counts the updates of this connection from 1, so that a lost one is detected.
       received: number of the last Submit that was read.
-      load: of the engine.
+      load: the engine's load.
       handles, token_ids: i32[n], a token of each of these requests.
       tokens_scored: i32[m], indices into `handles` of the tokens with scores. scores: of these tokens; None for none.
       prompts, started, ended: prompts' logprobs, first tokens, and ends of requests.
@@ -391,9 +392,9 @@ def _token_update(
     """
     update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:
-        update.tokens_scored, update.scores = _bytes(scored, np.int32), _scores(scores)
+        update.tokens_scored, update.scores = array_bytes(scored, np.int32), _scores(scores)
     if vectors is not None:
-        update.vectors = Vectors(vectors.shape[1], _bytes(vectors, np.float32))
+        update.vectors = Vectors(vectors.shape[1], array_bytes(vectors, np.float32))
     return update
 
 
@@ -423,7 +424,7 @@ def _ended(request: Request, handle: int) -> Ended:
         request.queued_time,
         request.first_scheduled_time,
         request.finished_time,
-        None if request.per_step else _bytes(request.output_token_ids, np.int32),
+        None if request.per_step else array_bytes(request.output_token_ids, np.int32),
         request.kv_transfer_params,
     )
 
@@ -444,9 +445,10 @@ def _end(request: Request, ended: Ended) -> Request:
 
 def _scores(scores: TokenScores) -> Scores:
     """Return TokenScores in the form of a message."""
-    ranks, top_ids = _bytes(scores.ranks, np.int32), _bytes(scores.top_ids, np.int32)
-    logprobs, top_logprobs = _bytes(scores.logprobs, np.float32), _bytes(scores.top_logprobs, np.float32)
-    sizes, given = (scores.top_ids.shape[1], scores.given_logprobs.shape[1]), _bytes(scores.given_logprobs, np.float32)
+    ranks, top_ids = array_bytes(scores.ranks, np.int32), array_bytes(scores.top_ids, np.int32)
+    logprobs, top_logprobs = array_bytes(scores.logprobs, np.float32), array_bytes(scores.top_logprobs, np.float32)
+    given = array_bytes(scores.given_logprobs, np.float32)
+    sizes = scores.top_ids.shape[1], scores.given_logprobs.shape[1]
     return Scores(*sizes, logprobs, ranks, top_ids, top_logprobs, given)
 
 
@@ -485,8 +487,3 @@ def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
     for name, own in fields.items():
         rows[name] = own
     return rows
-
-
-def _bytes(array: np.ndarray, dtype: type) -> bytes:
-    """Return an array's values, converted to `dtype` if necessary, as bytes in C order."""
-    return array.astype(dtype, copy=False).tobytes()

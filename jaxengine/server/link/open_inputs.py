@@ -15,8 +15,8 @@ from jaxengine.server.link.shared_media import media_sender
 def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSender]:
     """Return the input processor and the media sender of the API process `index`.
 
-    welcome: of the engine, whose model must be readable on this machine under the same path. Reads the tokenizer and
-    the chat template from disk, which takes a long time, but no weights. Raises ConfigError, ModelFileError.
+    welcome: the engine's message, whose model must be readable on this machine under the same path. Reads the tokenizer
+    and the chat template from disk, which takes a long time, but no weights. Raises ConfigError, ModelFileError.
     """
     config = ResolvedConfig(**welcome.config)
     # The weights are not read; the model is where the engine found it.

@@ -261,8 +261,9 @@ class RemoteEngine:
     def _submit(self, prepared: PreparedRequest) -> OutputStream:
         """Send a prepared request and track it from now on; return the stream of its outputs.
 
-        Raises RequestError for an id in use; OverloadedError, which is counted for the engine's metrics, beyond the
-        queue's limits; RuntimeError for pixels that were dropped.
+        Raises RequestError for an id in use, and for more sequences (n) than may run and wait at all; OverloadedError,
+        which is counted for the engine's metrics, beyond the queue's limits at the moment; RuntimeError for pixels that
+        were dropped. Nothing is tracked then.
         """
         request_id, requests = prepared.request_id, prepared.requests
         if request_id in self._processor:

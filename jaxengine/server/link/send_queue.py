@@ -17,7 +17,7 @@ class Pending:
     """Submit that the engine is not known to have read.
 
     Attributes:
-      number: of the Submit.
+      number: the Submit's number.
       prepared: the request, which may have to be sent again.
     """
 

@@ -157,8 +157,8 @@ class SharedSender(KeepingSender):
         """Return a message that refers to cached items by their location, after caching the other items for which there
         is room.
 
-        number: of the Submit; the items that the message refers to stay until `has_read(number)`. whole: include all
-        pixels, and refer to nothing and cache nothing. Messages must be sent in the order in which they are made.
+        number: the Submit's number; the items that the message refers to stay until `has_read(number)`. whole: include
+        all pixels, and refer to nothing and cache nothing. Messages must be sent in the order in which they are made.
         Raises RuntimeError for pixels that must be sent and were dropped.
         """
         with self._lock:

@@ -9,7 +9,7 @@ from jaxengine.requests.params.prepared import PreparedRequest
 from jaxengine.scheduler.base.media import Media
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.base.token_params import TokenParams
-from jaxengine.server.link.media_messages import MediaMessage
+from jaxengine.server.link.media_messages import MediaMessage, array_bytes
 
 
 class Member(msgspec.Struct, array_like=True):
@@ -59,13 +59,13 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
     """Return the Submit of a prepared request. The handles are the tags of its sequences.
 
-    number: of the Submit. media: its encoded images; None for a request without images.
+    number: the Submit's number. media: its encoded images; None for a request without images.
     """
     first = prepared.requests[0]
     return Submit(
         number=number,
         members=[Member(request.tag, request.request_id, request.seed) for request in prepared.requests],
-        prompt_token_ids=_bytes(first.prompt_token_ids, np.int32),
+        prompt_token_ids=array_bytes(first.prompt_token_ids, np.int32),
         params=first.params,
         max_tokens=first.max_tokens,
         eos_token_ids=first.eos_token_ids,
@@ -96,8 +96,3 @@ def requests_of(message: Submit, client: int, media: Media | None) -> list[Reque
         Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, media=media, **shared)
         for each in message.members
     ]
-
-
-def _bytes(array: np.ndarray, dtype: type) -> bytes:
-    """Return an array's values, converted to `dtype`, as bytes in C order and the machine's byte order."""
-    return np.ascontiguousarray(array, dtype).tobytes()

@@ -258,7 +258,10 @@ def _exporter(endpoint: str) -> Any:
 
     Raises ConfigError for an address that is not one of http, https, grpc or grpcs, or if the package is missing.
     """
-    url = urlsplit(endpoint)
+    try:
+        url = urlsplit(endpoint)
+    except ValueError:  # such as half an IPv6 address
+        url = urlsplit("")
     if url.scheme not in _EXPORTERS or not url.netloc:
         raise ConfigError("otlp_traces_endpoint", endpoint, "an address that begins with http, https, grpc or grpcs://")
     module, package = _EXPORTERS[url.scheme]

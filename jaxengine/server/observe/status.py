@@ -41,7 +41,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/status.json")
     async def status(request: Request) -> dict[str, Any]:
-        """Return the state of the engine, for the page at /. Requests of other keys have numbers for ids."""
+        """Return the state of the engine, for the page at /. Requests of other keys have numbers for ids. Raises
+        EngineDeadError.
+        """
         shown = Viewer(request.state.sees).status(await engine.utility("status"))
         return {"model": model, "version": __version__, **shown}
 
@@ -52,7 +54,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     ) -> Response:
         """Return the last `seconds` of the engine's steps and requests, for ui.perfetto.dev.
 
-        Requests of other keys have numbers in place of their ids.
+        Requests of other keys have numbers in place of their ids. Raises EngineDeadError.
         """
         viewer = Viewer(request.state.sees)
         timeline = await engine.utility("trace", seconds)

@@ -75,7 +75,7 @@ async def serve(child: Child) -> None:
     """
     config = ServerConfig(**child.job["server"])
     drain = child.stopping()
-    raise_descriptor_limit()
+    raise_descriptor_limit(config)
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
     # One wrapper for HTTP and gRPC: an operator may abort over one what runs over the other.
     client = owned(traced(engine, config), config)

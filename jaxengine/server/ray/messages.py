@@ -56,7 +56,7 @@ class Hint:
     """Facts of a request by which its replica is chosen. They stay in the process: pickled, a hint is empty.
 
     Attributes:
-      token_ids: of the prompt, none if they are not known; cache_salt: of the request.
+      token_ids: those of the prompt, none if they are not known; cache_salt: the request's.
       session, adapter: names, None for none.
       key: decides between equally good replicas; the request's id.
     """

@@ -21,6 +21,7 @@ from jaxengine.requests.media.inputs import has_media
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.batch.run import receive_once
 from jaxengine.server.http.app import create_app
 
 # Paths of requests that generate text from a prompt.
@@ -57,7 +58,7 @@ class PromptReader:
 
     def __init__(self, inputs: InputProcessor, server: ServerConfig, store: Any = None):
         # _NoEngine accepts any name as an adapter's, so adapters are not searched for in folders or on the Hub.
-        bare = dataclasses.replace(server, lora_dirs=(), lora_hub_owners=(), otlp_traces_endpoint=None)
+        bare = dataclasses.replace(server, lora_dirs=(), lora_hub_owners=(), middleware=(), otlp_traces_endpoint=None)
         self._app = create_app(_NoEngine(inputs), bare, store)
 
     async def read(self, scope: Scope, body: bytes, adapter: str | None) -> _Tokens:
@@ -72,7 +73,7 @@ class PromptReader:
             return (), None
         reading = _Reading(adapter)
         _READ.set(reading)
-        work = asyncio.create_task(self._app({**scope, "state": {}}, _receive_once(body), _ignore))
+        work = asyncio.create_task(self._app({**scope, "state": {}}, receive_once(body), _ignore))
         try:
             await asyncio.wait((work, reading.tokens), return_when=asyncio.FIRST_COMPLETED)
             return reading.tokens.result() if reading.tokens.done() else ((), None)
@@ -143,21 +144,6 @@ async def _found(tokens: _Tokens) -> None:
     if not future.done():
         future.set_result(tokens)
     await asyncio.Event().wait()
-
-
-def _receive_once(body: bytes) -> Any:
-    """Return an ASGI `receive` function that returns the whole body in its first call; further calls wait until
-    cancelled.
-    """
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        """Return the body in the first call; wait until cancelled in further ones."""
-        if not messages:
-            await asyncio.Event().wait()
-        return messages.pop()
-
-    return receive
 
 
 async def _ignore(message: Message) -> None:

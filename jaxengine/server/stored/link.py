@@ -34,7 +34,7 @@ class StoreCall(msgspec.Struct, array_like=True):
 
     Attributes:
       number: number of the call among the client's calls.
-      name: of the method; the other fields are its arguments, by name.
+      name: the method's name; the other fields are its arguments, by name.
     """
 
     number: int

@@ -31,8 +31,8 @@ _num_uploads = 0
 
 @contextlib.asynccontextmanager
 async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Receive a file in pieces into a new file of `folder`, and give its path in an async context. The file is removed
-    when the context ends.
+    """Async context manager that first receives a file in pieces into a new file of `folder`, then yields its path, and
+    removes the file at the end.
 
     folder: weight_upload_dir. Raises RequestError if `folder` is None or cannot be written, if the file is incomplete
     or not safetensors, and if the disk has no room for it; OverloadedError if MAX_UPLOADS are in progress in this

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.scheduler.base.weight_version import check_version
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.weights.weight_upload import uploaded
@@ -96,10 +97,12 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
     fields of a WeightUpdate. Requests continue while the file is read. The engine is paused for the switch, in addition
     to any other pause.
 
-    Raises RequestError, which lists all faults, if the new weights are unusable; the old weights then stay. Raises
-    EngineDeadError.
+    Raises RequestError for an empty path and for invalid options, and one that lists all faults if the new weights are
+    unusable; the old weights then stay. Raises EngineDeadError.
     """
     version, mode, kv, strict, chunk_bytes = options
+    if not path:
+        raise RequestError("path is empty; allowed: a folder or file with weights", param="path")
     check_version(version)
     number = await engine.utility("read_weights", path, version, mode, kv, strict, chunk_bytes)
     try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.vocabularies.byte_pairs import MAX_TOKENS, too_long
-from jaxengine.tokens.vocabularies.pieces import BYTE, NORMAL, UNKNOWN, Pieces
+from jaxengine.tokens.vocabularies.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, Pieces
 
 # Wire types of protocol buffers, and the sizes in bytes of wire types with a fixed size.
 VARINT, LENGTH = 0, 2
@@ -87,6 +87,18 @@ def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
     )
     tokens = {f"{role}_token": names[at] for role, at in ids.items() if 0 <= at < len(names)}
     return SentencePieceModel(pieces, kind == UNIGRAM, tokens)
+
+
+def with_fairseq_ids(pieces: Pieces) -> Pieces:
+    """Return XLM-RoBERTa's vocabulary: four special tokens in place of the first three pieces, and <mask> after all
+    pieces. pieces: those of its file, more than three.
+    """
+    special = [CONTROL, CONTROL, CONTROL, UNKNOWN]
+    return pieces._replace(
+        names=["<s>", "<pad>", "</s>", "<unk>", *pieces.names[3:], "<mask>"],
+        scores=[0.0] * 4 + [*pieces.scores[3:], 0.0],
+        types=[*special, *pieces.types[3:], CONTROL],
+    )
 
 
 def _fields(source: bytes, path: Path) -> Iterator[tuple[int, Any]]:

@@ -117,7 +117,9 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     return merged | {"rope_parameters": new}
 
 
-_XLM = "XLMRoberta"
+# Beginnings of the names of classes, and the class of the configuration in Jina AI's own code for the first.
+_XLM, _JINA, _FLASH = "XLMRoberta", "JinaEmbeddingsV3", "XLMRobertaFlash"
+_OWN_CODE = "XLMRobertaFlashConfig"
 # (Class that takes several kinds of text models, model_type of the text) -> class with these layers.
 _BY_TEXT = {
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
@@ -131,14 +133,18 @@ def hf_architecture(fields: ConfigFields) -> str:
     """Return the class name in `architectures`, which must be a list of one.
 
     If it begins with XLMRoberta and `position_embedding_type` is "rotary", as in jinaai/jina-embeddings-v3, that
-    beginning is replaced by JinaEmbeddingsV3. For a class that takes several kinds of text models, the result depends
-    on text_config's model_type (_BY_TEXT). Raises ModelConfigError for any other value.
+    beginning is replaced by JinaEmbeddingsV3; by XLMRobertaFlash if it is not, but `auto_map` names that code's
+    configuration, as in jinaai/jina-reranker-v2-base-multilingual. For a class that takes several kinds of text models,
+    the result depends on text_config's model_type (_BY_TEXT). Raises ModelConfigError for any other value.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.fail("architectures", "a list of one class name")
-    if names[0].startswith(_XLM) and fields.value("position_embedding_type", None) == "rotary":
-        return "JinaEmbeddingsV3" + names[0].removeprefix(_XLM)
+    if names[0].startswith(_XLM) and not names[0].startswith(_FLASH):
+        code = fields.value("auto_map", None)
+        own = isinstance(code, Mapping) and str(code.get("AutoConfig")).endswith(_OWN_CODE)
+        rotates = fields.value("position_embedding_type", None) == "rotary"
+        return (_JINA if rotates else _FLASH if own else _XLM) + names[0].removeprefix(_XLM)
     text = fields.value("text_config", None)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     return _BY_TEXT.get((names[0], str(kind)), names[0])

@@ -30,23 +30,31 @@ from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tok
 
 class Linear(nnx.Module):
     """Linear layer y = x @ weight + bias, with a weight [in, out], and with pools for LoRA adapters if the build has
-    any.
+    any and the product belongs to a layer or has the step's tokens as its rows (`of_tokens`).
 
     Args:
       sources: checkpoint modules whose outputs are concatenated, in order, with their widths; q, k and v, or gate and
         up, form one product.
       axes: logical axes of (in, out).
+      of_tokens: whether a product outside of the layers takes adapters; it is then called with `rows`.
     """
 
     def __init__(
-        self, in_size: int, sources: Sequence[Source], *, axes: tuple[str, str], build: Build, bias: bool = False
+        self,
+        in_size: int,
+        sources: Sequence[Source],
+        *,
+        axes: tuple[str, str],
+        build: Build,
+        bias: bool = False,
+        of_tokens: bool = False,
     ):
         out_size = sum(source.num_contributed for source in sources)
         self.axes = axes
         self.weight = build.weight((in_size, out_size), sources, axes)
         biases = ParamDecl((axes[1],), tuple(source.tensor("bias") for source in sources), init_std=0.02)
         self.bias = declare((out_size,), build.dtype, biases) if bias else None
-        spec = build.lora if build.layer is not None else None
+        spec = build.lora if build.layer is not None or of_tokens else None
         options = {"axes": axes, "dtype": build.dtype}
         self.lora = None if spec is None else LoraPools(spec, in_size, tuple(sources), **options)
 

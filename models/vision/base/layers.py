@@ -185,7 +185,8 @@ class TowerAttention(nnx.Module):
     """Attention of patches with each other.
 
     Args:
-      qkv: the checkpoint modules of q, k and v.
+      qkv: the checkpoint modules of q, k and v. Those of k and v may have fewer heads, each for as many neighbouring
+        heads of q.
       out: checkpoint module of the output projection.
       bias, out_bias: whether the projections have biases.
       interleaved: whether rope rotates neighbouring elements, instead of halves of a head.
@@ -210,6 +211,7 @@ class TowerAttention(nnx.Module):
         self.head_dim = size // num_heads
         heads = tower_axis("heads", build)
         parts = tuple(part._replace(group=self.head_dim) for part in qkv)
+        self.num_heads, self.num_kv_heads, _ = (part.rows // self.head_dim for part in parts)
         self.qkv = Linear(size, parts, axes=("embed", heads), bias=bias, build=build)
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
@@ -220,12 +222,15 @@ class TowerAttention(nnx.Module):
         v), [P, N, H] each, that returns [P, N, H].
         """
         with jax.named_scope("qkv"):
-            q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
+            ends = self.num_heads, self.num_heads + self.num_kv_heads
+            q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), ends, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if turns is not None:
             with jax.named_scope("rope"):
                 q, k = (apply_rope(each, *turns, interleaved=self.interleaved) for each in (q, k))
+        if self.num_kv_heads != self.num_heads:
+            k, v = (jnp.repeat(each, self.num_heads // self.num_kv_heads, axis=1) for each in (k, v))
         with jax.named_scope("attend"):
             o = attend(q, k, v)
         with jax.named_scope("out"):

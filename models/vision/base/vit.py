@@ -107,14 +107,14 @@ def _side(vision: ConfigFields, name: str) -> int:
     return sides[0]
 
 
-def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
-    """Return the number of layers before the hidden states that `index`, a value of `vision_feature_layer`, selects.
+def read_layer_index(fields: ConfigFields, index: Any, num_layers: int, name: str = "vision_feature_layer") -> int:
+    """Return the number of layers before the hidden states that `index`, a value of the field `name`, selects.
 
     Negative indices count from the end: -1 is the last layer's output, -2 its input. Raises ModelConfigError unless it
     is an integer from -num_layers - 1 to num_layers.
     """
     if type(index) is not int or not -num_layers - 1 <= index <= num_layers:
-        raise fields.fail("vision_feature_layer", f"an integer from {-num_layers - 1} to {num_layers}")
+        raise fields.fail(name, f"an integer from {-num_layers - 1} to {num_layers}")
     return index if index >= 0 else num_layers + 1 + index
 
 

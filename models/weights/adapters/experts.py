@@ -1,7 +1,7 @@
 """Adapter matrices for all experts of a layer together, as PEFT writes them if transformers has one parameter for all.
 
-PEFT's `target_parameters` names such a parameter, [E, p, q], "...mlp.experts.gate_up_proj" or
-"...mlp.experts.down_proj". Its `ParamWrapper` has one pair of matrices for it:
+PEFT's `target_parameters` names such a parameter, [E, p, q], "...mlp.experts.gate_up_proj" ("...up_proj" of experts
+without a gate) or "...mlp.experts.down_proj". Its `ParamWrapper` has one pair of matrices for it:
 
     lora_A  [E * r, in]     rows of an expert, then of a rank
     lora_B  [out, r * E]    columns of a rank, then of an expert
@@ -25,9 +25,10 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.adapters.config import AdapterConfig
 from jaxengine.models.weights.adapters.pools import AdapterTargets, ExpertTargets
 from jaxengine.models.weights.adapters.tensors import ENDS, PREFIX, AdapterTensors
-from jaxengine.models.weights.views.stacked import DOWN, GATE_UP
+from jaxengine.models.weights.views.stacked import DOWN, GATE_UP, UP
 
 _BELOW = ".base_layer"
+_PARTS = (GATE_UP, UP, DOWN)  # in the order of transformers' modules
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class JoinedExperts:
       name: the pair's name in the file.
       key: the configuration's name of its parameter.
       experts: targets of the layer.
-      part: GATE_UP or DOWN.
+      part: GATE_UP, UP or DOWN.
       size, out: inputs and outputs of the parameter's matrix of one expert.
     """
 
@@ -106,7 +107,7 @@ def find_joined(
     for prefix, names in by_layer.items():
         experts = targets.experts[targets.module(prefix)]
         # The first parameter is wrapped innermost.
-        parts = [part for part in (GATE_UP, DOWN) if config.wants_parameter(f"{prefix}.{part}")]
+        parts = [part for part in _PARTS if part in experts.joined and config.wants_parameter(f"{prefix}.{part}")]
         calls = {prefix + _BELOW * depth: part for depth, part in enumerate(reversed(parts))}
         for name in names:
             if name not in calls:
@@ -122,8 +123,8 @@ def find_joined(
             size, out = targets.shapes[modules[0].replace("{expert}", "0")]
             found.append(JoinedExperts(name, f"{prefix}.{part}", experts, part, size, out * len(modules)))
     layers = {targets.module(prefix) for prefix in by_layer}
-    for layer in targets.experts:
-        for part in (GATE_UP, DOWN):
+    for layer, experts in targets.experts.items():
+        for part in filter(experts.joined.__contains__, _PARTS):
             keys = [f"{name}.{part}" for name in targets.stored_names(layer)]
             if layer not in layers and any(map(config.wants_parameter, keys)):
                 text = "target_parameters names it, but the file has no matrices of it"

@@ -25,7 +25,6 @@ from jaxengine.models.weights.adapters.experts import JoinedExperts, find_joined
 from jaxengine.models.weights.adapters.pools import AdapterTargets
 from jaxengine.models.weights.adapters.tensors import ENDS, AdapterTensors
 from jaxengine.models.weights.formats.safetensors import PICKLE_SUFFIXES, SafetensorsCheckpoint
-from jaxengine.models.weights.views.stacked import DOWN, GATE_UP
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -174,7 +173,7 @@ def _why_not(module: str, targets: AdapterTargets) -> str:
     """Return why the model takes no adapter of `module`: no such expert or matrix, not supported, or no such module."""
     layer, _, rest = module.partition(".experts.")
     if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
-        modules = [*experts.joined[GATE_UP], *experts.joined[DOWN]]
+        modules = (name for part in sorted(experts.joined, reverse=True) for name in experts.joined[part])
         names = ", ".join(name.rpartition(".")[2] for name in modules)
         return f"experts must be 0 to {experts.num_experts - 1} and their matrices {names}: is it for another model?"
     if module in targets.others:

@@ -16,7 +16,7 @@ from jaxengine.models.lora import DeclaredPool, PoolArray, declared_pools
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.weights.views.parts import format_of, source_row, tensor_name
-from jaxengine.models.weights.views.stacked import DOWN, GATE_UP
+from jaxengine.models.weights.views.stacked import DOWN, GATE_UP, UP
 from jaxengine.sharding.rules import named_sharding
 
 # Module name to A [r, in] and B [out, r], scaled, in a checkpoint's orientation.
@@ -31,8 +31,8 @@ class ExpertTargets:
 
     Attributes:
       num_experts: number of experts of the layer.
-      joined: for GATE_UP and DOWN (transformers' names of the stacks), the modules in each, with "{expert}" in their
-        names.
+      joined: for GATE_UP, or UP of experts without a gate, and for DOWN (transformers' names of the stacks), the
+        modules in each, with "{expert}" in their names.
       interleaved: whether rows of gate and up alternate in the stack.
     """
 
@@ -124,7 +124,8 @@ def _of_experts(
         return {}
     prefix = sources[0].name.partition(".{expert}.")[0]
     before = found[prefix].joined if prefix in found else {}
-    joined = {**before, DOWN if len(sources) == 1 else GATE_UP: pool.decl.modules}
+    part = DOWN if pool.decl.axes[-1] != "embed" else UP if len(sources) == 1 else GATE_UP
+    joined = {**before, part: pool.decl.modules}
     found[prefix] = ExpertTargets(count, joined, stacked.interleaved)
     sizes = {source: (pool.shape[-1], source.tensor_rows or source.rows) for source in sources}
     return {tensor_name(source, expert): size for source, size in sizes.items() for expert in range(count)}

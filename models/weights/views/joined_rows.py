@@ -2,6 +2,8 @@
 holds the convolutions of queries, keys and values in memory.
 
 NAME.conv1d.weight [Q + K + V, L]     NAME.q_conv1d.weight [Q, L], NAME.k_conv1d.weight [K, L], NAME.v_conv1d.weight
+
+When it saves a model, transformers 5 cuts the joined tensor into parts of equal length, whatever Q, K and V are.
 """
 
 from __future__ import annotations
@@ -13,44 +15,78 @@ import numpy as np
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource, WrappedSource
 
+Spans = list[tuple[str, slice]]  # rows of stored tensors, each by its name
+
 
 class JoinedRowsSource(WrappedSource):
     """WeightSource of a checkpoint with joined tensors as one with a tensor for each part; a checkpoint without such
-    tensors is unchanged.
+    tensors is unchanged. Parts that together have the right number of rows may be cut at other rows than the model's.
 
     names: rules that say which tensors are joined. shapes: shapes of the model's tensors by name. Raises ModelFileError
-    for a tensor with another number of rows than its parts have, and for a part that the checkpoint has twice.
+    for a joined tensor with another number of rows than its parts have, and for a part that the checkpoint has twice.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames, shapes: Mapping[str, tuple[int, ...]]):
         super().__init__(source)
-        # The model's name -> the tensor and its rows; None for all of the tensor of this name.
-        self._spans: dict[str, tuple[str, slice] | None] = {}
-        for name in source.names():
+        # The model's name -> its rows, as parts of stored tensors; None for all of the tensor of this name.
+        self._spans: dict[str, Spans | None] = {}
+        stored = list(source.names())
+        for name in stored:
             parts = [part for part in names.parts_of_rows(name) if part in shapes]
-            total, spans = 0, dict[str, tuple[str, slice] | None]({} if parts else {name: None})
-            for part in parts:
-                spans[part] = name, slice(total, total + shapes[part][0])
-                total += shapes[part][0]
+            total = sum(shapes[part][0] for part in parts)
             if parts and source.shape(name)[:1] != (total,):
                 text = f"must have the {total} rows of {', '.join(parts)}, got shape {source.shape(name)}"
                 raise ModelFileError(source.path, text, name)
+            spans = _cut(self._whole([name]), parts, shapes) if parts else {name: None}
             if twice := sorted(spans.keys() & self._spans.keys()):
                 raise ModelFileError(source.path, f"stands for {twice[0]}, as does another tensor", name)
             self._spans |= spans
+        for ends in set(names.joined.values()):
+            for stem in [name.removesuffix(ends[0]) for name in stored if name.endswith(ends[0])]:
+                parts = [stem + end for end in ends]
+                if all(part in shapes and self._spans.get(part, ()) is None for part in parts):
+                    found, wanted = [source.shape(part)[0] for part in parts], [shapes[part][0] for part in parts]
+                    if found != wanted and sum(found) == sum(wanted):
+                        self._spans |= _cut(self._whole(parts), parts, shapes)
+
+    def _whole(self, stored: Iterable[str]) -> Spans:
+        """Return all rows of the tensors `stored`, in order."""
+        return [(name, slice(0, self._source.shape(name)[0])) for name in stored]
 
     def names(self) -> Iterable[str]:
         return self._spans.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if (span := self._spans[name]) is None:
+        if (spans := self._spans[name]) is None:
             return self._source.shape(name)
-        stored, own = span
-        return own.stop - own.start, *self._source.shape(stored)[1:]
+        return sum(own.stop - own.start for _, own in spans), *self._source.shape(spans[0][0])[1:]
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        if (span := self._spans[name]) is None:
+        if (spans := self._spans[name]) is None:
             return self._source.read(name, rows, columns)
-        stored, own = span
-        first, last, _ = rows.indices(own.stop - own.start)
-        return self._source.read(stored, slice(own.start + first, own.start + max(first, last)), columns)
+        first, last, _ = rows.indices(self.shape(name)[0])
+        own = _overlap(spans, first, last) or [(spans[0][0], slice(0, 0))]
+        found = [self._source.read(stored, each, columns) for stored, each in own]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _cut(stored: Spans, parts: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Spans]:
+    """Return the rows of each of `parts`, by name. stored: rows of tensors, which in order are those of all parts in
+    order. shapes: shapes of the parts by name.
+    """
+    first, spans = 0, dict[str, Spans]()
+    for part in parts:
+        spans[part] = _overlap(stored, first, first + shapes[part][0])
+        first += shapes[part][0]
+    return spans
+
+
+def _overlap(spans: Spans, first: int, last: int) -> Spans:
+    """Return rows `first` to `last`, exclusive, of the rows that `spans` are in order; [] for none."""
+    found: Spans = []
+    for name, own in spans:
+        start, stop = own.start + max(first, 0), min(own.start + last, own.stop)
+        if start < stop:
+            found.append((name, slice(start, stop)))
+        first, last = first - (own.stop - own.start), last - (own.stop - own.start)
+    return found

@@ -29,6 +29,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
+UP = "up_proj"  # of experts without a gate
 # Beginnings of the last part of a stack's name, and which of StackedExperts.modules it has.
 _STEMS = {GATE_UP: slice(2), DOWN: slice(2, 3), "gate_proj": slice(1), "up_proj": slice(1, 2)}
 SCALE_INV, INPUT_SCALE = "_scale_inv", "_activation_scale"

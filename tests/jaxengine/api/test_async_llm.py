@@ -50,6 +50,9 @@ def test_kinds_of_output(engine):
         assert sum((output.outputs[0].token_ids for output in delta), []) == reference
         for outputs in (cumulative, delta):
             assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        longest = engine.inputs.config.max_model_len
+        whole = (await collect(engine, GREEDY.clone_with(max_tokens=longest + 1)))[-1].outputs[0]
+        assert (len(whole.token_ids), whole.finish_reason) == (longest - 5, "length")
 
     asyncio.run(run())
 
@@ -88,6 +91,12 @@ def test_abort_ends_the_stream(engine):
         outputs = [output async for output in stream]
         assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
         await engine.abort("nobody")
+        streams = [engine.generate(PROMPT, GREEDY.clone_with(max_tokens=90), name) for name in "ab"]
+        for each in streams:
+            await anext(each)
+        await engine.abort(["a", "b"])
+        for each in streams:
+            assert [output.outputs[0].finish_reason async for output in each][-1] == "abort"
         await idle(engine)
 
     asyncio.run(run())

@@ -34,8 +34,11 @@ def test_requests_are_added_and_stepped(engine, tiny_options):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for number, prompt in enumerate(PROMPTS):
         assert engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, params, time.time()) == f"r{number}"
-    assert engine.get_num_unfinished_requests() == 3
+    longest = engine.core.inputs.config.max_model_len
+    engine.add_request("whole", {"prompt_token_ids": [5]}, params.clone_with(max_tokens=longest + 1))
+    assert engine.get_num_unfinished_requests() == 4
     outputs, errors = run(engine)
+    assert len(outputs.pop("whole")[-1].outputs[0].token_ids) == longest - 1
     with LLM.from_engine_args(EngineArgs(**tiny_options)) as llm:
         wanted = llm.generate(PROMPTS, params, False)  # use_tqdm by position, as in vLLM
         with pytest.raises(RequestError, match="lora"):
@@ -79,7 +82,7 @@ def test_a_wrong_request_ends_alone_and_no_output_is_lost():
             return [("one", RequestError("first")), ("two", RequestError("second"))]
 
     engine = object.__new__(LLMEngine)
-    engine.core, engine._outputs, engine._errors = Core(), [], []
+    engine._core, engine._outputs, engine._errors = Core(), [], []
     for said in ("first", "second"):
         with pytest.raises(RequestError, match=said):
             engine.step()
@@ -101,9 +104,38 @@ def test_requests_are_aborted(engine):
     for name in ("a", "b", "c"):
         engine.add_request(name, {"prompt_token_ids": PROMPTS[0]}, params)
     engine.abort_request("a")
-    engine.abort_request(["b", "unknown"])
+    engine.abort_request(request_ids=["b", "unknown"])
     outputs, _ = run(engine)
     assert list(outputs) == ["c"]
+
+
+def test_pauses_and_sleep_between_steps(engine):
+    """By vLLM's defaults a pause aborts what runs, and drops cached prefixes; the next steps return the rest."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine.add_request("kept", {"prompt_token_ids": PROMPTS[1]}, params)
+    for _ in range(4):
+        engine.step()
+    engine.pause_generation("keep", clear_cache=False)
+    engine.resume_generation()
+    (*_, kept) = run(engine)[0]["kept"]
+    assert len(kept.outputs[0].token_ids) == 6
+    for clear_cache, cached in ((False, True), (True, False)):
+        engine.add_request("gone", {"prompt_token_ids": PROMPTS[1]}, params)
+        engine.step()
+        engine.pause_generation(clear_cache=clear_cache)
+        assert engine.is_paused()
+        engine.resume_generation()
+        assert run(engine)[0]["gone"][-1].outputs[0].finish_reason == "abort"
+        engine.add_request("next", {"prompt_token_ids": PROMPTS[1]}, params)
+        last = run(engine)[0]["next"][-1]
+        assert bool(last.num_cached_tokens) == cached and last.outputs[0].token_ids == kept.outputs[0].token_ids
+    engine.sleep(1)
+    assert engine.is_sleeping()
+    engine.wake_up()
+    engine.add_request("woken", {"prompt_token_ids": PROMPTS[1]}, params)
+    assert run(engine)[0]["woken"][-1].outputs[0].token_ids == kept.outputs[0].token_ids
+    with pytest.raises(RequestError, match="profiler_config"):
+        engine.start_profile()
 
 
 def test_async_engines_take_engine_args():

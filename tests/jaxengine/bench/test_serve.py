@@ -204,6 +204,48 @@ def test_flags_of_vllms_command():
     assert context is not None and context.verify_mode is ssl.CERT_NONE and not context.check_hostname
 
 
+def test_results_and_requests_by_the_flags_of_vllms_command(tmp_path, capsys):
+    with ScriptedServer(answer) as server:
+        fields = "--top-p 0.9 --top-k 5 --logprobs 2 --served-model-name served --model org/name --tokenizer org/name"
+        headers = "--header x-team=a x-run=7=8 --num-warmups 2 --ready-check-timeout-sec 5 --disable-tqdm"
+        result = "--save-result --result-dir out --label try --metadata tp=2 --metric-percentiles 25,99.5"
+        more = "--percentile-metrics ttft,e2el --num-prompts 4 --input-len 3 --output-len 2 --request-rate 1000"
+        words = f"{fields} {headers} {result} {more}".replace(
+            "--result-dir out", f"--result-dir {tmp_path}/out"
+        ).split()
+        status, found = bench(server, tmp_path, *words)
+        chat = (
+            "--backend openai-chat --num-prompts 1 --output-len 2 --logprobs 2 --result-filename a.json --save-result"
+        )
+        kwargs = '--chat-template-kwargs={"enable_thinking":false}'
+        assert bench(server, tmp_path, *chat.split(), "--result-dir", str(tmp_path), kwargs)[0] == 0
+    assert status == 0 and len(server.bodies) == 1 + 2 + 4 + 1 + 1
+    sent = {"model": "served", "top_p": 0.9, "top_k": 5, "logprobs": 2}
+    assert all(sent.items() <= body.items() for body in server.bodies[:7])
+    assert all((each["x-team"], each["x-run"]) == ("a", "7=8") for each in server.headers[:7])
+    last = server.bodies[-1]
+    assert (last["logprobs"], last["top_logprobs"], last["chat_template_kwargs"]) == (
+        True,
+        2,
+        {"enable_thinking": False},
+    )
+    assert "p99.5" in found["results"][0]["latency_ms"]["ttft"] and "x-team" not in server.headers[-1]
+    shown = capsys.readouterr().out
+    assert "E2EL" in shown and "p99.5" in shown and "ITL" not in shown.partition("\n\n\n")[0].split("request_rate")[1]
+    (path,) = (tmp_path / "out").glob("try-1000.0qps-served-*.json")
+    saved = json.loads(path.read_text())
+    assert (saved["completed"], saved["total_output_tokens"], saved["tp"], saved["label"]) == (4, 8, "2", "try")
+    figures = {
+        f"{name}_{metric}_ms" for name in ("mean", "median", "std", "p25", "p99.5") for metric in ("ttft", "e2el")
+    }
+    assert figures == {name for name in saved if name.endswith("_ms")} and saved["mean_e2el_ms"] > 0
+    assert "p99_tpot_ms" in json.loads((tmp_path / "a.json").read_text())
+    for wrong in ("--metric-percentiles 101", "--percentile-metrics ttft,x", "--header a", "--num-warmups -1"):
+        with pytest.raises(SystemExit):
+            main(["bench", "serve", *wrong.split()])
+    assert main(["bench", "serve", "--save-result", "--sweep", "1", "2"]) != 0
+
+
 def test_errors_are_told_apart(tmp_path, capsys):
     async def fail(server, writer, body, number):
         good = completion(body)

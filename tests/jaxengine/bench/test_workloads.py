@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from jaxengine.bench import latency, throughput
 from jaxengine.bench.workloads import NAMES, fixed_lengths, ragged_trace, recorded
 
 VOCAB_SIZE = 49152
@@ -52,3 +55,17 @@ def test_fixed_lengths_are_what_was_asked():
     assert [len(prompt) for prompt in workload.prompts] == [5, 5, 5] and workload.max_tokens == (7, 7, 7)
     with pytest.raises(ValueError, match="output_len 0"):
         fixed_lengths(3, 5, 0, VOCAB_SIZE)
+
+
+def test_flags_of_vllms_benchmarks():
+    parsers = {module: argparse.ArgumentParser() for module in (latency, throughput)}
+    for module, parser in parsers.items():
+        module.add_arguments(parser)
+        args = parser.parse_args(
+            ["--dataset-name", "random", "--backend", "vllm", "--disable-detokenize", "--input-len", "7"]
+        )
+        assert (args.input_len, args.disable_detokenize) == (7, True)
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--dataset-name", "sharegpt"])
+    args = parsers[throughput].parse_args(["--random-input-len", "5", "--random-output-len", "6"])
+    assert (args.input_len, args.output_len) == (5, 6)

@@ -42,6 +42,7 @@ REFUSED = {
         "^tensor_parallel_size is 2; allowed: 1 for this model",
     ),
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
+    ("exaone4_5_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of images, but the first stage has 1",
 }
 

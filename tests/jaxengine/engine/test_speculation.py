@@ -15,6 +15,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.speculation import SpeculativeConfig
 from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.engine.extensions.drafts import Drafts
+from jaxengine.engine.stats.metric_types import Vector
 from jaxengine.grammars.grammar_worker import GrammarWorker, NextMask
 from tests.fixtures.drawn_weights import checkpoint
 from tests.sharding.parallel_cases import OPTIONS, write_tokenizer
@@ -105,7 +106,12 @@ def assert_same(found, expected):
 
 
 def num_accepted(llm) -> list[int]:
-    return [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos"]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    (found,) = [each for each in llm.get_metrics() if each.name == name]
+    shown = [each for each in llm.core.metrics.snapshot() if each["name"] == name]
+    assert [each["value"] for each in shown] == found.values and isinstance(found, Vector)
+    assert [each["labels"] for each in shown] == [{"position": str(at)} for at in range(len(found.values))]
+    return found.values
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, pytest.param(1.0, marks=pytest.mark.thorough("as 0.7"))])

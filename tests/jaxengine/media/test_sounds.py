@@ -27,7 +27,7 @@ from jaxengine.models.registry import read_hf
 from jaxengine.requests.media.transcripts import transcriber
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
-from tests.fixtures import sound_checkpoints
+from tests.fixtures import sound_checkpoints, whisper_checkpoints
 from tests.fixtures.whisper_checkpoints import sound
 
 OPTIONS = MediaOptions(max_audio_seconds=30)
@@ -209,3 +209,20 @@ def test_settings_of_windows(tmp_path):
     ):
         with pytest.raises(ModelFileError, match=message):
             made(changes, **more)
+
+
+def test_tokens_that_an_old_generation_config_lacks(tmp_path):
+    """Whisper's fine-tunes of before 2023 name neither languages nor tasks, nor the token without timestamps."""
+    folder = whisper_checkpoints.whole_checkpoint("whisper_sound", tmp_path)
+    content, names = whisper_checkpoints.generation_config("whisper_sound"), ("start", "no_timestamps", "rules")
+
+    def made(*without: str, **changes: Any) -> Any:
+        kept = {name: value for name, value in content.items() if name not in without} | changes
+        (folder / "generation_config.json").write_text(json.dumps(kept))
+        return processor(folder)
+
+    new, old = made(), made("lang_to_id", "task_to_id", "no_timestamps_token_id", "is_multilingual")
+    assert old.languages == new.languages == {"en": 258, "de": 259} and old.tasks == new.tasks
+    assert all(getattr(old, name) == getattr(new, name) for name in names)
+    english = made("lang_to_id", "task_to_id", is_multilingual=False)
+    assert english.languages == english.tasks == {}

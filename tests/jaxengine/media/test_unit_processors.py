@@ -65,7 +65,7 @@ def test_options_as_transformers_has_them(name, module, options, tmp_path):
     path, _, class_name = module.rpartition(".")
     theirs = getattr(importlib.import_module(f"transformers.models.{path}"), class_name)(**CASES[name]["images"])
     in_file = name == "llava_vision"  # what is no option of a request
-    made = processor(tmp_path, name, **(options if in_file else {}))
+    made = processor(tmp_path, name, **(options | {"image_processor_type": class_name} if in_file else {}))
     given = {"crop_to_patches": True} if name.startswith("internvl") else {}
     for index in range(4):
         wanted = np.asarray(theirs(picture(index), **options, **given)["pixel_values"], np.float32)
@@ -216,6 +216,7 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
         ),
         ("llava_vision", {"resample": 9}, "resample must be the number of one of Pillow's filters, 0 to 5, got 9"),
         ("llava_vision", {"do_resize": False}, "do_resize must be true or absent, got False"),
+        ("llava_vision", {"do_resize": None}, "do_resize must be true or absent, got None"),
         ("llava_next_vision", {"image_grid_pinpoints": [[24, 25]]}, "image_grid_pinpoints must be a list of [height"),
         ("llava_next_vision", {"image_grid_pinpoints": [[24, 96]]}, "image_grid_pinpoints must be that of config.json"),
         ("internvl_vision", {"max_patches": 65}, "max_patches must be from min_patches 1 to 64, got 65"),
@@ -230,6 +231,39 @@ def test_settings_that_do_not_fit(name, changes, message, tmp_path):
     with pytest.raises(ModelFileError) as error:
         processor(tmp_path, name, **changes)
     assert message in str(error.value) and "preprocessor_config.json" in str(error.value)
+
+
+def test_switches_that_are_null_are_off(tmp_path):
+    for name, switch, read in (
+        ("llava_vision", "do_rescale", lambda made: made.pixels),
+        ("llava_vision", "do_normalize", lambda made: made.pixels),
+        ("idefics3_vision", "do_image_splitting", lambda made: made.splits),
+        ("cohere2_vision", "crop_to_patches", lambda made: made.crops),
+        ("deepseek_ocr2_vision", "crop_to_patches", lambda made: made.crops),
+    ):
+        null, off, on = (read(processor(tmp_path, name, **{switch: value})) for value in (None, False, True))
+        assert null == off != on, (name, switch)
+
+
+def test_what_the_class_of_an_image_processor_decides(tmp_path):
+    """LLaVA's images may have SigLIP's class, with its defaults; only LLaVA's own class makes squares."""
+    folder, name = tmp_path, "llava_siglip_vision"
+    whole = processor(folder, name, size=24)
+    assert whole.size == {"height": 24, "width": 24}
+    content = {key: CASES[name]["images"][key] for key in ("size", "image_processor_type")}
+    (folder / "preprocessor_config.json").write_text(json.dumps(content))
+    raw = read_config_json(FOLDER / name)
+    made = processor_class(raw["architectures"][0])(folder, raw, read_hf(raw), whole.tokenizer)
+    assert (made.pixels.mean, made.pixels.std, made.pixels.resample) == ((0.5,) * 3, (0.5,) * 3, 3)
+    kinds = {
+        "LlavaImageProcessorFast": True,
+        "CLIPImageProcessor": False,
+        "SiglipImageProcessorFast": False,
+        None: True,
+    }
+    for kind, pads in kinds.items():
+        found = processor(folder, "llava_vision", do_pad=True, do_center_crop=True, image_processor_type=kind)
+        assert found.pads == pads, kind
 
 
 def test_settings_of_transformers_5_are_in_one_file(tmp_path):

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxengine.check.compile import CompileRequest
+from jaxengine.check.model.code import layers_with_code
 from jaxengine.check.model.roofline import step_work
 from jaxengine.check.targets import find_target
 from jaxengine.commands.cli import main
@@ -193,8 +194,22 @@ def recorded() -> dict[str, tuple]:
         result = json.loads(file.read_text())
         for row in result.get("rows", []):
             if "plan" in row:
-                found[f"{file.stem} {row['target']}"] = row["target"], result["settings"], row["plan"]
+                plan = row["plan"] | {"programs": of_all_layers(row, result["settings"]["model"])}
+                found[f"{file.stem} {row['target']}"] = row["target"], result["settings"], plan
     return found
+
+
+def of_all_layers(row: dict, model: str) -> int:
+    """Bytes of a plan's programs. Results of a model's first layers were scaled by the number of layers, before it was
+    seen that compilers let many layers share their code."""
+    whole, scaled = row["plan"]["layers"], row["plan"]["programs"]
+    layers = int(model.partition(":")[2] or whole)
+    if layers == whole:
+        return scaled
+    forward = (scaled - row["planned_held"]) * layers / (whole - layers)
+    backend = "tpu" if row["target"].startswith(("v", "tpu")) else "cuda"
+    share = layers_with_code(backend, whole) / layers_with_code(backend, layers)
+    return int(row["planned_held"] + forward * (share - 1))
 
 
 def compare(target: str, settings: dict, plan: dict) -> float:
@@ -212,19 +227,30 @@ def compare(target: str, settings: dict, plan: dict) -> float:
     assert found.memory is not None
     assert stage.sizes(0).weights == plan["weights"] and found.memory.page_bytes == plan["page_bytes"]
     assert dict(needs.extensions).get("states", 0) == plan["states"]
-    assert abs(found.num_pages * plan["page_bytes"] - plan["kv_pages"]) <= 0.012 * plan["total"]
+    assert found.num_pages * plan["page_bytes"] >= plan["kv_pages"] - 0.012 * plan["total"]
     return (needs.programs + needs.workspace - plan["programs"] - plan["workspace"]) / plan["total"]
 
 
 def _check_estimates(plans: dict[str, tuple]) -> None:
     errors = {name: compare(*each) for name, each in plans.items()}
-    wrong = {name: f"{error:+.2%}" for name, error in errors.items() if not -0.003 < error < 0.012}
+    wrong = {name: f"{error:+.2%}" for name, error in errors.items() if not -0.003 < error < 0.008}
     assert errors and not wrong
 
 
 def test_an_estimate_is_near_what_compilers_said():
-    """Of programs and what they need while they run, by 1.2 % of a device's memory; docs/memory.md says so."""
+    """Of programs and what they need while they run, by 0.8 % of a device's memory; docs/memory.md says so."""
     _check_estimates({name: each for name, each in recorded().items() if "8b_int" in name or "sm_90-4" in name})
+
+
+@pytest.mark.parametrize("target", ["v6e", "sm_90"])
+def test_programs_of_a_whole_model_hold_what_compilers_said(target):
+    """All programs of all layers of Llama 3.1 8B: many layers share their code on TPUs."""
+    result = json.loads((RESULTS / f"check_llama-3.1-8b_{target}.json").read_text())
+    settings, row = result["settings"], result["rows"][0]
+    chips = read_chips(target)
+    model = open_planned(EngineConfig(model=settings["model"], **settings["options"]), platform_for(chips.chip))
+    found = plan_split(model, chips, Split()).needs[0].programs
+    assert row["planned_held"] <= found <= row["planned_held"] + 0.003 * row["hbm_bytes"]
 
 
 @pytest.mark.thorough("a minute: twenty large models")

@@ -83,7 +83,7 @@ async def test_weights_are_replaced(app, tmp_path):
             answer = await client.post("/update_weights", json={"path": new, field: value})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == field
         assert (await client.get("/weight_info?checksum=true")).json() == sums
-        for both in ({}, {"path": old, "weight_dir": old}, {"weight_dir": None}):
+        for both in ({}, {"path": old, "weight_dir": old}, {"weight_dir": None}, {"path": ""}):
             answer = await client.post("/update_weights", json=both)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "path", answer.text
         assert (await client.post("/update_weights", json={"weight_dir": old})).status_code == 200

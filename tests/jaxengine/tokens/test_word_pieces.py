@@ -76,8 +76,11 @@ def test_other_names_of_special_tokens_and_added_ones(tmp_path):
         "special_tokens_map.json": {"cls_token": "<c>", "sep_token": {"content": "<e>"}},
         "added_tokens.json": {"<new>": 5},
     }
-    tokenizer = Tokenizer.from_hf_folder(write(tmp_path / "model", files, "[PAD]\r\n[UNK]\r\n<c>\r\n<e>\r\nhi"))
-    assert tokenizer.encode("HI<new>x") == [2, 4, 5, 1, 3]
+    vocab = "[PAD]\r\n[UNK]\r\n<c>\r\n<e>\r\nhi"
+    electra = {**files, "config.json": {}, "tokenizer_config.json": {"tokenizer_class": "ElectraTokenizer"}}
+    for name, own in (("distilbert", files), ("electra", electra)):
+        tokenizer = Tokenizer.from_hf_folder(write(tmp_path / name, own, vocab))
+        assert tokenizer.encode("HI<new>x") == [2, 4, 5, 1, 3], name
 
 
 @each_row(

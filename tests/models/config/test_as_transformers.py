@@ -162,6 +162,16 @@ def test_fields_of_single_layers_are_refused_where_they_are_not_read():
     assert len({layer.head_dim for layer in alike.attention}) == 1
 
 
+def test_numbers_of_layers_may_begin_with_zeros():
+    """As transformers writes them for a model of more than ten layers."""
+    own = recorded("gemma4")["per_layer_config"]
+    padded = {f"{number:0>3}": fields for number, fields in own.items()}
+    assert read_hf(recorded("gemma4", per_layer_config=padded)) == read_hf(recorded("gemma4"))
+    for key in ("7", "-1", "two", "02"):  # the last one stands for a layer that has fields already
+        with pytest.raises(ModelConfigError, match="^per_layer_config must be a mapping whose keys are numbers of lay"):
+            read_hf(recorded("gemma4", per_layer_config=own | {key: {"head_dim": 24}}))
+
+
 def test_rope_that_no_layer_has_scales_no_products():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.3}
     for name in ("rope_parameters", "rope_scaling"):

@@ -55,6 +55,8 @@ NEW = SIZES | {
 }
 
 JINA = SIZES | {"architectures": ["JinaBertForMaskedLM"], "model_type": "bert"}
+DEBERTA = {"relative_attention": True, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
+DEBERTA |= {"pos_att_type": "p2c|c2p", "position_buckets": 256}
 JINA |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
 
 
@@ -67,6 +69,26 @@ def test_earlier_names_of_nomic_bert():
     assert read(NOMIC) == read(present)
     assert read({**NOMIC, "n_inner": None}).intermediate_size == 4 * 32
     assert read({**NOMIC, "n_positions": 48}).max_position_embeddings == 48
+    # It counts beyond max_trained_positions alone.
+    assert read({**NOMIC, "rotary_scaling_factor": 2}) == read(NOMIC)
+
+
+def test_sizes_that_files_lack():
+    base, wide = (768, 12, 12, 3072), (1536, 24, 24, 6144)
+    more = {
+        "Bert": base,
+        "XLMRoberta": base,
+        "MPNet": base,
+        "Electra": (256, 4, 12, 1024),
+        "JinaBert": base,
+        "DebertaV2": wide,
+    }
+    kinds = {"JinaBert": JINA, "DebertaV2": DEBERTA}
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    for stem, sizes in more.items():
+        raw = {key: value for key, value in kinds.get(stem, {}).items() if key not in SIZES}
+        raw |= {"architectures": [f"{stem}Model"]}
+        assert read(raw) == read(raw | dict(zip(names, sizes, strict=True))), stem
 
 
 def test_ntk_of_new_stretches_every_frequency():
@@ -84,7 +106,7 @@ def test_ntk_of_new_stretches_every_frequency():
     [
         (NOMIC, {"prenorm": True}, "prenorm must be false or absent"),
         (NOMIC, {"num_experts": 8}, "num_experts must be 0 or absent"),
-        (NOMIC, {"rotary_scaling_factor": 2}, "rotary_scaling_factor must be absent"),
+        (NOMIC, {"rotary_scaling_factor": 2, "max_trained_positions": None}, "rotary_scaling_factor must be absent"),
         (NOMIC, {"activation_function": "gelu"}, "activation_function must be"),
         (JINA, {"position_embedding_type": "absolute"}, 'position_embedding_type must be "alibi"'),
         (JINA, {"feed_forward_type": "original"}, "feed_forward_type must be geglu or reglu, got 'original'"),

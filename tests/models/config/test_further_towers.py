@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.registry import read_hf
+from jaxengine.models.registry import model_for_hf, read_hf
 from scripts.model_names import read_names
+from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
 
 NAMED = {name: row.config for row in read_names() for name in row.names}
 ERNIE, HUNYUAN = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"], NAMED["tencent/HunyuanOCR"]
 GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 _XD = HUNYUAN["rope_scaling"]
+EXAONE, CLOVA, GRANITE4, NEXT_VIDEO = (
+    json.loads((FOLDER / name / "config.json").read_text())
+    for name in ("exaone4_5_vision", "hyperclovax_vision", "granite4_plain_vision", "llava_next_video_vision")
+)
 
 
 def test_ernie_4_5_vl():
@@ -62,6 +68,48 @@ def test_granite_vision():
     assert read_hf(llama).architecture == "LlavaNextForConditionalGeneration"
 
 
+def test_granite4_vision():
+    """Parts in the order of the text's layers, the first of zeros if none is added before the first layer."""
+    tower: Any = read_hf(GRANITE4).tower
+    assert (tower.num_parts, tower.part_layers, tower.layers_with_parts) == (6, (1, 2, 3, 5, 6), 6)
+    assert [(part.source[-1], part.depth, part.corner) for part in tower.parts] == [
+        ("0", 3, 0),
+        ("0", 2, None),
+        ("2", 3, 2),
+        ("3", 3, 3),
+        ("1", 3, 1),
+    ]
+    assert (tower.merge, tower.unit, tower.lines) == (4, 24, 2)
+    alone: Any = read_hf(GRANITE4 | {"qformer_config": None, "spatial_target_layers": [0, 1, 3, 4]}).tower
+    assert (alone.num_parts, alone.part_layers) == (5, (1, 2, 3, 4))
+    assert (alone.queries.num_layers, alone.queries.cross_every, alone.queries.intermediate_size) == (1, 1, 3072)
+
+
+def test_hyperclovax_vision():
+    """Names of the published file; what its text multiplies, the tower multiplies, too."""
+    config = read_hf(CLOVA)
+    tower: Any = config.tower
+    assert (tower.multiplier, tower.out_hidden_size, config.logit_scale) == (3.0, 36, 0.5)
+    published = CLOVA | {"architectures": ["HCXVisionV2ForCausalLM"], "model_type": "vlm"}
+    assert read_hf(published) == config
+    names = model_for_hf("HCXVisionV2ForCausalLM").checkpoint_names
+    for stored, ours in (
+        ("model.language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.lm_head.weight", "lm_head.weight"),
+        ("model.vision_model.blocks.0.norm1.weight", "visual.blocks.0.norm1.weight"),
+        ("model.vision_projector.bias", "projector.bias"),
+    ):
+        assert names.renamed(stored) == ours
+
+
+# mistral-community/pixtral-12b without the hidden states that its own file names.
+PIXTRAL: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "text_config": {"hidden_size": 5120, "model_type": "mistral", "num_hidden_layers": 40, "vocab_size": 131072},
+    "vision_config": {"image_size": 1024, "model_type": "pixtral", "patch_size": 16},
+}
+
+
 @each_row(
     ("raw", "where", "change", "message"),
     [
@@ -79,12 +127,44 @@ def test_granite_vision():
         (HUNYUAN, None, {"rope_scaling": _XD | {"xdrope_section": None}}, "mrope_section is missing"),
         (GRANITE, None, {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy must be 'full'"),
         (GRANITE, "text_config", {"logits_scaling": 0}, "logits_scaling must be a finite number > 0"),
+        (EXAONE, "vision_config", {"num_key_value_heads": 4}, "num_key_value_heads must be a divisor of num_heads = 6"),
+        (EXAONE, "vision_config", {"out_hidden_size": 60}, "out_hidden_size must be the hidden_size of the text, 64"),
+        (EXAONE, None, {"vision_config": None}, "vision_config must be a mapping"),
+        (NEXT_VIDEO, None, {"spatial_pool_stride": 4}, "spatial_pool_stride must be 2 or absent, got 4"),
+        (NEXT_VIDEO, None, {"spatial_pool_mode": "conv"}, "spatial_pool_mode must be average or max, got 'conv'"),
+        (NEXT_VIDEO, "vision_config", {"patch_size": 8}, "image_size must be an even number of patches of 8, got 24"),
+        (CLOVA, None, {"mm_projector_type": "mlp"}, 'mm_projector_type must be "linear" or absent'),
+        (CLOVA, "text_config", {"model_type": "llama"}, 'model_type must be "hyperclovax" or absent'),
+        (CLOVA, None, {"vision_config": None}, "vision_config must be a mapping"),
+        (
+            GRANITE4,
+            None,
+            {"downsample_rate": "3/8"},
+            "downsample_rate must be of the form n/2n, where 2n is at most 64",
+        ),
+        (GRANITE4, None, {"downsample_rate": "3/6"}, "and divides the 4 patches of a line"),
+        (GRANITE4, None, {"downsample_rate": None}, "downsample_rate is missing"),
+        (GRANITE4, None, {"deepstack_layer_map": [[-2, 2, 1]]}, "deepstack_layer_map must be a list of pairs"),
+        (GRANITE4, None, {"deepstack_layer_map": [[-9, 2]]}, "deepstack_layer_map must be an integer from -4 to 3"),
+        (GRANITE4, None, {"deepstack_layer_map": [[-2, 3]]}, "different layers of the text model, 0 to 6, in both"),
+        (GRANITE4, None, {"spatial_target_layers": [1, 2, 3]}, "spatial_target_layers must be a list of 4 layers"),
+        (GRANITE4, None, {"spatial_target_layers": [0, 1, 3, 7]}, "spatial_target_layers must be different layers"),
+        (GRANITE4, None, {"use_spatial_sampling": False}, "use_spatial_sampling must be true or absent"),
+        (
+            GRANITE4,
+            "qformer_config",
+            {"use_qformer_text_input": True},
+            "use_qformer_text_input must be false or absent",
+        ),
+        (GRANITE4, "text_config", {"model_type": "granitemoehybrid"}, "model_type must be granite or granite4_vision"),
         (HUNYUAN, None, {"use_qk_norm": False}, "use_qk_norm must be true or absent, got False"),
         (HUNYUAN, "vision_config", {"interpolate_mode": "bicubic"}, 'interpolate_mode must be "bilinear" or absent'),
         (HUNYUAN, "vision_config", {"num_key_value_heads": 4}, "num_key_value_heads must be 16 or absent, got 4"),
         (HUNYUAN, "vision_config", {"spatial_merge_size": 9}, "spatial_merge_size must be 1 to 8, got 9"),
         (HUNYUAN, "vision_config", {"max_image_size": 8192}, "image_size must be an integer >= 1 and <= 4096"),
         (ERNIE, "vision_config", {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06 or absent"),
+        (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
+        (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
     ],
 )
 def test_refused(raw: dict[str, Any], where: str | None, change: dict[str, Any], message: str):

@@ -85,6 +85,11 @@ def test_published_configurations():
         # Of the thinker alone it is the same.
         assert read_hf(raw["thinker_config"] | {"architectures": [config.architecture]}) == config
     assert config.experts is not None and (config.experts.num_experts, config.experts.norm_weights) == (128, True)
+    thinker = QWEN3["thinker_config"]
+    own = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
+    audio = {**thinker["audio_config"], **own}
+    assert read_hf(QWEN3 | {"thinker_config": thinker | {"audio_config": audio}}) == config
+    assert read_hf(QWEN3 | {"thinker_config": thinker | {"audio_config": {"output_dim": 2048}}}) == config
     assert config.attention[0].rope.sections_interleaved and config.tower.num_parts == 4
     assert read_hf(QWEN2_5 | {"architectures": ["Qwen2_5OmniForConditionalGeneration"]}) == read_hf(QWEN2_5)
 

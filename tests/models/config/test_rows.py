@@ -89,8 +89,39 @@ def test_names_of_first_code():
     )
     for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "TeleChat3ForCausalLM", "XverseForCausalLM"):
         assert read_hf(recorded("llama", architectures=[name])) == read_hf(recorded("llama"))
+    own = recorded("internvl_vision", architectures=["InternS1ForConditionalGeneration"])
+    assert read_hf(own) == read_hf(recorded("internvl_vision"))
     own = recorded("exaone_moe", architectures=["ExaoneMoEForCausalLM"])  # LGAI-EXAONE/K-EXAONE-236B-A23B
     assert read_hf(own) == read_hf(recorded("exaone_moe"))
+
+
+def test_decilm():
+    """Layers without attention, an MLP, or both; heads of keys by layer, sizes of MLPs by either name."""
+    config = read_hf(recorded("decilm"))
+    assert config.ffn_sizes == (256, 512, 0, 0, 256) and config.intermediate_size == 512
+    assert [each.num_kv_heads if each.attends else None for each in config.attention] == [2, None, 1, None, 4]
+    raw = recorded("decilm_bias")
+    assert read_hf(raw).ffn_sizes == (40, 72, 56) and read_hf(raw).attention[0].bias
+
+    def changed(part: str, **values: Any) -> dict[str, Any]:
+        first, *others = raw["block_configs"]
+        return raw | {"block_configs": [first | {part: first[part] | values}, *others]}
+
+    for own, message in (
+        (raw | {"block_configs": raw["block_configs"][:2]}, "^block_configs must be a list of 3 mappings"),
+        (
+            changed("attention", n_heads_in_group=4),
+            "n_heads_in_group must be a divisor of num_attention_heads = 6, got 4",
+        ),
+        (changed("attention", window_length=8), r"^block_configs\.0\.attention\.window_length must be absent, got 8"),
+        (changed("attention", replace_with_linear=True), "replace_with_linear must be false or absent"),
+        (changed("ffn", replace_with_linear=True), "replace_with_linear must be false or absent"),
+        (changed("ffn", hidden_act="gelu"), 'hidden_act must be "silu" or absent'),
+        (changed("ffn", ffn_mult=1e9), "ffn_mult must be such that the MLP has 1 to"),
+        (raw | {"position_embedding_type": "rope_llama4"}, "position_embedding_type must be none of mistral_yarn"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            read_hf(own)
 
 
 def test_slopes_of_alibi():
@@ -151,7 +182,7 @@ def test_baichuan_of_7_and_of_13_billion():
         ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window must be false or absent"),
         ("bailing_moe", {"use_bias": True}, "use_bias must be false or absent"),
         ("axk1", {"moe_layer_freq": 2}, "moe_layer_freq must be 1 or absent"),
-        ("exaone4_5", {"text_config": {"model_type": "exaone5"}}, "model_type must be exaone4 in text_config"),
+        ("exaone4_5_vision", {"text_config": {"model_type": "exaone5"}}, "model_type must be exaone4 in text_config"),
         ("mpt", {"attn_config": {"alibi": False}}, "alibi must be true or absent"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln must be false or absent"),
         ("mpt", {"attn_config": 3}, "attn_config must be"),

@@ -205,6 +205,13 @@ def test_glm_asr():
     assert bare.tower == config.tower and not bare.tie_word_embeddings
 
 
+def test_whisper_without_sizes_is_tiny():
+    raw = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}
+    sizes = {"encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
+    sizes |= {"d_model": 384, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536, "vocab_size": 51865}
+    assert read_hf(raw) == read_hf(raw | sizes)
+
+
 @each_row(
     ("towers", "unread"),
     [

@@ -44,7 +44,7 @@ def test_rows_with_and_without_an_adapter(name, recorded, tmp_path):
         model = build_model(case.config, Build("float32", lora=SPEC))
         targets = targets_of([model])
         assert targets.shapes
-        weights, names = load_file(folder / "model.safetensors"), model.checkpoint_names
+        weights, names = parts_apart(load_file(folder / "model.safetensors"), model), model.checkpoint_names
         stacks = stacked_experts(weights, model)
         stored = {
             module: next(
@@ -116,6 +116,16 @@ def stacked_experts(weights, model):
             sides = (size, 2 * experts.intermediate_size) if part == JOINED[0] else (experts.intermediate_size, size)
             found.setdefault(layer, {})[part] = key, sides
     return {layer: {part: parts[part] for part in JOINED} for layer, parts in found.items()}
+
+
+def parts_apart(weights, model):
+    """The tensors of a checkpoint with the parts of joined ones that take adapters, under transformers' names."""
+    shapes = targets_of([model]).shapes
+    for key, parts in {key: model.checkpoint_names.parts_of_rows(key) for key in weights}.items():
+        if parts and all(part.removesuffix(".weight") in shapes for part in parts):
+            sizes = [shapes[part.removesuffix(".weight")][1] for part in parts]
+            weights |= zip(parts, np.split(weights.pop(key), np.cumsum(sizes)[:-1]), strict=True)
+    return weights
 
 
 def loaded(model, path):

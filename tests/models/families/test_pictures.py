@@ -19,7 +19,7 @@ FURTHER = frozenset(
         *("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision"),
         *("glm4v_moe_vision", "kimi_vl_vision", "kimi_k25_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
         *(name for name in PROMPTS if "ocr" in name),
-        *("glm46v_vision", "minicpmv4_7_vision", "mistral4_pictures_vision"),
+        *("glm46v_vision", "minicpmv4_7_vision", "mistral4_pictures_vision", "hyperclovax_vision"),
         "gemma4_pictures_vision",
     )
 )

@@ -30,7 +30,7 @@ PROMPTS = ((), (0,), (1,), (0, 2), (3, 1))
 POSITION_STEP, PIXEL_STEP = 6, 13
 TOLERANCE = 1e-4
 # What the others have too; those in a thorough run.
-ALWAYS = ("llava_next_vision", "internvl_rms_vision", "gemma3_sees_vision")
+ALWAYS = ("llava_next_vision", "internvl_rms_vision", "gemma3_sees_vision", "granite4_plain_vision")
 
 
 def recorded_with(name: str) -> list[str]:
@@ -43,7 +43,9 @@ def recorded_with(name: str) -> list[str]:
 
 
 WITH_VIDEO = recorded_with("tokens_video")
-FURTHER_VIDEOS = frozenset(("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision"))
+FURTHER_VIDEOS = frozenset(
+    ("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision", "llava_next_video_max_vision")
+)
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -71,14 +71,15 @@ def run_prompt(
     expanded = case.processor.expand(case.tokenizer.encode(text, add_special_tokens=False), made)
     items = [made[modality][number] for modality, number in expanded.order]
     index = np.full(PADDED, -1, np.int32)
-    if items and case.model.config.tower.whole_prompt:
+    tower = case.model.config.tower
+    if items and tower.whole_prompt:
         index[: len(expanded.token_ids)] = IN_PREFIX
-    rows = np.zeros((PADDED, case.model.config.hidden_size), np.float32)  # as many as any prompt has
+    rows = np.zeros((PADDED, case.model.config.hidden_size * tower.num_parts), np.float32)  # as many as any prompt has
     first = 0
     for places, found in zip(expanded.positions, encode(case.model, items) if items else [], strict=True):
         index[places] = np.arange(first, first + len(places))
         rows[first : first + len(places)] = found
         first += len(places)
     known = np.asarray([*expanded.token_ids, *more], np.int32)
-    pictures = Pictures(jnp.asarray(rows), jnp.asarray(index))
+    pictures = Pictures(jnp.asarray(rows), jnp.asarray(index), tower.part_layers)
     return expanded.token_ids, PagedRun(case.model).step({"a": known}, num_tokens=PADDED, pictures=pictures)["a"]

@@ -11,12 +11,17 @@ from flax import nnx
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.families.gemma4 import LayerInputs
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.lora import FLAT, GROUPED, groups_on, with_visits
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.lora import PoolArray
 from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.quantization.base.plain import PlainWeight
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.adapters.pools import targets_of
 from jaxengine.pallas_kernels.matmul.dense import matmul
+from tests.fixtures.drawn_weights import FOLDER
 
 SPEC = LoraSpec(3, 4)
 AXES = ("embed", "heads")
@@ -75,6 +80,23 @@ def test_the_grouped_form_gives_what_the_flat_one_does():
         np.testing.assert_allclose(grouped, flat, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(grouped[[1, 4]], alone[[1, 4]])
         assert np.abs(grouped - alone)[[0, 2, 3, 5]].max(axis=1).min() > 0.1
+
+
+def test_a_product_before_the_layers_takes_the_adapters_of_its_tokens():
+    """Gemma 4's projection to the inputs of all layers, which PEFT's "all-linear" has, too."""
+    model = build_model(read_folder(FOLDER / "gemma4"), Build(jnp.float32, lora=SPEC))
+    assert "model.per_layer_model_projection" in targets_of([model]).shapes
+    inputs, drawn = LayerInputs(model.config, Build(jnp.float32, lora=SPEC)), np.random.default_rng(0)
+    for variable in jax.tree.leaves(nnx.state(inputs), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        variable.set_value(jnp.asarray(drawn.normal(size=variable.get_value().shape), jnp.float32))
+    ids, x = jnp.array([3, 5]), jnp.asarray(drawn.normal(size=(2, model.config.hidden_size)), jnp.float32)
+    alone, found = inputs(ids, x, rows([-1, -1], 0)), inputs(ids, x, rows([1, -1], FLAT))
+    pools, weight = inputs.project.lora, inputs.project.weight
+    assert pools is not None and isinstance(weight, PlainWeight)
+    weight.values.set_value(weight.values[...] + pools.a[4:8].T @ pools.b[0][4:8])
+    np.testing.assert_allclose(found[0], inputs(ids, x, rows([-1, -1], 0))[0], rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(found[1], alone[1])
+    assert np.abs(found[0] - alone[0]).max() > 0.1
 
 
 @pytest.mark.parametrize(("num_rows", "forms"), [(15, 3), (14, 2)])

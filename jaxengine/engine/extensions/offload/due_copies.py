@@ -72,7 +72,8 @@ class DueCopies:
         return bool(self._due)
 
     def add(self, rank: Rank, keys: Iterable[bytes], found: dict[bytes, int]) -> None:
-        """Queue, and reference, the pages of a replica's pool whose keys host memory lacks.
+        """Queue, and reference, the pages of a replica's pool whose keys are neither in host memory nor on their way to
+        it.
 
         found: the page or snapshot of each key that the replica has; other keys are left out. Copies of snapshots,
         which cannot be referenced, are dispatched at once.

@@ -168,8 +168,8 @@ class Offload(LoopExtension):
         return {"flush_kv_offload": self.flush}
 
     def metrics(self) -> Iterator[Metric | Histogram]:
-        """Yield counters and histograms of pages moved, prefix tokens looked up and preemptions by mode, and gauges of
-        the tiers' sizes.
+        """Yield counters and histograms of pages moved, counters of prefix tokens looked up and of preemptions by mode,
+        and a gauge of host memory's use; with a folder also its bytes, bad files and failed writes.
         """
         orders, tiers = self.orders, self.tiers
         for way in ("load", "store"):
@@ -189,7 +189,9 @@ class Offload(LoopExtension):
             yield Counter("jaxengine:kv_offload_disk_failed_writes", tiers.disk.num_failed)
 
     def status(self) -> dict[str, Any]:
-        """Return bytes and blocks of the tiers, bytes moved, and prefix tokens looked up and found, as JSON values."""
+        """Return, under the key "kv_offload", the bytes and blocks of the tiers, the bytes moved, and the prefix tokens
+        looked up ("queries") and found ("hits"), as JSON values.
+        """
         host, disk = self.tiers.host, self.tiers.disk
         stored = {"host_bytes": host.num_bytes, "host_capacity": host.capacity, "host_blocks": len(host)}
         if disk is not None:
@@ -211,8 +213,8 @@ class Offload(LoopExtension):
         return found
 
     def save(self, rank: int, pages: dict[bytes, int], states: dict[bytes, int]) -> None:
-        """Dispatch copies of the present content of pages and snapshots of replica `rank`, by key; those beyond the
-        room of `stores` are dropped and counted.
+        """Dispatch copies of the present content of pages and snapshots of replica `rank`, by key, together with all
+        copies that are due; those beyond the room of `stores` are dropped and counted.
         """
         orders = self.orders.ranks[rank]
         orders.pages.filled.update(pages)
@@ -220,8 +222,8 @@ class Offload(LoopExtension):
         self._save(filled=True)
 
     def _save(self, filled: bool = False) -> None:
-        """Dispatch copies of the pages and snapshots that leave the pools, and clear these orders. filled: also those
-        that steps have filled.
+        """Dispatch copies of the pages and snapshots that leave the pools, and clear these orders; those for which
+        there is no room are dropped and counted. filled: also those that steps have filled.
 
         Keys that are already on their way are skipped. Gives up the folder if the engine's weights are no longer those
         that name it.
@@ -244,7 +246,8 @@ class Offload(LoopExtension):
 
     def _install(self) -> None:
         """Allocate pages and snapshots for the parts of loads that have reached the devices, dispatch writing them, and
-        count them. Parts of loads that began before the pools forgot their pages are dropped.
+        count them. Copies of the content that these pages had are dispatched first. Parts of loads that began before
+        the pools forgot their pages are dropped.
         """
         for loading, coming, size in self._loads.take_parts():
             if loading.generation != self.generation:

@@ -117,7 +117,7 @@ class PageLoads:
 
     def _run(self, loading: Loading, found: Mapping[bytes, Block]) -> None:
         """Read and send all parts of a load, on one of the threads; an exception ends the load and is stored in its
-        `error`.
+        `error`. When the engine or the process is ending, the load ends without the remaining parts.
 
         found: content or store of each key, as in `start`.
         """
@@ -158,7 +158,9 @@ class PageLoads:
             yield len(pages) * mover.page_bytes, partial(mover.send, rank, pages)
 
     def _sent(self, send: Callable[[], Coming]) -> Coming:
-        """Call `send` and return the part that it sends; if it raises, release the part's room first."""
+        """Call `send` and return the part that it sends. An exception of `send` is passed on after the part's room has
+        been released.
+        """
         try:
             return send()
         except Exception:
@@ -166,8 +168,8 @@ class PageLoads:
             raise
 
     def _make_room(self) -> bool:
-        """Wait until another part may be on the devices; return True, or False if the engine or the process is
-        ending.
+        """Wait until another part may be on the devices, and reserve its room; return True, or False, with nothing
+        reserved, if the engine or the process is ending.
         """
         while not self._is_closing and threading.main_thread().is_alive():
             if self._room.acquire(timeout=0.1):

@@ -40,7 +40,7 @@ class Rate:
         self.value: float | None = None
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, `amount` in `seconds`; one of 0 seconds is ignored."""
+        """Add a measurement, `amount` in `seconds`, to the moving average `value`; one of 0 seconds is ignored."""
         if seconds > 0:
             new = amount / seconds
             self.value = new if self.value is None else (1 - _WEIGHT) * self.value + _WEIGHT * new
@@ -177,7 +177,8 @@ class PageStores:
 
     def keep(self) -> None:
         """Store the copies that have arrived in host memory and the folder, in the order of their dispatch, and count
-        them. Stops at the first that has not arrived. Keys dropped in the meantime are left out.
+        them. Stops at the first that has not arrived. Keys dropped in the meantime are left out; keys whose copy failed
+        are counted as dropped.
         """
         while self._leaving and self._leaving[0][1].done():
             leaving, future, start = self._leaving.popleft()
@@ -210,8 +211,8 @@ class PageStores:
 
 
 def _arrived(leaving: Leaving) -> dict[bytes, np.ndarray]:
-    """Wait for a copy, and return its blocks u8[n] by key; none if it failed, which is logged: who looks for its pages
-    computes them.
+    """Wait for a copy, and return its blocks u8[n] by key. If the copy failed, the error is logged and {} is returned;
+    the requests that need these pages then compute them.
     """
     try:
         return leaving.blocks()

@@ -53,7 +53,8 @@ class IdleSleep(LoopExtension):
         return float("inf")
 
     def prepare(self, request: Request) -> None:
-        """Wake the engine for a request if it sleeps automatically, and restart the idle time.
+        """Wake the engine for a request if it sleeps automatically, and restart the idle time. Waking up, and a failure
+        to do so, are logged.
 
         Raises OverloadedError if its device memory cannot be allocated; it then sleeps on.
         """

@@ -335,7 +335,7 @@ def _named(tags: Sequence[str] | None) -> set[str]:
         raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)
     for tag in tags or ():
         _among("tags", tag, (WEIGHTS, KV_CACHE))
-    return PARTS if tags is None else set(tags)
+    return set(PARTS if tags is None else tags)
 
 
 def _parts(level: int, tags: Sequence[str] | None, keep_kv: bool, can_keep: bool) -> set[str]:

@@ -264,8 +264,9 @@ class AdapterStore:
         """Start to read an adapter on the store's thread; return the ticket for `is_loaded`, 0 if it is loaded already.
 
         number: its lora_int_id; None for a free one, and an adapter of that name that is loaded already is then an
-        error. in_place: the adapter that has the name, if any, loses name and number once the new one is read. Raises
-        RequestError for a name or number that `known` refuses, and if _MAX_LOADS adapters are being read.
+        error. in_place: the adapter that has the name, if any, loses it once the new one is read, and the new one takes
+        over its number, so that `number` is not used. Raises RequestError for a name or number that `known` refuses,
+        and if _MAX_LOADS adapters are being read.
         """
         if not (in_place and name in self._named) and self._is_there(name, path, number):
             return 0

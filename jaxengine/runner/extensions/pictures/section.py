@@ -41,6 +41,7 @@ class PicturesExtension(DeviceExtension):
 
     Attributes:
       uses_mrope: whether layers rotate queries and keys by positions in time, height and width.
+      part_layers: see jaxengine.models.config.tower.TowerConfig.
       encoders: the encoder programs of each tower, in the first stage of a model that has any. All write into one pool.
     """
 
@@ -53,6 +54,7 @@ class PicturesExtension(DeviceExtension):
         super().__init__(shape)
         model, config = shape.model, shape.config
         self.uses_mrope = model.config.sees_places
+        self.part_layers = () if model.config.tower is None else model.config.tower.part_layers
         self.encoders: list[EncoderPrograms] = []
         if model.config.towers and model.stage.is_first:
             parts = model.mesh.model if TOWER in model.build.whole_parts else 1
@@ -98,7 +100,9 @@ class PicturesExtension(DeviceExtension):
             own = step.batch.positions + delta[step.rows.index[step.token_row]]
             own = own if field is None else jnp.where(field[1:] >= 0, field[1:], own)
             step = step.with_section("mrope_positions", own)
-        return step if field is None else step.with_section(NAME, Pictures(step.given.get(NAME), field[0]))
+        if field is None:
+            return step
+        return step.with_section(NAME, Pictures(step.given.get(NAME), field[0], self.part_layers))
 
     def at_stage(self, stage: Any) -> StageExtension | None:
         return EncoderPool(stage, self.encoders[0]) if self.encoders else None

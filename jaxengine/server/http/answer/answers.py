@@ -21,6 +21,21 @@ class Answer(BaseModel):
     """A JSON object of a response."""
 
 
+class RequestTimes(Answer):
+    """Times of a request, in milliseconds; null where there is no such interval.
+
+    time_to_first_token_ms: from the first step with the request to its first token. generation_time_ms: from the first
+    token to the last, mean_itl_ms: the same for each token but the first. queue_time_ms: from queueing to the first
+    step. tokens_per_second: output tokens by the time from the first step to the last token.
+    """
+
+    time_to_first_token_ms: float | None = ABSENT
+    generation_time_ms: float | None = ABSENT
+    queue_time_ms: float | None = ABSENT
+    mean_itl_ms: float | None = ABSENT
+    tokens_per_second: float | None = ABSENT
+
+
 class NullBody(Answer):
     """Keys that vLLM's complete answers always have, and that are null unless said otherwise: clients read them as
     attributes.
@@ -32,7 +47,7 @@ class NullBody(Answer):
     system_fingerprint: None
     kv_transfer_params: dict[str, Any] | None
     ec_transfer_params: None
-    metrics: None
+    metrics: RequestTimes | None
 
 
 NULL_BODY = dict.fromkeys(NullBody.model_fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answer.answers import Answer
+from jaxengine.server.http.answer.answers import ABSENT, Answer
 
 
 class DurationUsage(Answer):
@@ -57,14 +57,37 @@ class TokenUsage(Answer):
     input_token_details: InputTokenDetails
     output_tokens: int
     total_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
 
 
-class TranscriptDelta(Answer):
+class ChunkText(Answer):
+    content: str
+
+
+class ChunkChoice(Answer):
+    delta: ChunkText
+    finish_reason: str | None
+    stop_reason: None
+
+
+class TranscriptChunk(Answer):
+    """vLLM's keys of a stream's events."""
+
+    id: str
+    object: Literal["transcription.chunk", "translation.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+
+
+class TranscriptDelta(TranscriptChunk):
     type: Literal["transcript.text.delta"]
     delta: str
+    usage: TokenUsage = ABSENT
 
 
-class TranscriptDone(Answer):
+class TranscriptDone(TranscriptChunk):
     type: Literal["transcript.text.done"]
     text: str
     usage: TokenUsage | None

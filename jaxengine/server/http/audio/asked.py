@@ -23,7 +23,7 @@ class AskedTranscript(Transcript):
     """Transcript of a model without timestamps. The model writes the text, after its language if the request gives
     none.
 
-    variables: of the chat template, None for none. others: arguments of Transcript.
+    variables: the chat template's; None for none. others: arguments of Transcript.
     """
 
     def __init__(self, variables: Mapping[str, Any] | None, *others: Any):

@@ -294,7 +294,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             data.extend(piece)
 
         body = read_request(await read_form(request, keep), request)
-        await choose_model(engine, body.model, names)
+        model, _ = await choose_model(engine, body.model, names)
         name = body.register("trsc" if task == TRANSCRIBE else "trsl", request)
         transcript = kind(engine, body, task, name, body.options(request, config))
 
@@ -306,7 +306,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         async def events() -> AsyncGenerator[bytes, None]:
             """Read the sound and yield the events of a stream."""
             await transcript.begin(bytes(data))
-            async for each in transcript.events():
+            async for each in transcript.events(model):
                 yield each
 
         if body.stream:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.http.request.errors import as_request_error
 from jaxengine.server.http.request.form import FILE, Form
 from jaxengine.server.http.request.protocol import HINTS, NUMBERS, NamedRequest
 
@@ -25,6 +26,8 @@ class TranscriptionRequest(_Numbers, NamedRequest):
       temperature: 0 by default.
       timestamp_granularities: "segment", "word" or both, with response_format verbose_json; none means "segment".
       max_completion_tokens: limit of the tokens of each window of a sound.
+      stream_include_usage: token counts at the end of a stream; None includes them too, and true announces them by an
+        event without a choice, as in vLLM. stream_continuous_usage_stats: in each event, those so far.
     """
 
     # The fields of a form are texts, so types must be converted.
@@ -39,7 +42,6 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         "length_penalty": ("1", "1.0"),
         "n": ("1",),
         "to_language": ("en",),
-        "stream_continuous_usage_stats": ("false",),
         "use_beam_search": ("false",),
         "vllm_xargs": (),
         "watermarking": ("false",),
@@ -53,7 +55,8 @@ class TranscriptionRequest(_Numbers, NamedRequest):
     seed: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
-    stream_include_usage: bool = True
+    stream_include_usage: bool | None = None
+    stream_continuous_usage_stats: bool = False
 
     @model_validator(mode="after")
     def _check_formats(self) -> Self:
@@ -112,10 +115,4 @@ def read_request(form: Form, request: Request) -> TranscriptionRequest:
     try:
         return TranscriptionRequest(**{name: value for name, value in values.items() if name in known})
     except ValidationError as error:
-        problem = error.errors()[0]
-        raised = problem.get("ctx", {}).get("error")
-        if isinstance(raised, RequestError):
-            raise raised from None
-        name = str(problem["loc"][0]) if problem["loc"] else "form"
-        text = f"{name} is not valid: {problem['msg'].lower()}, got {show_value(problem.get('input'))}"
-        raise RequestError(text, param=name) from None
+        raise as_request_error(error) from None

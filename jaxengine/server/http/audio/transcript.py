@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -12,7 +13,7 @@ from fastapi import Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.output.outputs import RequestOutput
-from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.audio.protocol import TranscriptionRequest
@@ -30,6 +31,7 @@ class Transcript:
         self.engine, self.body, self.task, self._name, self._options = engine, body, task, name, options
         self.tokenizer = engine.inputs.require_tokenizer()
         self.input_tokens = self.output_tokens = 0
+        self._finish_reason: str | None = None
 
     @abstractmethod
     async def begin(self, data: bytes) -> None:
@@ -45,38 +47,64 @@ class Transcript:
     def pieces(self) -> AsyncGenerator[str, None]:
         """Yield the text of a stream in pieces as it is generated; update the token counts. Call it after `begin`."""
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, model: str) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token
-        counts unless the request excludes them.
+        counts unless the request excludes them. model: its name in the events.
 
-        White space at the beginning is dropped, and in the whole text also at the end. Raises the errors of `pieces`.
+        Each event has OpenAI's keys and vLLM's, whose clients read `choices`. The last one has an empty choice, with
+        the finish reason; if the request says that it wants the counts, that choice comes before, and the last event
+        has none. White space at the beginning is dropped, and in the whole text also at the end. Raises the errors of
+        `pieces`.
         """
+        kind = "transcription.chunk" if self.task == "transcribe" else "translation.chunk"
+        head = {"id": self._name, "object": kind, "created": int(time.time()), "model": model}
+
+        def said(piece: str, finish_reason: str | None = None) -> dict[str, Any]:
+            """Return the fields of an event with a piece of text."""
+            counts = {"usage": self._counts()} if self.body.stream_continuous_usage_stats else {}
+            choice = {"delta": {"content": piece}, "finish_reason": finish_reason, "stop_reason": None}
+            return {**head, "type": "transcript.text.delta", "delta": piece, "choices": [choice], **counts}
+
         text, pieces = "", self.pieces()
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 piece = piece if text else piece.lstrip()
                 text += piece
                 if piece:
-                    yield event({"type": "transcript.text.delta", "delta": piece})
-        usage = {
+                    yield event(said(piece))
+        last, included = said("", self._finish_reason), self.body.stream_include_usage
+        if included:
+            yield event(last)
+        choices, usage = [] if included else last["choices"], None if included is False else self._counts()
+        done = {"type": "transcript.text.done", "text": text.rstrip(), "usage": usage}
+        yield event({**head, **done, "choices": choices})
+
+    def _counts(self) -> dict[str, Any]:
+        """Return the usage object of a stream with the token counts so far, under OpenAI's names and vLLM's."""
+        given, new = self.input_tokens, self.output_tokens
+        return {
             "type": "tokens",
-            "input_tokens": self.input_tokens,
-            "input_token_details": {"audio_tokens": 0, "text_tokens": self.input_tokens},
-            "output_tokens": self.output_tokens,
-            "total_tokens": self.input_tokens + self.output_tokens,
+            "input_tokens": given,
+            "input_token_details": {"audio_tokens": 0, "text_tokens": given},
+            "output_tokens": new,
+            "total_tokens": given + new,
+            "prompt_tokens": given,
+            "completion_tokens": new,
         }
-        included = usage if self.body.stream_include_usage else None
-        yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for a prompt. Closing this generator early aborts the request. Raises ApiError if
-        the request was aborted, such as by its timeout (504) or an operator (409), or has failed (500); and the errors
-        of EngineClient.stream.
+        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len. Closing this generator
+        early aborts the request.
+
+        Raises ApiError if the request was aborted, such as by its timeout (504) or an operator (409), or has failed
+        (500); and the errors of EngineClient.stream.
         """
+        params = within_context(params, self.engine.inputs.config.max_model_len)
         outputs = self.engine.stream(prompt, params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             async for output in outputs:
                 ended = output.outputs[0]
+                self._finish_reason = ended.finish_reason
                 if ended.finish_reason in ("abort", "error"):
                     raise abort_error(ended.finish_reason, ended.stop_reason)
                 yield output

@@ -15,7 +15,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.lines import URLS
 from jaxengine.server.batch.store import BatchStore, Record, check_lifetime
 from jaxengine.server.http.answer.answers import ABSENT, Answer, answers
-from jaxengine.server.http.batches.lists import Listed, page, there
+from jaxengine.server.http.lists import Listed, page, there
 from jaxengine.server.http.request.fields import TextsByName, at_most
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import ClosedModel, RequestModel
@@ -40,7 +40,7 @@ class CreateBatch(RequestModel):
       endpoint: route of all requests, one of URLS.
       completion_window: "24h" alone.
       metadata: 16 texts by name, which the batch repeats.
-      output_expires_after: of its output and error file; None for the server's retention.
+      output_expires_after: lifetime of its output and error files; None for the server's retention.
     """
 
     input_file_id: Annotated[str, Field(max_length=128)]

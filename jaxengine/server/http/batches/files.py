@@ -13,7 +13,7 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.store import BatchStore, Record, TooLargeError, Upload, check_lifetime
 from jaxengine.server.http.answer.answers import Answer, answers
-from jaxengine.server.http.batches.lists import Listed, page, there
+from jaxengine.server.http.lists import Listed, page, there
 from jaxengine.server.http.request.arrival import Uploads
 from jaxengine.server.http.request.errors import ApiError
 from jaxengine.server.http.request.form import FILE, Form, read_form

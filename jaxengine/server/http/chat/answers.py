@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answer.answers import ABSENT, Answer, NullBody, PromptLogprobs, TokenLogprob, Usage
+from jaxengine.server.http.answer.answers import (
+    ABSENT,
+    Answer,
+    NullBody,
+    PromptLogprobs,
+    RequestTimes,
+    TokenLogprob,
+    Usage,
+)
 from jaxengine.server.http.answer.weight_spans import WeightVersions
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
@@ -105,5 +113,6 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage = ABSENT
+    metrics: RequestTimes = ABSENT
     prompt_token_ids: list[int] | None = ABSENT
     prompt_text: str | None = ABSENT

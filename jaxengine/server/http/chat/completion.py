@@ -13,11 +13,12 @@ from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.http.answer.answers import NULL_BODY
+from jaxengine.server.http.answer.request_metrics import request_times, stream_times
 from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, NamedTool, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.request.protocol import usage
+from jaxengine.server.http.request.protocol import usage, usage_in_stream
 
 
 class ChatAnswer:
@@ -46,6 +47,7 @@ class ChatAnswer:
             with_versions=bool(body.return_weight_versions),
             is_named=isinstance(body.choice, NamedTool),
         )
+        self._has_times = server.config.enable_per_request_metrics and body.n in (None, 1)
         self._num_prompt_tokens = 0
 
     async def prepare(self, ignored: list[str]) -> None:
@@ -78,6 +80,8 @@ class ChatAnswer:
         choices = [self._writer.whole(*piece) for piece in outputs]
         about = {**NULL_BODY, "prompt_logprobs": None, **self._about_prompt(output)}
         about["kv_transfer_params"] = output.kv_transfer_params
+        if self._has_times:
+            about["metrics"] = request_times(output.metrics, self._run.num_completion_tokens)
         body = {**self._head, "choices": choices, "usage": self._usage(), **about}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)
@@ -88,13 +92,15 @@ class ChatAnswer:
 
         Each item has the events for one output of the engine: any number of them, b"" for none. The first events of a
         choice have its role and the text for `echo`. If the request asks for usage, each event has the token counts of
-        its choice so far, or a last event has those of all choices. Raises the errors of ChatRun.pieces.
+        its choice so far, or a last event has those of all choices, with the request's times if the server measures
+        them. Raises the errors of ChatRun.pieces.
         """
-        last, always = self._body.usage_in_stream(self._config)
+        last, always = usage_in_stream(self._body.stream_options, self._config)
         num_tokens: dict[int, int] = {}
+        metrics = None
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             async for output, outputs in pieces:
-                chunks = []
+                chunks, metrics = [], output.metrics
                 about = {} if num_tokens else self._about_prompt(output)
                 for piece in outputs:
                     index, added = piece.output.index, len(piece.output.token_ids)
@@ -107,7 +113,8 @@ class ChatAnswer:
                     chunks[0] |= about
                 yield b"".join(event({**self._head, **chunk}) for chunk in chunks)
         if last:
-            yield event({**self._head, "choices": [], "usage": self._usage()})
+            times = request_times(metrics, self._run.num_completion_tokens) if self._has_times else None
+            yield event({**self._head, "choices": [], "usage": self._usage(), **stream_times(times)})
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields with the prompt's token ids and text; each is None unless it was requested."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.http.request.errors import as_request_error
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, at_most
 from jaxengine.server.http.request.protocol import TEXT_REFUSED, ConversationRequest, RequestModel, TextRequest
 
@@ -125,13 +126,12 @@ class ChatRequest(TextRequest, ConversationRequest):
         """Return a chat request with `fields`, by their names in this class.
 
         text_forms: value of the property of that name; None for none. Raises RequestError for a value that is not
-        allowed, and pydantic's ValidationError for a field of a wrong type.
+        allowed, also for too many messages.
         """
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
-            raised = error.errors()[0].get("ctx", {}).get("error")
-            raise (raised if isinstance(raised, RequestError) else error) from None
+            raise as_request_error(error) from None
         body._text_forms = text_forms or {}
         return body
 
@@ -233,11 +233,3 @@ def text_of(content: Any) -> str:
     listed = content if isinstance(content, list) else ()
     parts = [part.get("text") if isinstance(part, dict) else part for part in listed]
     return "\n".join(part for part in parts if isinstance(part, str))
-
-
-def renamed(error: RequestError, name: str) -> RequestError:
-    """Return a copy of the error with its field replaced by `name`, also at the beginning of the message."""
-    message = str(error)
-    if error.param and message.startswith(error.param):
-        message = name + message[len(error.param) :]
-    return RequestError(message, param=name, value=error.value)

@@ -26,8 +26,9 @@ from jaxengine.server.base.beam_search import beam_search
 from jaxengine.server.base.captured import check_captured
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.chat.prompt import ChatRenderer
-from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
+from jaxengine.server.http.chat.protocol import ChatRequest, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
+from jaxengine.server.http.request.errors import renamed
 
 # Function that counts an output which a parser of tool calls has read to its end; takes vLLM's mode and outcome.
 COUNT_PARSED: ContextVar[Callable[[str, str], None] | None] = ContextVar("COUNT_PARSED", default=None)

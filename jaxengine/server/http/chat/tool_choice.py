@@ -20,7 +20,8 @@ from jaxengine.requests.structured.closed_objects import lists_all
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.schema_references import Place, SchemaDocument, UnresolvedError, moved, with_definitions
-from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
+from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool
+from jaxengine.server.http.request.errors import renamed
 from jaxengine.tokens.tokenizer import Tokenizer
 
 # Schema for a function that declares no parameters.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answer.answers import ABSENT, Answer, NullBody, PromptLogprobs, Usage
+from jaxengine.server.http.answer.answers import ABSENT, Answer, NullBody, PromptLogprobs, RequestTimes, Usage
 from jaxengine.server.http.answer.weight_spans import WeightVersions
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -65,3 +65,4 @@ class CompletionChunk(Answer):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage = ABSENT
+    metrics: RequestTimes = ABSENT

@@ -27,6 +27,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
 from jaxengine.server.http.answer.answers import NULL_BODY, Error, answers
 from jaxengine.server.http.answer.interleave import interleave
+from jaxengine.server.http.answer.request_metrics import request_times, stream_times
 from jaxengine.server.http.answer.routed_experts import encoded_experts
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.completions.answers import Completion, CompletionChunk
@@ -35,7 +36,7 @@ from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.load_header import with_load
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.limits import JsonRoute
-from jaxengine.server.http.request.protocol import NULL_CHOICE, usage
+from jaxengine.server.http.request.protocol import NULL_CHOICE, usage, usage_in_stream
 
 
 class _Completion:
@@ -145,6 +146,7 @@ class _Completion:
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
                 about["kv_transfer_params"] = output.kv_transfer_params
+                about["metrics"] = self._times(output)
                 for each in output.outputs:
                     choices.append(writer.choice(prompt, output, each) | {"routed_experts": encoded_experts(each)})
         choices.sort(key=lambda choice: choice["index"])
@@ -155,15 +157,17 @@ class _Completion:
         """Run the prompts and yield the response as server-sent events, without [DONE]. Each item has the events for
         one output of the engine: any number of them, b"" for none.
 
-        If the request asks for usage, a last event has the token counts, or each event has those of its choice so far.
+        If the request asks for usage, a last event has the token counts, with the request's times if the server
+        measures them, or each event has those of its choice so far.
         Raises the errors of `outputs`.
         """
         num_tokens: Counter[int] = Counter()
+        times = None
         writer = self._writer()
-        last, always = self.body.usage_in_stream(self._config)
+        last, always = usage_in_stream(self.body.stream_options, self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
-                events = []
+                events, times = [], self._times(output)
                 for each in output.outputs:
                     choice = writer.choice(prompt, output, each)
                     num_tokens[choice["index"]] += len(each.token_ids)
@@ -173,7 +177,7 @@ class _Completion:
                         events.append(event({**self._head, "choices": [choice], **counts}))
                 yield b"".join(events)
         if last:
-            yield event({**self._head, "choices": [], "usage": self._usage()})
+            yield event({**self._head, "choices": [], "usage": self._usage(), **stream_times(times)})
 
     def _writer(self) -> ChoiceWriter:
         """Return a new writer of choices for this request."""
@@ -193,6 +197,12 @@ class _Completion:
     def _places(self) -> int:
         """Return how many prompts may run at once: max_num_seqs divided by n, at least one."""
         return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)
+
+    def _times(self, output: RequestOutput) -> dict[str, float | None] | None:
+        """Return the times of a request for one output; None for others, or if the server does not measure them."""
+        if not self._config.enable_per_request_metrics or len(self._prompts) > 1 or self.body.n not in (None, 1):
+            return None
+        return request_times(output.metrics, self._num_completion_tokens)
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage object with the token counts so far."""

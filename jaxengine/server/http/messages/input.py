@@ -79,7 +79,8 @@ def _kind(block: dict[str, Any]) -> str:
 
 
 def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
-    """Return the chat messages for the content of one message: [] for the accounting line, else one or more.
+    """Return the chat messages for the content of one message: one or more, but [] for a system message that has
+    nothing but accounting lines (`_is_for_accounts`).
 
     role: one of ROLES. where: path of the content, for errors. Raises RequestError for content that is not allowed.
     """
@@ -158,7 +159,8 @@ def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
     """Return the content of a block tool_result for a chat message: a text, "" for None, or a list of parts if there is
     an image.
 
-    where: path of the content, for errors. Raises RequestError for blocks other than text and image.
+    where: path of the content, for errors. Raises RequestError for blocks other than text and image, and for content
+    that is neither None nor a text nor a list.
     """
     if content is None or isinstance(content, str):
         return content or ""

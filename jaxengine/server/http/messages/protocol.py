@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages
 from jaxengine.server.http.messages.input import left_out_blocks, read_messages
+from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
@@ -76,7 +77,7 @@ class ToolChoice(RequestModel):
 
     Attributes:
       type: "any": some tool must be called; "tool": the one of `name`.
-      name: of the tool; only with type "tool".
+      name: the tool's name; only with type "tool".
       disable_parallel_tool_use: at most one call.
     """
 
@@ -174,8 +175,8 @@ class Conversation(RequestModel):
     chat_template_kwargs: TemplateVariables | None = None
 
     def chat_request(self) -> ChatRequest:
-        """Return the equivalent chat completion request. Raises RequestError with this API's field names, and
-        pydantic's ValidationError for a field of a wrong type.
+        """Return the equivalent chat completion request. Raises RequestError with this API's field names, also if it
+        would have too many messages: `system` and each tool result are messages of their own there.
         """
         try:
             return ChatRequest.of(self._chat_fields())

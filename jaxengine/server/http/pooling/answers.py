@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Generic, Literal, TypeVar
 
+from pydantic import Field
+
 from jaxengine.server.http.answer.answers import ABSENT, Answer, Usage
 
 Entry = TypeVar("Entry")
@@ -52,6 +54,37 @@ class Listed(Answer, Generic[Entry]):
 class Document(Answer):
     text: str
     multi_modal: None
+
+
+class ApiVersion(Answer):
+    version: Literal["2"]
+
+
+class BilledUnits(Answer):
+    input_tokens: int
+    image_tokens: int
+
+
+class CohereMeta(Answer):
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+class TypedEmbeddings(Answer):
+    """Embeddings in each form that was requested: numbers, 8 signs in an int, base64 of little-endian float32."""
+
+    float_: list[list[float]] = Field(default_factory=list, alias="float")
+    binary: list[list[int]] = ABSENT
+    ubinary: list[list[int]] = ABSENT
+    base64: list[str] = ABSENT
+
+
+class EmbeddingsByType(Answer):
+    id: str
+    embeddings: TypedEmbeddings
+    texts: list[str] = ABSENT
+    meta: CohereMeta
+    response_type: Literal["embeddings_by_type"]
 
 
 class Ranked(Answer):

@@ -32,9 +32,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
         """Run the body's prompts; return a response whose data is a list with `entry(index, output)` for each prompt.
 
-        prefix: prefix of the response's id. task: of the pooling parameters; None for the body's task, or the model's.
-        Raises RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt
-        without a result.
+        prefix: prefix of the response's id. task: the pooling parameters' task; None for the body's task, or the
+        model's. Raises RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a
+        prompt without a result.
         """
         model = check_model(body.model or None, names)
         name = body.register(prefix, request)

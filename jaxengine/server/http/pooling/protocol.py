@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
 
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.chat.protocol import Messages
-from jaxengine.server.http.request.fields import TemplateVariables, Texts
-from jaxengine.server.http.request.protocol import HINTS, NamedRequest
+from jaxengine.server.http.request.fields import TemplateVariables, Texts, at_most, check_truncation
+from jaxengine.server.http.request.protocol import HINTS, ClosedModel, NamedRequest
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
@@ -53,11 +54,7 @@ class PoolingBody(NamedRequest):
         """Return this request after checking it. Raises RequestError for a truncate_prompt_tokens other than -1 and
         integers from 1.
         """
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1", param="truncate_prompt_tokens"
-            )
+        check_truncation(self.truncate_prompt_tokens)
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
@@ -148,6 +145,69 @@ class ClassifyRequest(InputBody):
     """Request of /classify."""
 
 
+class CohereContent(ClosedModel):
+    """Content of an input of /v2/embed: a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CohereInput(ClosedModel):
+    """An input of /v2/embed, which the chat template makes a prompt."""
+
+    content: Annotated[list[CohereContent], Field(min_length=1, fail_fast=True)]
+
+
+class CohereEmbedRequest(NamedRequest):
+    """Request of /v2/embed, in the form of Cohere's API.
+
+    Attributes:
+      input_type: the model's prompt to prepend to texts, or of inputs the system's message; None for none.
+      texts: what is embedded; or else inputs, contents of texts.
+      output_dimension: number of leading dimensions of each embedding to keep.
+      embedding_types: forms of the embeddings in the answer: numbers; their signs, 8 in a signed or unsigned int;
+        base64 of little-endian float32. Default: numbers.
+      truncate: END cuts long inputs at their ends, START at their beginnings; NONE refuses them.
+      max_tokens: tokens of an input above which it is cut or refused; default: max_model_len.
+    """
+
+    ignored = HINTS
+    refused = {"images": ()}
+
+    input_type: str | None = None
+    texts: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    inputs: Annotated[list[CohereInput], Field(min_length=1, fail_fast=True)] | None = None
+    output_dimension: int | None = None
+    embedding_types: (
+        Annotated[list[Literal["float", "binary", "ubinary", "base64"]], at_most(4), Field(min_length=1)] | None
+    ) = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        """Return this request after checking it. Raises RequestError unless it has either texts or inputs."""
+        if (self.texts is None) == (self.inputs is None):
+            problem = "texts is missing" if self.texts is None else "texts and inputs are both given"
+            raise RequestError(f"{problem}; give one of texts and inputs", param="texts")
+        return self
+
+    def as_embeddings(self, max_model_len: int, prompts: Mapping[str, str]) -> list[EmbeddingRequest]:
+        """Return the requests of /v1/embeddings that have the same prompts: one of all texts, or one of each input.
+
+        prompts: the model's, by their names, among them input_type. Raises RequestError.
+        """
+        common: dict[str, Any] = {"dimensions": self.output_dimension}
+        if self.truncate != "NONE":
+            common["truncate_prompt_tokens"] = min(self.max_tokens or max_model_len, max_model_len)
+            common["truncation_side"] = "left" if self.truncate == "START" else "right"
+        if self.inputs is None:
+            return [EmbeddingRequest(input=self.texts, prompt_name=self.input_type or "", **common)]
+        system = [] if self.input_type is None else [{"role": "system", "content": prompts[self.input_type]}]
+        users = [{"role": "user", "content": [one.model_dump() for one in each.content]} for each in self.inputs]
+        return [EmbeddingRequest(messages=[*system, user], **common) for user in users]
+
+
 class ScoreRequest(PoolingBody):
     """Request of /score: two texts or lists of texts, under one of several pairs of names."""
 
@@ -161,17 +221,23 @@ class ScoreRequest(PoolingBody):
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
 
-    def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """Return the texts of both sides, each a single text or a list, as given. Raises RequestError unless exactly
-        the two fields of one pair in _PAIRS are given.
+    @property
+    def sides(self) -> tuple[str, str]:
+        """Names of the two fields with texts, one pair in _PAIRS. Raises RequestError unless exactly one pair is
+        given.
         """
         names = {name for pair in _PAIRS for name in pair}
         given = {name for name in names if getattr(self, name) is not None}
-        for first, second in _PAIRS:
-            if given == {first, second}:
-                return getattr(self, first), getattr(self, second)
+        for pair in _PAIRS:
+            if given == {*pair}:
+                return pair
         allowed = " or ".join(" and ".join(pair) for pair in _PAIRS)
         raise RequestError(f"give {allowed}, got {', '.join(sorted(given)) or 'none of them'}", param="text_1")
+
+    def texts(self) -> tuple[str | list[str], str | list[str]]:
+        """Return the texts of both sides, each a single text or a list, as given. Raises the error of `sides`."""
+        first, second = self.sides
+        return getattr(self, first), getattr(self, second)
 
 
 class RerankRequest(PoolingBody):
@@ -181,8 +247,10 @@ class RerankRequest(PoolingBody):
       documents: texts, or objects with a "text".
       top_n: number of best results to return; 0 or none: all.
       return_documents: whether results include the texts; default true.
+      sides: names of the two fields with texts, as in ScoreRequest.
     """
 
+    sides: ClassVar[tuple[str, str]] = ("query", "documents")
     refused = {**_SCORES_REFUSED, "max_chunks_per_doc": (), "rank_fields": ()}
 
     query: str

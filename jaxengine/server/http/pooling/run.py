@@ -14,13 +14,13 @@ from jaxengine.api.scoring import pair_prompt
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
 from jaxengine.server.http.answer.interleave import interleave
-from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody
+from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody, RerankRequest, ScoreRequest
 from jaxengine.server.http.request.errors import abort_error
-from jaxengine.server.http.request.protocol import usage
+from jaxengine.server.http.request.protocol import NamedRequest, usage
 
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
 
@@ -76,27 +76,33 @@ class PoolingServer:
             side = body.truncation_side or inputs.require_pooling().cut_side
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode(rendered, add_special_tokens=special, param="messages", cut_side=side)
-        if not ids:
-            raise RequestError("messages make no tokens; at least one is needed", param="messages")
-        return self._cut(ids, body)
+        return self._cut(ids, body, "messages")
 
     async def encode_given(
-        self, given: Sequence[str | list[int]], body: PoolingBody, params: PoolingParams, *, special: bool = True
+        self,
+        given: Sequence[str | list[int]],
+        body: PoolingBody,
+        params: PoolingParams,
+        *,
+        special: bool = True,
+        param: str = "input",
     ) -> list[list[int]]:
         """Return the token ids of each of `given`, texts or lists of token ids, truncated if the request has
         truncate_prompt_tokens. The model's prompt that `params` name is prepended to texts.
 
-        special: whether special tokens are added to texts. Raises RequestError, also for truncate_prompt_tokens above
-        max_model_len, and OverloadedError.
+        special: whether special tokens are added to texts. param: field of `given`, for errors. Raises RequestError,
+        also for truncate_prompt_tokens above max_model_len and for a prompt that is too long, and OverloadedError.
         """
         texts = [each for each in given if isinstance(each, str)]
         side = None
         if body.truncate_prompt_tokens is not None:
             side = body.truncation_side or self.engine.inputs.require_pooling().cut_side
-        encoded = iter(await self.encode(texts, params, special=special, cut_side=side) if texts else ())
-        return [self._cut(next(encoded) if isinstance(each, str) else each, body) for each in given]
+        encoded = iter(await self.encode(texts, params, special=special, param=param, cut_side=side) if texts else ())
+        return [self._cut(next(encoded) if isinstance(each, str) else each, body, param) for each in given]
 
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], body: PoolingBody) -> list[str | list[int]]:
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], body: ScoreRequest | RerankRequest
+    ) -> list[str | list[int]]:
         """Return the prompt of each pair of texts (scoring.pair_prompt): a text, or token ids, which are truncated if
         the request has truncate_prompt_tokens. The prompts are made on a thread.
 
@@ -107,14 +113,14 @@ class PoolingServer:
         lengths = [len(one) + len(other) for one, other in pairs]
         if sum(lengths) > most:
             problem = f"the pairs have {sum(lengths)} characters together; allowed: {most} (max_request_bytes)"
-            raise RequestError(problem, param="text_2")
+            raise RequestError(problem, param=body.sides[1])
         if body.truncate_prompt_tokens is None:
-            self._encoder.verify_length(max(lengths), "text_2")
+            self._encoder.verify_length(max(lengths), body.sides[1])
 
         def made() -> list[str | list[int]]:
             """Return the prompts of all pairs."""
             prompts = (pair_prompt(inputs, *pair) for pair in pairs)
-            return [each if isinstance(each, str) else self._cut(each, body) for each in prompts]
+            return [each if isinstance(each, str) else self._cut(each, body, body.sides[1]) for each in prompts]
 
         return await self._encoder.run(made)
 
@@ -138,7 +144,12 @@ class PoolingServer:
         return await self._encoder.encode(whole, add_special_tokens=special, param=param, cut_side=cut_side)
 
     async def answers(
-        self, prompts: Sequence[list[int]], params: PoolingParams, body: PoolingBody, name: str, options: RequestOptions
+        self,
+        prompts: Sequence[list[int]],
+        params: PoolingParams,
+        body: NamedRequest,
+        name: str,
+        options: RequestOptions,
     ) -> list[PooledAnswer]:
         """Run the prompts and return the engine's output for each, in order, at most max_num_seqs at a time.
 
@@ -164,18 +175,21 @@ class PoolingServer:
                 found[index] = output
         return [found[index] for index in range(len(wanted))]
 
-    def _cut(self, token_ids: list[int], body: PoolingBody) -> list[int]:
+    def _cut(self, token_ids: list[int], body: PoolingBody, param: str) -> list[int]:
         """Return a prompt's token ids truncated to truncate_prompt_tokens (-1: max_model_len) of the request; unchanged
-        without that field. Raises RequestError for a number above max_model_len.
+        without that field. Raises RequestError for a number above max_model_len and, with the field `param`, if no
+        tokens or more than max_model_len are left.
         """
         keep, longest = body.truncate_prompt_tokens, self.engine.inputs.config.max_model_len
-        if keep is None:
-            return token_ids
-        if keep > longest:
+        if keep is not None and keep > longest:
             text = f"truncate_prompt_tokens is {keep}; allowed: -1, and 1 to {longest} (max_model_len)"
             raise RequestError(text, param="truncate_prompt_tokens", value=keep)
-        model = self.engine.inputs.require_pooling()
-        return model.cut(token_ids, longest if keep == -1 else keep, body.truncation_side)
+        if keep is not None:
+            model = self.engine.inputs.require_pooling()
+            token_ids = model.cut(token_ids, longest if keep == -1 else keep, body.truncation_side)
+        if not 1 <= len(token_ids) <= longest:
+            raise prompt_length_error(param, len(token_ids), longest, longest)
+        return token_ids
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:

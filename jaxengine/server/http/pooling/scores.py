@@ -19,7 +19,7 @@ from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
-from jaxengine.server.http.pooling.protocol import PoolingBody, RerankRequest, ScoreRequest
+from jaxengine.server.http.pooling.protocol import RerankRequest, ScoreRequest
 from jaxengine.server.http.pooling.run import PoolingServer, counts
 from jaxengine.server.http.request.limits import JsonRoute
 
@@ -36,7 +36,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model = check_model(body.model or None, names)
         name = body.register("score", request)
-        pairs = _limited(pairs_of(*body.texts()), config)
+        pairs = _limited(pairs_of(*body.texts(), body.sides), body, config)
 
         async def whole() -> Response:
             """Compute the scores and return the response."""
@@ -58,7 +58,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         documents = body.texts()
         if not body.query:
             raise RequestError("query is empty; at least one character is needed", param="query")
-        pairs = _limited([(body.query, document) for document in documents], config)
+        pairs = _limited([(body.query, document) for document in documents], body, config)
 
         async def whole() -> Response:
             """Compute the scores and return the response, sorted by them."""
@@ -81,15 +81,22 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     return routes
 
 
-def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[str, str]]:
-    """Return the pairs unchanged. Raises RequestError for more than the server's max_prompts."""
+def _limited(
+    pairs: list[tuple[str, str]], body: ScoreRequest | RerankRequest, config: ServerConfig
+) -> list[tuple[str, str]]:
+    """Return the pairs of `body` unchanged. Raises RequestError for more than the server's max_prompts."""
     if len(pairs) > config.max_prompts:
-        raise RequestError(f"there are {len(pairs)} pairs of texts; allowed: 1 to {config.max_prompts}")
+        problem = f"there are {len(pairs)} pairs of texts; allowed: 1 to {config.max_prompts} (max_prompts)"
+        raise RequestError(problem, param=body.sides[1])
     return pairs
 
 
 async def _scores(
-    server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
+    server: PoolingServer,
+    pairs: Sequence[tuple[str, str]],
+    body: ScoreRequest | RerankRequest,
+    name: str,
+    options: RequestOptions,
 ) -> list[ScoringRequestOutput]:
     """Return the score of each pair, in order, with the token counts of both texts. A text that is in several pairs is
     counted in each, although an embedding model computes it once.
@@ -100,14 +107,16 @@ async def _scores(
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     if not reads_apart(model):
         prompts = await server.encode_pairs(pairs, body)
-        given = await server.answers(await server.encode_given(prompts, body, params), params, body, name, options)
+        encoded = await server.encode_given(prompts, body, params, param=body.sides[1])
+        given = await server.answers(encoded, params, body, name, options)
         return [ScoringRequestOutput.from_base(each) for each in given]
     roles = role_params(model, params)
     texts = list(dict.fromkeys(by_role(pairs, roles)))
-    prompts = []
+    prompts, (query, document) = [], body.sides
     for number, params in enumerate(roles):
         own = [text for role, text in texts if role == number]
-        prompts += await server.encode_given(own, body, params)
+        field = query if number == 0 and roles[0] != roles[1] else document
+        prompts += await server.encode_given(own, body, params, param=field)
     texts.sort(key=lambda each: each[0])  # as in `prompts`
     given = dict(zip(texts, await server.answers(prompts, params, body, name, options), strict=True))
     found = iter(given[each] for each in by_role(pairs, roles))

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -64,7 +65,7 @@ class ApiError(HTTPException):
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
-      headers: of the response; None for none.
+      headers: the response's headers; None for none.
       param: the invalid field, as the caller spells it; None for none.
       kept: part of the message that quotes the caller; paths are not removed from it.
     """
@@ -85,7 +86,7 @@ class ApiError(HTTPException):
 
 def abort_error(finish_reason: str | None, stop_reason: Any) -> ApiError:
     """Return (not raise) the error of a request that has no complete answer: 504 for a timeout, 409 for another abort,
-    otherwise 500. finish_reason, stop_reason: of its output.
+    otherwise 500. finish_reason, stop_reason: those of its output.
     """
     if stop_reason == "timeout":
         return ApiError(504, "the request took longer than its timeout")
@@ -125,6 +126,28 @@ def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     return ApiError(500, "internal error of the server")
+
+
+def as_request_error(error: ValidationError) -> RequestError:
+    """Return the RequestError for the first problem of a validation outside of a route: the one that a validator
+    raised, or a new one that names the invalid field.
+    """
+    problem = error.errors()[0]
+    raised = problem.get("ctx", {}).get("error")
+    if isinstance(raised, RequestError):
+        return raised
+    name = str(problem["loc"][0]) if problem["loc"] else "body"
+    said = problem["msg"].removeprefix("Value error, ")
+    text = f"{name} is not valid: {said[:1].lower()}{said[1:]}, got {show_value(problem.get('input'))}"
+    return RequestError(text, param=name)
+
+
+def renamed(error: RequestError, name: str) -> RequestError:
+    """Return a copy of the error with its field replaced by `name`, also at the beginning of the message."""
+    message = str(error)
+    if error.param and message.startswith(error.param):
+        message = name + message[len(error.param) :]
+    return RequestError(message, param=name, value=error.value)
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -227,8 +250,8 @@ def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
 
 
 def _want(problem: dict[str, Any]) -> str:
-    """Return pydantic's message about a field, preceded by the path of keys and positions within the field, without the
-    branches of unions.
+    """Return pydantic's message about a field, beginning in lower case, preceded by the path of keys and positions
+    within the field, without the branches of unions.
 
     problem: an entry of ValidationError.errors().
     """

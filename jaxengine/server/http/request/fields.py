@@ -1,4 +1,6 @@
-"""Types of fields with client-defined content, which limit its size before it is processed."""
+"""Types of fields with client-defined content, which limit its size before it is processed, and checks of fields that
+several requests have.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.base.options import ServerConfig
 
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
@@ -57,6 +60,19 @@ TextsByName = Annotated[dict[str, str], BeforeValidator(_all_texts)]
 MAX_OPTIONS = 256
 # Variables of a chat template that requests may set.
 TemplateVariables = Annotated[JsonObject, at_most(MAX_OPTIONS)]
+
+
+def check_n(n: int | None, config: ServerConfig) -> None:
+    """Raise RequestError for a number of outputs below 1 or above the server's max_n. None passes."""
+    if n is not None and not 1 <= n <= config.max_n:
+        raise RequestError(f"n is {show_value(n)}; allowed: 1 to {config.max_n}", param="n", value=n)
+
+
+def check_truncation(keep: int | None) -> None:
+    """Raise RequestError for a truncate_prompt_tokens other than -1 and integers from 1. None passes."""
+    if keep is not None and keep != -1 and keep < 1:
+        problem = f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1"
+        raise RequestError(problem, param="truncate_prompt_tokens", value=keep)
 
 
 def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:

@@ -51,8 +51,8 @@ async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]])
 
 
 async def parse_form(pieces: AsyncIterator[bytes], boundary: bytes, write: Callable[[bytes], Awaitable[None]]) -> Form:
-    """Parse a form that arrives in pieces. Text fields may repeat; the content of the field FILE is passed to `write`,
-    piece by piece.
+    """Parse a form that arrives in pieces. Text fields may repeat, and their names lose a "[]" at the end; the content
+    of the field FILE is passed to `write`, piece by piece.
 
     boundary: the parameter of Content-Type, without preceding hyphens. Raises ApiError (400) for a form that is damaged
     or has more than _MAX_PARTS parts; RequestError for a text field that has more than _MAX_TEXT bytes or is not UTF-8,

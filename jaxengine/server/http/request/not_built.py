@@ -42,7 +42,6 @@ NOT_BUILT: dict[str, str] = {
     "/v1/realtime": _AUDIO,
     "/v1/responses/render": _RENDERED,
     "/v1/systemone": _SCORED,
-    "/v2/embed": "/v1/embeddings; see docs/pooling_models.md",
     "/weight_checker": "GET /weight_info?checksum=true; see docs/reinforcement_learning.md",
     # Trainers: SGLang's routes (slime, AReaL), TRL's server, and what SkyRL, prime-rl and AReaL add to vLLM
     "/abort_request": "POST /abort_requests, or /pause, which by default aborts all; see docs/serving.md",

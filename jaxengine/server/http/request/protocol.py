@@ -25,7 +25,17 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most, bias_by_id
+from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.request.fields import (
+    MAX_OPTIONS,
+    JsonObject,
+    Texts,
+    TokenIds,
+    at_most,
+    bias_by_id,
+    check_n,
+    check_truncation,
+)
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 
 _MAX_USER = 1024  # characters, as logs and answers repeat it
@@ -374,11 +384,7 @@ class TextRequest(GenerationRequest):
         if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
             problem = "prompt_logprob_token_ids is only allowed with prompt_logprobs"
             raise RequestError(problem, param="prompt_logprob_token_ids")
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens is {keep}; allowed: -1 and integers from 1", param="truncate_prompt_tokens"
-            )
+        check_truncation(self.truncate_prompt_tokens)
         self._check_beams()
         return self
 
@@ -402,7 +408,7 @@ class TextRequest(GenerationRequest):
         """Return the parameters of a beam search; None if the request has none. Raises RequestError for values that are
         not allowed.
 
-        max_tokens: limit of the output; None for max_model_len. width: number of beams; None for n, or 1.
+        max_tokens: limit of the output; None for max_model_len. width: best_of, the number of beams; None for n, or 1.
         """
         if not self.use_beam_search:
             return None
@@ -414,13 +420,18 @@ class TextRequest(GenerationRequest):
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
-        params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+        try:
+            params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+        except RequestError as error:
+            if error.param != "beam_width":
+                raise
+            raise renamed(error, "best_of" if width else "n") from None
         return params
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """Return the request's fields as SamplingParams; a field that is None gets the model's default. changes: fields
-        of SamplingParams by name that replace these, also by None. Raises RequestError for values that are not allowed,
-        also for n above max_n.
+        of SamplingParams by name that replace these, also by None. With use_beam_search the temperature is always 1, as
+        `beam_params` has the request's. Raises RequestError for values that are not allowed, also for n above max_n.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -440,14 +451,6 @@ class TextRequest(GenerationRequest):
         asked = self.return_tokens_as_token_ids
         return config.return_tokens_as_token_ids if asked is None else asked
 
-    def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
-        """Return (whether a stream ends with an event with the token counts, whether every event has token counts),
-        from the request's stream_options and enable_force_include_usage.
-        """
-        options = self.stream_options or StreamOptions()
-        last = bool(options.include_usage) or config.enable_force_include_usage
-        return last, last and bool(options.continuous_usage_stats)
-
     def _structure(self) -> dict[str, Any] | None:
         """Return structured_outputs, or the equivalent of response_format; None if neither is given. Raises
         RequestError if both are given.
@@ -460,10 +463,13 @@ class TextRequest(GenerationRequest):
         )
 
 
-def check_n(n: int | None, config: ServerConfig) -> None:
-    """Raise RequestError for a number of outputs below 1 or above the server's max_n. None passes."""
-    if n is not None and not 1 <= n <= config.max_n:
-        raise RequestError(f"n is {show_value(n)}; allowed: 1 to {config.max_n}", param="n", value=n)
+def usage_in_stream(asked: StreamOptions | None, config: ServerConfig) -> tuple[bool, bool]:
+    """Return (whether a stream ends with an event with the token counts, whether every event has token counts), from a
+    request's stream_options, `asked`, and enable_force_include_usage.
+    """
+    options = asked or StreamOptions()
+    last = bool(options.include_usage) or config.enable_force_include_usage
+    return last, last and bool(options.continuous_usage_stats)
 
 
 def json_logprob(logprob: float) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, TokenLogprob
+from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, RequestTimes, TokenLogprob
+from jaxengine.server.http.lists import Listed
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -91,6 +92,14 @@ class ResponseReasoning(Answer):
     summary: None
 
 
+class RawMessage(Answer):
+    """Text and token ids of the prompt or the output, with all special tokens."""
+
+    type: Literal["raw_message_tokens"]
+    message: str
+    tokens: list[int]
+
+
 class ResponseAnswer(Answer):
     id: str
     object: Literal["response"]
@@ -107,8 +116,9 @@ class ResponseAnswer(Answer):
     max_output_tokens: int | None
     max_tool_calls: None
     prompt: None
-    input_messages: None
-    output_messages: None
+    input_messages: list[RawMessage] | None
+    output_messages: list[RawMessage] | None
+    metrics: RequestTimes = ABSENT
     metadata: dict[str, str]
     parallel_tool_calls: bool
     presence_penalty: float
@@ -225,12 +235,8 @@ class ResponseTokens(Answer):
     input_tokens: int
 
 
-class InputItems(Answer):
-    object: Literal["list"]
+class InputItems(Listed):
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedResponse(Answer):

@@ -10,25 +10,27 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.scan.events import message_of
+from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.params.options import RequestOptions
-from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
+from jaxengine.server.http.answer.request_metrics import request_times
 from jaxengine.server.http.answer.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
+from jaxengine.server.http.lists import page, there
 from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.request.auth import check_query
 from jaxengine.server.http.request.errors import as_api_error, error_body
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.responses.answers import (
@@ -38,6 +40,7 @@ from jaxengine.server.http.responses.answers import (
     ResponseStreamEvent,
     ResponseTokens,
 )
+from jaxengine.server.http.responses.head import raw_message, response_head
 from jaxengine.server.http.responses.input import left_out_items, named_items, read_input
 from jaxengine.server.http.responses.keeping import (
     Asked,
@@ -46,7 +49,6 @@ from jaxengine.server.http.responses.keeping import (
     Memory,
     check_size,
     read_back,
-    there,
 )
 from jaxengine.server.http.responses.output import ResponseWriter, Said, called
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
@@ -95,7 +97,9 @@ class _Making:
             self._run = ChatRun(server, chat, response_id, options, is_stream=bool(body.stream))
         except RequestError as error:
             raise as_response_error(error) from None
-        head = _head(body, response_id, model, store, self._run.params)
+        self._has_times = server.config.enable_per_request_metrics
+        self._written: tuple[list[str], list[int]] | None = ([], []) if body.enable_response_messages else None
+        head = response_head(body, response_id, model, store, self._run.params)
         self._origins = body.callables.origins
         self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
 
@@ -124,16 +128,33 @@ class _Making:
         said = self.writer.open()
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
-                async for _, outputs in pieces:
+                async for whole, outputs in pieces:
                     for output, events in outputs:
+                        if self._written is not None:
+                            self._written[0].append(output.text)
+                            self._written[1].extend(output.token_ids)
                         logprobs = token_logprobs(self._tokenizer, output, self._num_logprobs)
                         said += self.writer.add(events, logprobs)
                         if output.finish_reason is not None:
+                            self.writer.response |= self._about(whole)
                             said += self._end(output.finish_reason, output.stop_reason)
                     yield said
                     said = []
             except RequestError as error:
                 raise as_response_error(error) from None
+
+    def _about(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the fields of the response that its last output completes: its times if the server measures them, and
+        prompt and output as text and tokens if the request asks for them.
+        """
+        run, found = self._run, dict[str, Any]()
+        if self._has_times:
+            found["metrics"] = request_times(output.metrics, run.num_completion_tokens)
+        if self._written is not None:
+            texts, token_ids = self._written
+            found["input_messages"] = [raw_message(str(run.prompt["prompt"]), run.prompt["prompt_token_ids"])]
+            found["output_messages"] = [raw_message("".join(texts), token_ids)]
+        return found
 
     def answer(self) -> dict[str, Any]:
         """Return the answer so far as a chat message: content ("" for none), and reasoning and tool_calls if there are
@@ -178,49 +199,6 @@ class _Making:
             return self.writer.close("cancelled", self.usage())
         why = "the request's time was up" if reason == "abort" else str(stop_reason or "the output cannot be used")
         return self.writer.close("failed", self.usage(), {"code": "server_error", "message": why})
-
-
-def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of a response that do not change while it is generated. store: whether the response is stored.
-    params: the engine's sampling parameters, which supply temperature, top_p and penalties.
-    """
-    plain = {"format": {"type": "text"}}
-    text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model,
-        "background": bool(body.background),
-        "error": None,
-        "frequency_penalty": params.frequency_penalty,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        # Null as in vLLM: none of these is taken.
-        **dict.fromkeys(("max_tool_calls", "prompt", "input_messages", "output_messages")),
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "presence_penalty": params.presence_penalty,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-        "service_tier": "default",
-        "store": store,
-        "temperature": params.temperature,
-        "text": {**plain, **text},
-        "tool_choice": _shown_choice(body),
-        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": params.top_p,
-        "truncation": body.truncation or "disabled",
-        "user": body.user,
-    }
-
-
-def _shown_choice(body: ResponsesRequest) -> Any:
-    """Return tool_choice as it appears in the response: a text, "auto" by default, or a dict."""
-    choice = body.tool_choice or "auto"
-    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _owner(request: Request) -> str:
@@ -301,7 +279,7 @@ class _Responses:
         if name is None:
             return (), 0
         store, owner = _store(request), _owner(request)
-        if there(await store.find(name, owner), name, "previous_response_id").is_running:
+        if there(await store.find(name, owner), "response", name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
         found, messages = await read_back(store, name, owner, "conversation", held, _joined)
@@ -332,7 +310,7 @@ class _Responses:
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
         """Store a background response as "queued", start its generation as a task, and return this state at once.
-        state: of the application. Raises OverloadedError or EngineDeadError if the response cannot be stored.
+        state: the application's. Raises OverloadedError or EngineDeadError if the response cannot be stored.
         """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
@@ -416,13 +394,7 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
     items = _joined(lists)
     if newest_first:
         items.reverse()
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise RequestError(f"after is {show_value(after)}, which is none of the response's items", param="after")
-    first = 0 if after is None else ids.index(after) + 1
-    page, shown = items[first : first + limit], ids[first : first + limit]
-    ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
-    return encode_json({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
+    return encode_json(page(iter(items), after, limit))
 
 
 def _only(values: list[Any]) -> bytes:
@@ -447,12 +419,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Answer a request: whole, as a stream, or in the background. Raises `_Responses.create`'s errors."""
         return await responses.create(body, request)
 
-    @routes.get("/v1/responses/{response_id}", response_class=Response)
+    @routes.get("/v1/responses/{response_id}", response_class=Response, dependencies=[Depends(check_query)])
     @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
-        """Return a stored response. Raises RequestError for any query parameter, ApiError (404) if there is none."""
-        for name in request.query_params:
-            raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
+        """Return a stored response. Raises ApiError (404) if there is none."""
         return await responses.show(request, response_id, "response", _only)
 
     @routes.post("/v1/responses/input_tokens", response_class=Response)
@@ -473,8 +443,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """List the input items of a stored response, at most `limit`, those after the one with id `after`; "desc":
         newest first. Raises RequestError for an unknown `after`, ApiError (404) without a response.
         """
-        page = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
-        return await responses.show(request, response_id, "input", page)
+        listed = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
+        return await responses.show(request, response_id, "input", listed)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
@@ -483,16 +453,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError for one made otherwise, ApiError (404) without a response.
         """
         owner, store = _owner(request), _store(request)
-        if not there(await store.find(response_id, owner), response_id).background:
+        if not there(await store.find(response_id, owner), "response", response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
-        there(await store.stop(response_id, owner), response_id)
+        there(await store.stop(response_id, owner), "response", response_id)
         return await responses.show(request, response_id, "response", _only)
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
         """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
-        there(await _store(request).delete(response_id, _owner(request)), response_id)
+        there(await _store(request).delete(response_id, _owner(request)), "response", response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.media.fetching.picture_end import trimmed_url
-from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
-from jaxengine.server.http.request.errors import ApiError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
+from jaxengine.server.http.lists import there
 from jaxengine.server.stored.documents import Document, Joiner, split
 from jaxengine.server.stored.records import Found, Part, Reading, Responses, StoredResponse, Worker
 
@@ -102,17 +102,6 @@ def weight(value: Any) -> int:
     return total
 
 
-def there(found: _T | None, response_id: str, param: str = "response_id") -> _T:
-    """Return `found`, or raise ApiError (404) if it is None, because the response is not stored or belongs to another
-    client.
-
-    param: the field that names the response.
-    """
-    if found is None:
-        raise ApiError(404, f"there is no stored response {show_value(response_id)}", param=param)
-    return found
-
-
 async def read_back(
     store: Responses, response_id: str, owner: str, part: Part, held: Held, use: Callable[[list[Any]], _T]
 ) -> tuple[Found, _T]:
@@ -122,10 +111,10 @@ async def read_back(
     owner: the client, who sees only its own responses. held: takes the part's bytes. Raises ApiError (404) if there is
     no such response, OverloadedError if `held` has no room, and the errors of `use`.
     """
-    found = there(await store.find(response_id, owner), response_id)
+    found = there(await store.find(response_id, owner), "response", response_id)
     size = found.num_bytes[part]
     held.take(size)
-    reading = there(await store.read(response_id, owner, part), response_id)
+    reading = there(await store.read(response_id, owner, part), "response", response_id)
 
     def restored(reading: Reading) -> _T:
         """Return the result of `use` for the values of the documents."""

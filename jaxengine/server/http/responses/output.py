@@ -50,8 +50,8 @@ class ResponseWriter:
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
         """Add parser events to the response; return the stream events for them.
 
-        logprobs: of the tokens from which the events come, in the form that `token_logprobs` returns; None for none.
-        They are attached to the first text of the message among the events.
+        logprobs: those of the tokens from which the events come, in the form that `token_logprobs` returns; None for
+        none. They are attached to the first text of the message among the events.
         """
         self.parts += events
         said: list[Said] = []

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
+from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, TokenIds, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 from jaxengine.server.http.responses.tools import (
@@ -121,6 +122,8 @@ class ResponsesRequest(ConversationRequest):
       metadata: at most 16 texts, repeated in the response.
       truncation: "auto" drops the beginning of an input that is too long.
       mm_processor_kwargs: as in ChatRequest.
+      enable_response_messages: add the text and the token ids of the prompt and of the output, as input_messages and
+        output_messages.
     """
 
     ignored = HINTS | {"client_metadata", "prompt_cache_options"}
@@ -128,7 +131,6 @@ class ResponsesRequest(ConversationRequest):
         **REFUSED,
         "context_management": ([],),
         "conversation": (),
-        "enable_response_messages": (False,),
         "max_tool_calls": (),
         "media_io_kwargs": ({},),
         "moderation": (),
@@ -158,6 +160,7 @@ class ResponsesRequest(ConversationRequest):
     metadata: Annotated[TextsByName, at_most(16)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     mm_processor_kwargs: TemplateVariables | None = None
+    enable_response_messages: bool | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -167,7 +170,7 @@ class ResponsesRequest(ConversationRequest):
         if self.background and self.stream:
             raise RequestError("background cannot be combined with stream", param="background")
         if self.background and self.store is False:
-            raise RequestError("background needs store", param="background")
+            raise RequestError("background can only be used when `store` is true", param="background")
         if self.top_logprobs and not self.wants_logprobs:
             raise RequestError(
                 "top_logprobs is only allowed with 'message.output_text.logprobs' in include", param="top_logprobs"

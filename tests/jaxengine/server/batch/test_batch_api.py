@@ -331,6 +331,7 @@ async def test_keys_own_what_they_store(chat_engine, tmp_path):
 
 def test_a_file_counts_once_in_its_owners_quota(tmp_path):
     store = BatchStore.of(config(tmp_path, max_batch_bytes_per_client=1024))
+    assert {each.stat().st_mode & 0o777 for each in (tmp_path / "store", *(tmp_path / "store").glob("*/"))} == {0o700}
     for size in (600, 424):
         upload = store.upload("aa")
         upload.write(b"x" * size)

@@ -52,8 +52,7 @@ def written(folder: Path, *lines: str) -> str:
         (request(7), "line 2: custom_id must be a string of 1 to 512 characters, got 7"),
         (request("a"), "line 2: custom_id 'a' is that of line 1 too"),
         (request("b", method="GET"), "line 2: method must be 'POST', got 'GET'"),
-        (request("b", "/v1/files"), "line 2: url must be one of /v1/chat/completions"),
-        (request("b", stream=True), "line 2: body.stream must be false"),
+        (request("b", None), "line 2: url must be one of /v1/chat/completions"),
         ('{"custom_id": "b", "method": "POST", "url": "/v1/completions"}', "line 2: body must be a JSON object"),
     ],
 )
@@ -61,6 +60,23 @@ def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path, second, pr
     with pytest.raises(ConfigError) as error:
         read_lines(written(tmp_path, request("a"), second))
     assert problem in str(error.value)
+
+
+def test_a_line_that_is_not_answered_has_an_error_as_its_result(tmp_path):
+    """As in vLLM: a url that no batch has, or a stream, spoils its own line alone."""
+    app, url = FakeApp(), "/v1/completions"
+    bad = request("b", "/v1/files", prompt="b"), request("c", url, prompt="c", stream=True)
+    path = written(tmp_path, request("a", url, prompt="a"), *bad, request("d", url, prompt="d"))
+    lines, _ = read_lines(path)
+    with Results(str(tmp_path / "out"), "batch", INPUT) as results:
+        run_some(app, lines, results)
+        results.finish(lines)
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 200] and sorted(app.seen) == ["a", "d"]
+    for row, problem in zip(rows[1:3], ("url must be one of /v1/chat", "body.stream must be false"), strict=True):
+        assert row["error"]["message"].startswith(problem)
+        with pytest.raises(ConfigError, match=problem):  # /v1/batches checks a file before any of it runs
+            read_lines(written(tmp_path, *bad[rows.index(row) - 1 :]), url)
 
 
 def test_a_file_without_requests_has_no_results(tmp_path):

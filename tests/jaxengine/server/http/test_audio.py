@@ -135,6 +135,18 @@ def test_streams(app):
         assert len(deltas) > 3 and "".join(each.delta for each in deltas).rstrip() == done.text
         assert done.text == ask(app, case=case, language="en", **fields).text
         assert done.usage.output_tokens > 20 and done.usage.total_tokens > done.usage.output_tokens
+        # vLLM's clients read choices, of every event.
+        assert "".join(each.choices[0]["delta"]["content"] for each in (*deltas, done)).rstrip() == done.text
+        assert [each.choices[0]["finish_reason"] for each in (*deltas, done)] == [None] * len(deltas) + ["length"]
+        assert {(each.object, each.model) for each in (*deltas, done)} == {("transcription.chunk", "whisper")}
+    body = {"stream_include_usage": "true", "stream_continuous_usage_stats": "true", "max_completion_tokens": "24"}
+    *deltas, end, done = asyncio.run(run("b", extra_body=body))
+    assert (done.choices, end.choices[0]["finish_reason"]) == ([], "length")
+    counts = [each.usage["completion_tokens"] for each in deltas]
+    assert counts == sorted(counts) and done.usage.completion_tokens == done.usage.output_tokens == counts[-1] == 24
+    assert asyncio.run(run("b", extra_body={"stream_include_usage": "false"}))[-1].usage is None
+    whole = ask(app, language="en").text
+    assert whole == ask(app, language="en", extra_body={"max_completion_tokens": "1000000"}).text
 
 
 def test_a_transcript_that_is_ended_early_is_an_error(app, engine, monkeypatch):

@@ -48,9 +48,10 @@ async def test_what_does_not_go_with_beams_is_refused(app, path):
         answer = await post(app, path, **PATHS[path], use_beam_search=True, **{name: value})
         assert answer.status == 400 and answer.error["param"] == name
         assert f"{name} is not allowed with use_beam_search=true" in answer.error["message"]
-    for fields, param in (({"n": 11}, "beam_width"), ({"temperature": 0.5}, "temperature")):
-        answer = await post(app, path, **PATHS[path], use_beam_search=True, **fields)
-        assert answer.status == 400 and answer.error["param"] == param
+    for name, value in {"n": 11, "temperature": 0.5, **({} if "chat" in path else {"best_of": 11})}.items():
+        answer = await post(app, path, **PATHS[path], use_beam_search=True, **{name: value})
+        assert answer.status == 400 and answer.error["param"] == name, answer.body
+        assert answer.error["message"].startswith(f"{name} is ")
     answer = await post(app, path, **PATHS[path], length_penalty=0.5)
     assert answer.status == 400 and answer.error["param"] == "length_penalty"
 

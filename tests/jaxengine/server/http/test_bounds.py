@@ -77,6 +77,14 @@ def test_the_right_entries_of_large_fields_are_still_taken(name):
     assert ChatRequest.model_validate({**BASES[ChatRequest], name: right})
 
 
+def test_messages_that_another_api_makes_too_many_are_refused():
+    ask = [{"role": "user", "content": "Hi"}] * 10_000
+    with pytest.raises(RequestError, match="messages is not valid: at most 10000 entries are allowed, not 10001"):
+        MessagesRequest(messages=ask, max_tokens=1, system="Be brief").chat_request()
+    with pytest.raises(RequestError, match="input is not valid: at most 10000 entries are allowed, not 10001"):
+        ResponsesRequest(input="", instructions="Be brief").chat_request(ask)
+
+
 @each_row("name", ["chat_template_kwargs", "structured_outputs"])
 @each_row("model", [ChatRequest, ResponsesRequest, MessagesRequest])
 def test_objects_of_options_have_few_names(model, name):

@@ -17,6 +17,7 @@ from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput,
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import RequestTimes
 from jaxengine.server.http.answer.sse import DONE, stream_events
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.endpoint import _without_output
@@ -109,6 +110,26 @@ async def test_a_stream_joined_is_the_whole_answer(app, extra):
             assert sum((part["token_ids"] for part in parts), []) == expected["token_ids"]
             assert parts[0]["prompt_token_ids"] == expected["prompt_token_ids"]
             assert all(part["prompt_token_ids"] is None for part in parts[1:])
+
+
+async def test_times_of_a_request_in_its_answer(chat_engine):
+    """Of one output alone, as with vLLM's option; the steps' times are the engine's."""
+    app = create_app(chat_engine, ServerConfig(enable_per_request_metrics=True))
+    messages = [{"role": "user", "content": "Hi"}]
+    for path, ask in ((PATH, {"prompt": IDS}), ("/v1/chat/completions", {"messages": messages})):
+        fields = {**ask, "max_tokens": 4, "ignore_eos": True}
+        whole = (await post(app, path, **fields)).json["metrics"]
+        assert list(whole) == [*RequestTimes.model_fields] and min(whole.values()) >= 0
+        assert whole["mean_itl_ms"] * 3 == pytest.approx(whole["generation_time_ms"])
+        seconds = (whole["time_to_first_token_ms"] + whole["generation_time_ms"]) / 1000
+        assert whole["tokens_per_second"] * seconds == pytest.approx(4)
+        one = {**fields, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = (await post(app, path, **one)).events
+        assert not any("metrics" in chunk for chunk in chunks)
+        assert set(last["metrics"]) == {*RequestTimes.model_fields} - {"mean_itl_ms"}
+        for more in ({"n": 2}, *([{"prompt": [IDS, IDS]}] if path == PATH else [])):
+            assert (await post(app, path, **{**fields, **more})).json["metrics"] is None
+            assert "metrics" not in (await post(app, path, **{**one, **more})).events[-1]
 
 
 async def test_prompts_are_scored_as_evaluations_ask_for_it(app):

@@ -345,7 +345,7 @@ async def test_a_route_that_is_missing_says_what_serves_instead(app):
         assert (await client.post("/v1/messages/batches")).json()["error"]["type"] == "not_found_error"
         assert "no route '/v2/nothing'; /docs lists all" in (await client.get("/v2/nothing")).text
         # What a route has not found stays as the route says it, and so does another method.
-        assert "no stored response 'compact'" in (await client.get("/v1/responses/compact")).text
+        assert "Response with id 'compact' not found" in (await client.get("/v1/responses/compact")).text
         assert (await client.get("/v1/completions")).status_code == 405
 
 

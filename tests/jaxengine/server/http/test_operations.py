@@ -1,4 +1,6 @@
-"""What operators switch on: profiles of the running engine, log lines of requests, streams in larger pieces."""
+"""What operators switch on: profiles of the running engine, log lines of requests, streams in larger pieces, their own
+middleware.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import dataclasses
 import logging
 
 import pytest
+from fastapi import Response
 
+from jaxengine.config.engine_config import ConfigError
 from jaxengine.config.execution.profiler_config import ProfilerConfig
 from jaxengine.engine.profiler import Profiler
 from jaxengine.requests.params.options import RequestOptions
@@ -79,3 +83,37 @@ def test_a_request_is_logged_without_its_prompt_unless_asked(chat_engine, caplog
     assert all(line.startswith("request r1: ") and "'mine'" in line and len(line) < 1500 for line in lines)
     assert all("secr" not in line and "prompt_token_ids" not in line for line in lines[:2])
     assert "prompt 'secr...'" in lines[2] and "secret" not in lines[2]
+
+
+class Numbered:
+    """ASGI middleware that numbers answers; also those that have no key."""
+
+    def __init__(self, app):
+        self.app, self.count = app, 0
+
+    async def __call__(self, scope, receive, send):
+        async def numbered(message):
+            if message["type"] == "http.response.start":
+                self.count += 1
+                message["headers"] = [*message["headers"], (b"x-number", str(self.count).encode())]
+            await send(message)
+
+        await self.app(scope, receive, numbered)
+
+
+async def closed(request, call_next):
+    """Middleware as a function: one path is closed, the others pass."""
+    return Response(status_code=418) if request.url.path == "/closed" else await call_next(request)
+
+
+async def test_middleware_of_the_operators_own(chat_engine):
+    """vLLM's --middleware; the last one given is the outermost."""
+    names = tuple(f"{__name__}.{each.__name__}" for each in (closed, Numbered))
+    config = ServerConfig(api_key=("k",), middleware=names)
+    async with http_client(create_app(chat_engine, config)) as client:
+        answers = [await client.get(path) for path in ("/health", "/closed", "/v1/models")]
+    assert [(each.status_code, each.headers["x-number"]) for each in answers] == [(200, "1"), (418, "2"), (401, "3")]
+    for name in ("Numbered", "no_such_module.X", f"{__name__}.gone", f"{__name__}.PROMPT"):
+        with pytest.raises(ConfigError, match="middleware") as caught:
+            create_app(chat_engine, ServerConfig(middleware=(name,)))
+        assert name in str(caught.value)

@@ -19,6 +19,7 @@ from tests.jaxengine.server.http.checked_document import Checked
 from tests.jaxengine.server.openai_client import openai_client
 
 GOLDENS = np.load(Path(__file__).parents[3] / "fixtures" / "pooling.npz")
+HALF_BYTES = {"output_dimension": 4, "embedding_types": ["binary"]}
 IDS = [5, 9, 77, 12, 31, 40, 41, 3, 2]
 
 
@@ -77,6 +78,7 @@ async def test_answers_are_as_the_document_says(app, scoring_app):
     for asked, path, body in (
         (app, "/v1/embeddings", {"input": TEXTS}),
         (app, "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),
+        (app, "/v2/embed", {"texts": TEXTS, "embedding_types": ["float", "base64", "binary", "ubinary"]}),
         (app, "/pooling", {"input": TEXTS}),
         (app, "/pooling", {"input": TEXTS, "task": "token_embed"}),
         (scoring_app, "/classify", {"input": TEXTS}),
@@ -94,6 +96,49 @@ async def test_answers_are_as_the_document_says(app, scoring_app):
         if operation["tags"][0] in ("pooling", "scores")
     }
     assert typed == checked.seen
+
+
+async def test_embeddings_in_coheres_form(app, embedder, monkeypatch):
+    """POST /v2/embed, as vLLM serves it beside /v1/embeddings."""
+
+    async def embed(**fields):
+        answer = await post(app, "/v2/embed", **fields)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    kinds = ["float", "base64", "binary", "ubinary"]
+    found = await embed(model="tiny", texts=TEXTS, embedding_types=kinds, request_id="mine")
+    golden = GOLDENS["last"]
+    vectors_ = np.array(found["embeddings"]["float"])
+    np.testing.assert_allclose(vectors_, golden, atol=1e-4)
+    for text, vector in zip(found["embeddings"]["base64"], vectors_, strict=True):
+        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4"), vector.astype("<f4"))
+    bits = np.packbits(golden >= 0, axis=1)
+    assert found["embeddings"]["ubinary"] == bits.tolist()
+    assert found["embeddings"]["binary"] == (bits.astype(int) - 128).tolist()
+    assert (found["id"], found["texts"], found["response_type"]) == ("embd-mine", TEXTS, "embeddings_by_type")
+    num_tokens = sum(len(text.split()) + 1 for text in TEXTS)
+    billed = {"input_tokens": num_tokens, "image_tokens": 0}
+    assert found["meta"] == {"api_version": {"version": "2"}, "billed_units": billed}
+    found = await embed(texts=TEXTS, input_type="query")
+    assert list(found["embeddings"]) == ["float"]
+    np.testing.assert_allclose(found["embeddings"]["float"], GOLDENS["last_query"], atol=1e-4)
+    # END keeps a text's beginning, START its end, and both the token that ends a prompt.
+    long, ends = "w5 w9 " + "w7 " * 200 + "w77 w12", {"END": [5, 9, 7, 7, 7], "START": [7, 7, 7, 77, 12]}
+    for side, ids in ends.items():
+        cut = (await embed(texts=[long], truncate=side, max_tokens=6))["embeddings"]["float"]
+        expected = (await post(app, "/v1/embeddings", input=[[*ids, 2]])).json["data"][0]["embedding"]
+        np.testing.assert_allclose(cut[0], expected, atol=1e-4, err_msg=side)
+    whole = await embed(texts=[long])
+    assert whole["meta"]["billed_units"]["input_tokens"] == 96
+    template = "{% for each in messages %}{{ each.content }} {% endfor %}</s>"
+    config = dataclasses.replace(embedder.inputs.config, chat_template=template)
+    monkeypatch.setattr(embedder.inputs, "config", config)
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS[:2]]
+    found = await embed(inputs=inputs, output_dimension=8)
+    assert np.array(found["embeddings"]["float"]).shape == (2, 8) and "texts" not in found
+    asked = await vectors(app, input=f"{TEXTS[1]} </s>", add_special_tokens=False, dimensions=8)
+    np.testing.assert_allclose(found["embeddings"]["float"][1], asked[0], atol=1e-4)
 
 
 async def test_forms_of_input_and_fields(app):
@@ -195,6 +240,7 @@ async def test_scores_of_pairs(scoring_app, app, path):
     assert both.status == 400 and "give text_1 and text_2 or queries and documents" in both.error["message"]
     many = await post(scoring_app, path, text_1="w5 ", text_2=["w6"] * 9)
     assert many.status == 400 and "there are 9 pairs of texts; allowed: 1 to 8" in many.error["message"]
+    assert many.error["param"] == "text_2"
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -211,6 +257,9 @@ async def test_documents_in_order_of_their_scores(scoring_app, app, path):
     assert set(answer.json) == {"id", "model", "results", "usage"}
     bare = await post(scoring_app, path, query="w5 w9 ", documents=documents, return_documents=False)
     assert len(bare.json["results"]) == 3 and "document" not in bare.json["results"][0]
+    for each in (scoring_app, app):
+        long = await post(each, path, query="w5 ", documents=["w6 " * 10_000])
+        assert long.status == 400 and long.error["param"] == "documents", long.body
     # An embedder orders them by the cosine.
     one, *others = await vectors(app, input=["w5 w9 ", *texts])
     answer = await post(app, path, query="w5 w9 ", documents=documents)
@@ -218,10 +267,10 @@ async def test_documents_in_order_of_their_scores(scoring_app, app, path):
     np.testing.assert_allclose([cosines[index] for index in range(3)], [one @ other for other in others], atol=1e-4)
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/score", "/v1/rerank"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/rerank"])
 async def test_a_model_that_generates_has_no_pooling(chat_engine, path):
     answer = await post(
-        create_app(chat_engine, ServerConfig()), path, input="a", text_1="a", query="a", documents=["a"]
+        create_app(chat_engine, ServerConfig()), path, input="a", texts=["a"], text_1="a", query="a", documents=["a"]
     )
     assert (
         answer.status == 400 and "this model generates text; start it with runner='pooling'" in answer.error["message"]
@@ -251,7 +300,13 @@ async def test_other_paths_stay(app, scoring_app):
     [
         ("/v1/embeddings", {"input": [[200]]}, "input", "input holds the token id 200; allowed: 0 to 127"),
         ("/v1/embeddings", {"input": [[5] * 97]}, "input", "input: prompt is too long: 97 tokens > 96 maximum"),
-        ("/v1/embeddings", {"input": "w5 " * 97}, "prompt", "prompt is too long: 98 tokens > 96 maximum"),
+        ("/v1/embeddings", {"input": "w5 " * 97}, "input", "input: prompt is too long: 98 tokens > 96 maximum"),
+        (
+            "/rerank",
+            {"query": "w5", "documents": ["w5 " * 97]},
+            "documents",
+            "documents: prompt is too long: 98 tokens",
+        ),
         ("/v1/embeddings", {"input": ["w5"] * 9}, "input", "input holds 9 prompts; allowed: 1 to 8"),
         ("/v1/embeddings", {"input": [5, "w5"]}, "input", "input must be a string"),
         ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
@@ -260,12 +315,20 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
         ("/v1/embeddings", {"input": "w5", "prompt_name": "x"}, "prompt_name", "'query', 'document'"),
+        ("/v2/embed", {}, "texts", "texts is missing; give one of texts and inputs"),
+        ("/v2/embed", {"texts": [""]}, "texts", "texts is empty"),
+        ("/v2/embed", {"texts": ["w5"], "images": ["data:,"]}, "images", "but it is not supported"),
+        ("/v2/embed", {"texts": ["w5"], "input_type": "x"}, "input_type", "Unsupported input_type 'x'"),
+        ("/v2/embed", {"texts": ["w5 " * 97], "truncate": "NONE"}, "prompt", "prompt is too long: 98 tokens"),
+        ("/v2/embed", {"texts": ["w5 w6"], "truncate": "NONE", "max_tokens": 2}, "max_tokens", "input has 3"),
+        ("/v2/embed", {"texts": ["w5"], "output_dimension": 5}, "output_dimension", "allowed: 4, 8"),
+        ("/v2/embed", {"texts": ["w5"], **HALF_BYTES}, "embedding_types", "a multiple of 8"),
         ("/pooling", {"input": "w5", "task": "classify"}, "task", "task is 'classify'; allowed: embed"),
         ("/classify", {"input": "w5"}, "task", "task is 'classify'; allowed: embed"),
         ("/rerank", {"query": "w5", "documents": []}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": [{"image": "w5"}]}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": ["w5"], "top_n": -1}, "top_n", "top_n is -1"),
-        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "data_1", "as many of both, or one in data_1"),
+        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "text_1", "as many of both, or one in text_1"),
     ],
 )
 async def test_what_is_wrong_is_said(app, path, fields, param, problem):
@@ -277,6 +340,7 @@ BODIES = {
     "/v1/embeddings": (protocol.EmbeddingRequest, {"input": "w5"}),
     "/classify": (protocol.ClassifyRequest, {"input": "w5"}),
     "/rerank": (protocol.RerankRequest, {"query": "w5", "documents": ["w6"]}),
+    "/v2/embed": (protocol.CohereEmbedRequest, {"texts": ["w5"]}),
 }
 
 

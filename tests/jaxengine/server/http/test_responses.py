@@ -15,6 +15,7 @@ from PIL import Image
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import RequestTimes
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.responses.input import named_items, read_input
 from jaxengine.server.http.responses.keeping import Asked, Memory
@@ -94,6 +95,24 @@ async def test_a_stream_tells_the_whole_story(client):
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
     assert events[2].item.content == [] and events[3].part.text == ""
+
+
+async def test_a_response_has_its_tokens_and_times_if_asked(client, chat_engine):
+    """vLLM's enable_response_messages, and the server's enable_per_request_metrics."""
+    ask = {**ASK, "extra_body": {**ASK["extra_body"], "enable_response_messages": True}}
+    plain = await client.responses.create(**ASK)
+    assert plain.input_messages is plain.output_messages is None and "metrics" not in plain.model_extra
+    options = ServerConfig(served_model_name="tiny", enable_per_request_metrics=True)
+    timed = openai_client(create_app(chat_engine, options))
+    whole = await timed.responses.create(**ask)
+    events = [event async for event in await timed.responses.create(**ask, stream=True)]
+    assert events[0].response.input_messages is None
+    for found in (whole, events[-1].response):
+        (asked,), (said,) = found.input_messages, found.output_messages
+        assert asked["type"] == said["type"] == "raw_message_tokens"
+        assert len(asked["tokens"]) == found.usage.input_tokens and "Hi" in asked["message"]
+        assert (len(said["tokens"]), said["message"]) == (found.usage.output_tokens, found.output_text)
+        assert set(found.metrics) == {*RequestTimes.model_fields} and min(found.metrics.values()) >= 0
 
 
 async def test_reasoning_text_and_calls_are_items(scripted):

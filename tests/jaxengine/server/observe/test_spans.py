@@ -132,7 +132,7 @@ def test_a_missing_exporter_is_named(chat_engine, monkeypatch, endpoint, package
         traced(chat_engine, ServerConfig(otlp_traces_endpoint=endpoint))
 
 
-@pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", "grpc:host"])
+@pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", "grpc:host", "http://[::1"])
 def test_a_wrong_endpoint_is_refused(endpoint):
     with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
         check_endpoint(endpoint)

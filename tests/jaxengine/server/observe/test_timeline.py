@@ -198,8 +198,13 @@ def test_the_command_writes_what_the_server_tells(server, tmp_path, capsys):
     assert {"scheduler", "device", "host to device", "detokeniser"} <= set(names)
     assert main(["trace", str(file), "--url", server.base_url, "--seconds", "-1"]) == 1
     assert "answered 400: seconds" in capsys.readouterr().err
-    assert main(["trace", str(file), "--url", "file:///etc"]) == 2
-    assert "url is 'file:///etc'" in capsys.readouterr().err
+    for wrong, said in (
+        ("file:///etc", "url is 'file:///etc'"),
+        ("http://[::1", "url is 'http://[::1'"),
+        ("http://localhost:port", "no server answers at http://localhost:port"),
+    ):
+        assert main(["trace", str(file), "--url", wrong]) == 2
+        assert said in capsys.readouterr().err
     assert main(["trace", str(file), "--url", server.base_url, "--api-key-file", "/dev/null"]) == 2
     assert "/dev/null contains no key" in capsys.readouterr().err
     (key := tmp_path / "key").write_text("\u043a\u043b\u044e\u0447")

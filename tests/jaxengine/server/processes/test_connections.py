@@ -222,10 +222,10 @@ async def test_a_length_beside_chunks_is_refused():
     assert sent[0]["status"] == 400 and (b"connection", b"close") in sent[0]["headers"]
 
 
-def test_connections_are_fewer_than_descriptors():
+def test_connections_are_fewer_than_descriptors(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        raise_descriptor_limit()
+        raise_descriptor_limit(ServerConfig())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert soft >= before[0] or soft == hard
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
@@ -233,6 +233,14 @@ def test_connections_are_fewer_than_descriptors():
         assert max_connections(ServerConfig(max_connections=7)) == 7
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    # More than by default, where the system allows it.
+    many, limits = ServerConfig(max_connections=30_000), [(1000, 80_000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
+    raise_descriptor_limit(many)
+    assert limits[-1] == (60_256, 80_000) and max_connections(many) == 30_000
+    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert max_connections(many) == 30_000
 
 
 async def test_a_client_that_sends_too_much_reads_why():

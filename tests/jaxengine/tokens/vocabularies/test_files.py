@@ -88,6 +88,24 @@ def test_beginning_and_end_of_a_sentencepiece_model(tmp_path):
         assert tokenizer.decode(expected) == text
 
 
+def test_ids_of_xlm_roberta(tmp_path):
+    """Those of its SentencePiece file plus one, between <s> and </s>; <unk> has another."""
+    source, recorded = PIECES["unigram"]
+    (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(source)
+    tokenizer = Tokenizer.from_hf_folder(tmp_path)
+    tokens = tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_ids, tokenizer.unk_token_id
+    assert tokens == (0, 1, (2,), 3) and tokenizer.encode("<mask>", False) == [tokenizer.vocab_size - 1]
+    plain = [(text, ids) for text, ids in zip(TEXTS, recorded, strict=True) if is_plain(text) and text]
+    for text, ids in plain:
+        assert tokenizer.encode(text) == [0, *(number + 1 if number else 3 for number in ids), 2], repr(text)
+    first, second = (tokenizer.encode(text, False) for text, _ in plain[:2])
+    assert tokenizer.encode_pair(plain[0][0], plain[1][0], 0) == [0, *first, 2, 2, *second, 2]
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(PIECES["bpe"][0])
+    with pytest.raises(ModelFileError, match="must be a unigram model"):
+        Tokenizer.from_hf_folder(tmp_path)
+
+
 def test_legacy_false_puts_a_space_in_front_of_the_text_alone(tmp_path):
     """As transformers' LlamaTokenizerFast: none behind a special token, and none before a space."""
     source, _ = PIECES["bpe"]

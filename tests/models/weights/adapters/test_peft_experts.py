@@ -104,6 +104,8 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("DeepseekV4ForCausalLM", "self_attn.compressor.indexer.kv_proj", "attn.indexer.compressor.wkv"),
         ("DeepseekV4ForCausalLM", "mlp.shared_experts.down_proj", "ffn.shared_experts.w2"),
         ("DeepseekV4ForCausalLM", "mlp.experts", "ffn.experts"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "model.language_model.layers.1.mlp.up_proj", "mlp.up_proj"),
+        ("HunYuanVLForConditionalGeneration", "model.language_model.layers.1.mlp.up_proj", "mlp.up_proj"),
         ("HYV3ForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_mlp.up_proj"),
         ("KimiLinearForCausalLM", "self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),
         ("KimiLinearForCausalLM", "mlp.shared_experts.up_proj", "block_sparse_moe.shared_experts.up_proj"),
@@ -114,12 +116,32 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
 )
 def test_modules_as_transformers_names_them(architecture, name, own):
     """PEFT's adapters have the names of transformers' modules, which differ from those of published checkpoints."""
-    name, own = (f"model.layers.1.{each}" for each in (name, own))
+    name, own = (each if each.startswith("model.") else f"model.layers.1.{each}" for each in (name, own))
     names = MODELS[architecture].checkpoint_names
     for place in ("shapes", "others"):
         found = {"shapes": {}, "experts": {}, "others": frozenset(), place: {own: (8, 8)}}
         targets = AdapterTargets(**found, names=names)
         assert targets.module(name) == targets.module(own) == own and name in targets.stored_names(own)
+
+
+def test_experts_without_a_gate(model_of, tmp_path):
+    """Both of Nemotron-H's stacks have one matrix of an expert, and an adapter of one is none of the other."""
+    targets = targets_of([model_of("nemotron_h")])
+    layers = list(targets.experts)
+    for layer, experts in targets.experts.items():
+        assert experts.joined == {part: (f"{layer}.{{expert}}.{part}",) for part in ("up_proj", "down_proj")}
+    count, sides = targets.experts[layers[0]].num_experts, targets.shapes[f"{layers[0]}.0.down_proj"]
+    joined = {layer: {"down_proj": (count, *sides)} for layer in layers}
+    options = {"target_modules": [], "target_parameters": ["mixer.experts.down_proj"], "r": 3, "lora_alpha": 3}
+    write_adapter(tmp_path, {}, seed=1, joined=joined, **options)
+    found = read_adapter(tmp_path, targets, 4, "float32").matrices
+    assert found.keys() == {f"{layer}.{expert}.down_proj" for layer in layers for expert in range(count)}
+    for expert, change in enumerate(joined_changes(tmp_path, layers[0], joined[layers[0]])["down_proj"]):
+        a, b = found[f"{layers[0]}.{expert}.down_proj"]
+        np.testing.assert_allclose(b @ a, change, rtol=1e-4, atol=1e-5)
+    write_adapter(tmp_path, {f"{layers[0]}.0.gate_proj": (8, 8)}, seed=1, target_modules="all-linear")
+    with pytest.raises(ModelFileError, match="and their matrices up_proj, down_proj: is it for another model"):
+        read_adapter(tmp_path, targets, 4, "float32")
 
 
 def test_gated_norms_have_no_adapters(model_of):

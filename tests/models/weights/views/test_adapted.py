@@ -1,4 +1,5 @@
-"""Checkpoints with adapters of several tasks beside each matrix, as jinaai/jina-embeddings-v3 is published."""
+"""XLM-RoBERTa in Jina AI's own form: other names, and adapters of several tasks beside each matrix, as
+jinaai/jina-reranker-v2-base-multilingual and jinaai/jina-embeddings-v3 are published."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.pooler import CLS, Classifier, Pooler
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf
@@ -28,8 +29,18 @@ FIELDS = {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", "po
 FIELDS |= {"lora_adaptations": TASKS, "lora_rank": RANK, "lora_alpha": ALPHA, "rotary_emb_base": 20000.0}
 
 
-def state(folder: Path, **changes) -> list[np.ndarray]:
-    config = read_hf(read_config_json(folder) | changes, Pooler())
+# XLM-RoBERTa's names of modules, and those of Jina AI's code.
+_OWN = {
+    "embeddings.LayerNorm": "emb_ln",
+    "encoder.layer.": "encoder.layers.",
+    "attention.output.dense": "mixer.out_proj",
+}
+_OWN |= {"attention.output.LayerNorm": "norm1", "intermediate.dense": "mlp.fc1"}
+_OWN |= {"output.LayerNorm": "norm2", "output.dense": "mlp.fc2"}  # after those of attention
+
+
+def state(folder: Path, pooler: Pooler = Pooler(), **changes) -> list[np.ndarray]:  # noqa: B008
+    config = read_hf(read_config_json(folder) | changes, pooler)
     model = build_model(config, Build("float32"))
     source = SafetensorsCheckpoint(folder)
     try:
@@ -71,3 +82,27 @@ def test_a_task_is_added_to_the_weights(tmp_path):
         state(published, default_task="classification")
     with pytest.raises(ModelFileError, match="must be adapters of 4 tasks or more for a matrix"):
         state(published, default_task="a", lora_adaptations=[*TASKS, "a"])
+
+
+def test_names_of_jina_ais_own_code(tmp_path):
+    """A reranker's weights under these names are those of XLM-RoBERTa, which joins its projections at load."""
+    plain, published = make_encoder(tmp_path / "plain", "xlm_roberta_score"), tmp_path / "published"
+    stored, parts = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        for usual, own in _OWN.items():
+            name = name.replace(usual, own)
+        before, inside, part = name.partition(".attention.self.")
+        if inside:
+            parts.setdefault(f"{before}.mixer.Wqkv.{part.partition('.')[2]}", {})[part[0]] = tensor
+        else:
+            stored[name] = tensor
+    stored |= {name: np.concatenate([each[part] for part in "qkv"]) for name, each in parts.items()}
+    published.mkdir()
+    code = {"AutoConfig": "configuration_xlm_roberta.XLMRobertaFlashConfig"}
+    fields = read_config_json(plain) | {"auto_map": code, "position_embedding_type": "absolute"}
+    del fields["model_type"]  # it has none
+    (published / "config.json").write_text(json.dumps(fields))
+    save_file(stored, published / "model.safetensors")
+    got, wanted = (state(folder, Pooler(CLS, Classifier(1))) for folder in (published, plain))
+    assert len(got) == len(wanted) > 10
+    assert all((one == other).all() for one, other in zip(got, wanted, strict=True))

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.registry import build_model, read_folder, read_hf
@@ -169,6 +170,7 @@ IN_MEMORY = {
         **{f".self_attn.forget_gate.{each}": f".self_attn.{each}" for each in ("f_a", "f_b", "dt_bias", "A_log")},
         ".mlp.": ".block_sparse_moe.",
     },
+    "lara_mini": {".linear_attn.norm.": ".linear_attn.out_norm."},
     "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", "shared_experts": "shared_expert"},
     "lfm2_moe": {},
     "longcat_flash": {},
@@ -189,7 +191,7 @@ IN_MEMORY = {
 @each_row(("name", "renamed"), IN_MEMORY.items())
 def test_tensors_are_loaded_as_transformers_holds_them_in_memory(name, renamed):
     """As trainers send them: a stack of experts for each layer, which no published checkpoint of these families has,
-    and one convolution of queries, keys and values.
+    one convolution of queries, keys and values, and the inputs of Lara's delta nets apart.
     """
     folder = FIXTURES / "models" / name
     config = read_hf(json.loads((folder / "config.json").read_text()))
@@ -206,7 +208,12 @@ def test_tensors_are_loaded_as_transformers_holds_them_in_memory(name, renamed):
         elif ".q_conv1d." in tensor:
             rows = sum(shapes[tensor.replace(".q_", f".{part}_")][0] for part in "qkv")
             stacked[tensor.replace(".q_", ".")] = rows, *shape[1:]
-        elif (".experts." not in tensor or "e_score" in tensor) and "_conv1d." not in tensor:
+        elif tensor.endswith(".linear_attn.in_proj.weight"):
+            state = next(each.state for each in config.attention if isinstance(each.state, GatedDelta))
+            rows = {"qkv": 2 * state.key_size + state.value_size, "z": state.value_size}
+            for part, size in (rows | dict.fromkeys("ba", state.num_v_heads)).items():
+                stacked[tensor.replace("in_proj", f"in_proj_{part}")] = size, shape[1]
+        elif "_conv1d." not in tensor and (".experts." not in tensor or re.search("e_score|_proj$", tensor)):
             stacked[tensor] = shape
     for theirs, ours in renamed.items():
         assert any(ours in tensor for tensor in stacked)
@@ -304,6 +311,21 @@ def test_joined_rows_that_do_not_fit():
     ):
         with pytest.raises(ModelFileError, match=message):
             JoinedRowsSource(ArraySource(held), names, shapes)
+
+
+def test_joined_rows_that_were_cut_elsewhere():
+    """As transformers saves OLMo Hybrid, whose values have more rows than its keys: in parts of equal length."""
+    names = CheckpointNames(joined={".conv.weight": (".q_conv.weight", ".k_conv.weight", ".v_conv.weight")})
+    rows, parts = np.arange(36, dtype=np.float32).reshape(12, 3), [f"a.{part}_conv.weight" for part in "qkv"]
+    shapes = dict(zip(parts, [(2, 3), (3, 3), (7, 3)], strict=True))
+    held = dict(zip(parts, np.split(rows, 3), strict=True))
+    cut = JoinedRowsSource(ArraySource(held), names, shapes)
+    assert {name: cut.shape(name) for name in cut.names()} == shapes
+    np.testing.assert_array_equal(np.concatenate([cut.read(part) for part in parts]), rows)
+    np.testing.assert_array_equal(cut.read(parts[2], slice(1, 5), slice(1, 3)), rows[6:10, 1:])
+    assert cut.read(parts[1], slice(2, 2)).shape == (0, 3)
+    other = JoinedRowsSource(ArraySource(held | {parts[0]: rows[:3]}), names, shapes)
+    assert other.shape(parts[0]) == (3, 3)  # not the model's number of rows: left as they are
 
 
 def test_an_expert_of_more_digits_than_numbers_have():

@@ -35,12 +35,13 @@ def page(records: Iterator[dict[str, Any]], after: str | None, limit: int) -> di
     return {"object": "list", "data": data, **ends, "has_more": next(records, None) is not None}
 
 
-def there(found: T | None, kind: str, given: str) -> T:
+def there(found: T | None, kind: str, given: str, param: str | None = None) -> T:
     """Return `found`, or raise ApiError (404) if it is None, because there is no such record or it is another client's.
 
-    kind: "file" or "batch". given: the id that the caller gave.
+    kind: what it is, such as "response". given: the id that the caller gave. param: the field with the id; None for one
+    made of the kind, such as "response_id".
     """
     if found is None:
-        shown = f"there is no {kind} {show_value(given)}"
-        raise ApiError(404, shown, param=f"{kind}_id", kept=shown)
+        shown = f"{kind.capitalize()} with id {show_value(given)} not found."
+        raise ApiError(404, shown, param=param or f"{kind}_id", kept=shown)
     return found

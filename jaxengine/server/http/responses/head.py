@@ -1,0 +1,60 @@
+"""Fields of a response that are not its output: those of its start, and those that are known at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.http.responses.protocol import ResponsesRequest
+
+
+def response_head(
+    body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams
+) -> dict[str, Any]:
+    """Return the fields of a response that do not change while it is generated. store: whether the response is stored.
+    params: the engine's sampling parameters, which supply temperature, top_p and penalties.
+    """
+    plain = {"format": {"type": "text"}}
+    text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": bool(body.background),
+        "error": None,
+        "frequency_penalty": params.frequency_penalty,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        # Null as in vLLM: the first two are not taken, and the others are known at the end.
+        **dict.fromkeys(("max_tool_calls", "prompt", "input_messages", "output_messages")),
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": params.presence_penalty,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": store,
+        "temperature": params.temperature,
+        "text": {**plain, **text},
+        "tool_choice": _shown_choice(body),
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _shown_choice(body: ResponsesRequest) -> Any:
+    """Return tool_choice as it appears in the response: a text, "auto" by default, or a dict."""
+    choice = body.tool_choice or "auto"
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def raw_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return an entry of input_messages or output_messages: the prompt, or the output as the model wrote it."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": [*token_ids]}

@@ -1,0 +1,33 @@
+"""Granite 4 Vision (IBM 2026): Granite with a vision tower, whose embeddings come in parts, each for another layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.families.granite import DEFAULTS, GraniteForCausalLM
+from jaxengine.models.families.llava import FLATTENED, NAMES
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.granite4_vision import LAYERWISE, SPATIAL, read_granite4_vision
+
+_PROJECTORS = (f"{LAYERWISE}.", f"{SPATIAL}.")
+
+
+class Granite4VisionForConditionalGeneration(GraniteForCausalLM):
+    """Granite with a vision tower over images and their tiles. Embeddings of images are not multiplied."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
+        prefixes=(*NAMES.prefixes, *((f"model.{part}", part) for part in _PROJECTORS)),
+        tower=(*NAMES.tower, *_PROJECTORS),
+        flattened=(*FLATTENED, ".query", ".image_positions"),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields).with_defaults(**DEFAULTS)
+        if text.text("model_type", "granite") not in ("granite", "granite4_vision_text"):
+            raise text.fail("model_type", "granite or granite4_vision_text in text_config")
+        shared = super().read_hf(text)
+        return shared | {"tower": read_granite4_vision(fields, len(shared["attention"]))}
