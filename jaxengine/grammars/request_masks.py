@@ -358,8 +358,8 @@ class RequestMasks:
     def take(self) -> MaskEvents:
         """Return what has become known since the last call about requests that have not been dropped, without waiting.
 
-        A request is ready if a mask has arrived or its grammar is FREE. It has ended if its grammar allows nothing more
-        or has failed. It is refused if its grammar cannot be used. Grammars that have
+        A request is ready if a mask has arrived or its grammar is FREE. It has ended if its grammar allows nothing
+        more, even before min_tokens, or has failed. It is refused if its grammar cannot be used. Grammars that have
         passed their trial are opened, and masks and their seconds are counted.
         """
         free, self._free = self._free, []

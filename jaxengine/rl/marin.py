@@ -101,7 +101,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         self._llm.shutdown()
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the values of the engine's counters and gauges by name, each summed over its labels."""
+        """Return the values of the engine's counters and gauges by name, each summed over its labels and positions.
+
+        Histograms are left out.
+        """
         found: dict[str, float] = {}
         for each in self._llm.get_metrics():
             if isinstance(each, Metric | Vector):
