@@ -152,7 +152,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         or cancelling the task that runs it, aborts the request and frees its pages.
 
         Args:
-          sampling_params: None for the model's defaults.
+          sampling_params: None for the model's defaults. They are copied now, so that later changes have no effect.
           request_id: None for a generated one.
           priority, timeout, client, session_id: see `RequestOptions`.
           lora_request: the adapter to use. It is loaded first if necessary.
@@ -181,10 +181,13 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         The same compiled programs compute them as in `generate`. They are those of temperature 1, without penalties,
         truncation or masks.
 
-        completions: token ids, one sequence for each prompt. decode: feed the tokens one by one, as decoding does,
-        instead of all at once like a prompt; needs enable_trace_replay. lora_request: one adapter for all prompts.
-        Raises the first error of a request (RequestError or EngineDeadError); the other requests still run to their
-        ends.
+        prompts: as for `generate`, without images. completions: token ids, one sequence for each prompt; an empty
+        sequence has no log-probabilities. decode: feed the tokens one by one, as decoding does, instead of all at once
+        like a prompt; needs enable_trace_replay. lora_request: one adapter for all prompts.
+
+        Raises RequestError before any request runs for arguments that are not allowed, and if logprobs_mode asks for
+        logits. Otherwise raises the first error of a request (RequestError or EngineDeadError); the other requests
+        still run to their ends.
         """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         requests = zip(known.prompts, known.params, strict=True)
@@ -258,11 +261,12 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         timeout: float | None = None,
         client: str | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the only output of a request to a pooling model: its vector.
+        """Yield the only output of a request to a pooling model: its vector, or one vector for each token if the task
+        pools each token.
 
-        pooling_params: None for the model's defaults. request_id: None for a generated one. priority, timeout, client:
-        see `RequestOptions`. Leaving the iteration early aborts the request. The iteration raises RequestError and
-        EngineDeadError.
+        pooling_params: None for the model's defaults; they are copied now. request_id: None for a generated one.
+        priority, timeout, client: see `RequestOptions`. The request starts when the iteration starts; leaving the
+        iteration early aborts it. The iteration raises RequestError and EngineDeadError.
         """
         params = copy.copy(pooling_params)
         return self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client))
@@ -294,7 +298,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         Implements `EngineClient.pool`.
 
         pooling_params: None for the model's defaults. request_id: None for a generated one. options: None for the
-        defaults. The iteration raises RequestError and EngineDeadError.
+        defaults. Leaving the iteration early aborts the request. The iteration raises RequestError and EngineDeadError.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
         return self._outputs(prompt, params, request_id, options)

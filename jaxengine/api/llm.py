@@ -450,7 +450,8 @@ class LLM(WeightMethods, VllmMethods):
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
         """Run steps, taking turns with other threads, until all `num_requests` outputs of a call have arrived.
 
-        Raises the RequestError of one of its requests, or EngineDeadError.
+        While the engine is paused, it waits. use_tqdm: whether to show a progress bar, or a function that makes one.
+        Raises the RequestError of one of its requests, or EngineDeadError; the other requests are not aborted.
         """
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:

@@ -88,7 +88,7 @@ class LLMEngine(WeightMethods, VllmMethods):
           lora_request: the adapter to use; it is loaded unless it already is.
 
         Raises:
-          RequestError: the request cannot be served; nothing has changed.
+          RequestError: the request cannot be served and is not queued; its adapter may have been loaded.
           ModelFileError: the adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """

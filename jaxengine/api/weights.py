@@ -128,7 +128,8 @@ class WeightMethods(ABC):
         self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Begin a pause, call a function once no request runs, end the pause, and return the function's result.
+        """Begin a pause, run steps until no request runs, call a function with the lock held, end the pause, and return
+        the function's result.
 
         mode: what happens to running requests: "keep", "wait" or "abort". Raises RequestError for an invalid pause,
         EngineDeadError, and the function's errors; the pause is ended first.
@@ -200,7 +201,8 @@ class WeightMethods(ABC):
           keep_kv: first copy cached pages to the tier in host memory, where requests find them after `wake_up`;
             otherwise that tier is emptied. Needs level 1, and an engine with kv_offloading_size.
 
-        Raises RequestError for arguments that are not allowed, and EngineDeadError.
+        Raises RequestError for arguments that are not allowed, and if another thread ends the pause before it is
+        complete; EngineDeadError.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -209,7 +211,8 @@ class WeightMethods(ABC):
 
     def release_kv_cache_memory(self) -> None:
         """Free the pages of a paused engine, but not its weights, until `wake_up`. Cached prefixes are dropped, and
-        requests that were kept will be computed again. Raises RequestError if the engine is not paused.
+        requests that were kept will be computed again. Raises RequestError if the engine is not paused, and
+        EngineDeadError.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -221,7 +224,8 @@ class WeightMethods(ABC):
         end the pause at once.
 
         tags: "weights", "kv_cache" or both; None for both. Raises RequestError for another tag, and for weights that
-        were freed at level 2 and have not been replaced.
+        were freed at level 2 and have not been replaced; EngineDeadError; jax's RuntimeError or MemoryError if the
+        memory cannot be allocated, in which case the engine still sleeps.
         """
         with self._lock:
             _weights_of(self.core).wake(tags)
@@ -254,7 +258,10 @@ class WeightMethods(ABC):
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
         """Return {"weight_version"}, and with `checksum` also {"checksums"}: the SHA-256 of each weight on the devices,
-        by name. Checksums raise RequestError while the engine sleeps, or if other processes hold weights.
+        by name. For checksums, an engine that sleeps automatically is woken.
+
+        Raises EngineDeadError; for checksums also RequestError while the engine sleeps because of `sleep`, or if other
+        processes hold weights.
         """
         with self._lock:
             return _weight_info(self.core, checksum)
@@ -388,7 +395,8 @@ class AsyncWeightMethods(ABC):
 
     async def release_kv_cache_memory(self) -> None:
         """Free the pages of a paused engine, but not its weights, until `wake_up`. Cached prefixes are dropped, and
-        requests that were kept will be computed again. Raises RequestError if the engine is not paused.
+        requests that were kept will be computed again. Raises RequestError if the engine is not paused, and
+        EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(lambda: self.core.utility("check_paused"))
