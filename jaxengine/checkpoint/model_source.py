@@ -128,6 +128,7 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
         contradicts the model.
       DefaultModelMissing: no model is named, and the package with the default one is not installed.
       ModelFileError: a file is invalid, or describes an unsupported model.
+      OSError: the folder for downloads cannot be written.
     """
     load_plugins(config.plugins)
     path = default_model_path() if config.model is None else find_model(config)
@@ -193,7 +194,7 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
     """Return the folder of the tokenizer that the options name, downloaded if needed; None for the model's own.
 
     config: for tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision of a
-    tokenizer on this machine.
+    tokenizer on this machine; DefaultModelMissing for a revision without a model, if the default one is missing.
     """
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
