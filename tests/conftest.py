@@ -19,7 +19,7 @@ from hypothesis.internal.conjecture import providers
 
 from tests import tiers
 from tests.durations import NUM_SHOWN, RECORD, Durations, growth, recorded
-from tests.fast_compile import fast_compile
+from tests.fast_compile import fast_compile, share_programs
 from tests.jaxengine.server.server_process import ServerProcess, start_server
 from tests.kept import Kept, file_ended
 
@@ -67,6 +67,7 @@ _num_tests = 0
 _bytes_left = _maps_left = 0  # resident, and mappings, when programs were last forgotten
 _bytes_collected = 0  # resident after the last collection of everything
 _has_ended = False  # whether an engine has ended since
+_patches_code = False  # whether the test that runs may replace what functions of programs read
 _durations = Durations()
 
 # They share the engine of the default model, whose steps take a minute to compile: one process runs them all, at first,
@@ -242,14 +243,22 @@ def compile_mode(request):
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    global _patches_code
+    _patches_code = "monkeypatch" in getattr(item, "fixturenames", ())
+
+
 @pytest.fixture(scope="module", autouse=True)
-def starts_that_do_not_collect():
+def quick_starts():
     """Leave garbage to the collections between files: an engine's start would collect twice, before it measures memory,
-    which takes a process that has run some files half a second each.
+    which takes a process that has run some files half a second each. Let engines share traces and programs, but in
+    tests that may change what a function reads.
     """
     with pytest.MonkeyPatch.context() as patch:
         if runner := sys.modules.get("jaxengine.runner.model_runner"):
             patch.setattr(runner, "return_free_memory", sys.modules["jaxengine.runner.base.memory"].trim_heap)
+        share_programs(patch, lambda: not _patches_code)
         yield
 
 

@@ -5,7 +5,8 @@ modules into parts for many cores. Nothing that JAX or this project decides chan
 and without `--optimised`, shows the difference.
 
 Besides, a process that compiles one module twice gets the same executable again: engines of many tests have the same
-sampler and state changes, whose keys in the engine's own cache name their models.
+sampler and state changes, whose keys in the engine's own cache name their models. And its engines share traces of
+functions within their programs, and what they load.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ import pytest
 # Programs that a process keeps, each some dozen mappings of memory (see tests/conftest.py), and the shortest text of
 # one: what is shorter compiles in a few milliseconds.
 _MOST_KEPT, _LEAST_KEPT = 100, 4096
+_SHARED_TRACES = "engines of the tests"
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
@@ -131,3 +134,38 @@ def fast_compile() -> Iterator[None]:
             yield
         finally:
             jax.config.update("jax_disable_most_optimizations", before)
+
+
+def share_programs(patch: pytest.MonkeyPatch, may_share: Callable[[], bool]) -> None:
+    """Let engines share what jax remembers of functions within programs, most of them its own, and loaded programs.
+
+    An engine traces such functions anew, a third of the time of a start that compiles little, since a user's function
+    may read what another engine found otherwise. Here this is left to the engines of a family that is not ours, or
+    while code of ours is replaced. To load is most of a start that compiles nothing; here a process loads a file once.
+    Neither happens while `may_share()` is False.
+    """
+    if (module := sys.modules.get("jaxengine.runner.executables.cache")) is None:
+        return
+    ours, unchanged = Path(sys.modules["jaxengine"].__file__ or "").parent, module.code_digest(())
+    compile_alone, load_alone = module.ExecutableCache.compile, module.load
+
+    def compile_sharing(cache, *args, **kwargs):
+        own, is_ours = cache._traces, cache._family is None or ours in cache._family.parents
+        cache._traces = _SHARED_TRACES if is_ours and cache._changed == unchanged and may_share() else own
+        try:
+            return compile_alone(cache, *args, **kwargs)
+        finally:
+            cache._traces = own
+
+    def load_once(payload, *args):
+        return (_load_once if may_share() else load_alone)(payload, *args)
+
+    patch.setattr(module.ExecutableCache, "compile", compile_sharing)
+    patch.setattr(module, "load", load_once)
+
+
+@functools.lru_cache(_MOST_KEPT)
+def _load_once(*args):
+    from jaxengine.runner.executables.layer_chain import load
+
+    return load(*args)

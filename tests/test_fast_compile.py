@@ -1,10 +1,15 @@
-"""What a process of tests keeps of its compiled programs."""
+"""What a process of tests keeps of its compiled programs, and of their traces."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxengine.runner.executables.cache import ExecutableCache
 from tests import fast_compile
 from tests.fast_compile import _Compiled
 
@@ -46,3 +51,41 @@ def test_few_are_kept(monkeypatch):
     assert get("a") is first
     get("c")  # the one used least recently is forgotten
     assert get("a") is first and get("b") is not second
+
+
+def num_traces(family: type | None = None) -> int:
+    """How often a function within the programs of two engines is traced."""
+    traced = []
+
+    @jax.jit
+    def within(x):
+        traced.append(x)
+        return x + 1
+
+    for _ in range(2):
+        cache = ExecutableCache("", jax.devices()[:1], family=family)
+        cache.compile(lambda x: within(x), [jax.ShapeDtypeStruct((2,), np.float32)], donate=())
+    return len(traced)
+
+
+def test_engines_share_traces_but_for_those_of_a_users_family():
+    assert (num_traces(), num_traces(SimpleNamespace)) == (1, 2)
+    assert num_traces(type("Own", (), {})) == 2
+
+
+def num_loads(folder: str) -> int:
+    """How often a stored program is loaded for two engines."""
+    shape, found = jax.ShapeDtypeStruct((2,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0])), []
+    for _ in range(3):  # the first one stores it
+        cache = ExecutableCache(folder, jax.devices()[:1])
+        found.append(cache.get("add", lambda x: x + 1, [shape], shape, donate=()))
+    assert (cache.num_compiled, cache.num_loaded) == (0, 1)
+    return len(set(map(id, found[1:])))
+
+
+def test_a_program_is_loaded_once(tmp_path):
+    assert num_loads(str(tmp_path)) == 1
+
+
+def test_engines_of_a_test_that_patches_share_nothing(monkeypatch, tmp_path):
+    assert (num_traces(), num_loads(str(tmp_path))) == (2, 2)

@@ -65,7 +65,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     """Engine that streams the outputs of many requests at once, for use from async code.
 
     The constructor loads the model and starts the thread that runs steps. It raises ConfigError, ModelConfigError or
-    ModelFileError.
+    ModelFileError, and ClusterError if there are several nodes. In a fork, methods raise EngineDeadError.
 
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded model.
@@ -81,7 +81,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        """Load the model and start the engine's thread. Raises ConfigError, ModelConfigError or ModelFileError."""
+        """Load the model and start the engine's thread. Raises the errors that the class lists."""
         config = EngineConfig.from_options(model=model, **options)
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -105,8 +105,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         """Make an engine from `EngineArgs` or an EngineConfig.
 
         usage_context: ignored; in vLLM it labels usage statistics, which jaxengine does not collect. Raises ConfigError
-        if start_engine_loop or stat_loggers is not the default, and ConfigError, ModelConfigError or ModelFileError if
-        the engine cannot start.
+        if start_engine_loop or stat_loggers is not the default, and the constructor's errors.
         """
         for name, value, only in (("start_engine_loop", start_engine_loop, True), ("stat_loggers", stat_loggers, None)):
             if value is not only:
@@ -152,7 +151,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         or cancelling the task that runs it, aborts the request and frees its pages.
 
         Args:
-          sampling_params: None for the model's defaults.
+          sampling_params: None for the model's defaults. They are copied now, so that later changes have no effect.
           request_id: None for a generated one.
           priority, timeout, client, session_id: see `RequestOptions`.
           lora_request: the adapter to use. It is loaded first if necessary.
@@ -181,10 +180,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         The same compiled programs compute them as in `generate`. They are those of temperature 1, without penalties,
         truncation or masks.
 
-        completions: token ids, one sequence for each prompt. decode: feed the tokens one by one, as decoding does,
-        instead of all at once like a prompt; needs enable_trace_replay. lora_request: one adapter for all prompts.
-        Raises the first error of a request (RequestError or EngineDeadError); the other requests still run to their
-        ends.
+        prompts: as for `generate`, without images. completions: token ids, one sequence for each prompt; an empty
+        sequence has no log-probabilities. decode: feed the tokens one by one, as decoding does, instead of all at once
+        like a prompt; needs enable_trace_replay. lora_request: one adapter for all prompts. Raises RequestError at once
+        for an argument that is not allowed and a logprobs_mode of logits, otherwise the first error of a request
+        (RequestError or EngineDeadError); the other requests still run to their ends.
         """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         requests = zip(known.prompts, known.params, strict=True)
@@ -222,18 +222,18 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return {each["number"] for each in await self.utility("adapters")}
 
     async def reset_mm_cache(self) -> None:
-        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
+        """Drop cached images and videos, preprocessed and encoded, except running requests'. Raises EngineDeadError."""
         await self.utility("reset_mm_cache")
 
     async def start_profile(self) -> None:
         """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
-        a profile is already running.
+        a profile is already running, and EngineDeadError.
         """
         await self.utility("start_profile")
 
     async def stop_profile(self) -> None:
         """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
-        running or it cannot be written.
+        running or it cannot be written, and EngineDeadError.
         """
         await self.utility("stop_profile")
 
@@ -258,11 +258,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         timeout: float | None = None,
         client: str | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the only output of a request to a pooling model: its vector.
+        """Yield the only output of a request to a pooling model: one vector, or one for each token if the task has it.
 
-        pooling_params: None for the model's defaults. request_id: None for a generated one. priority, timeout, client:
-        see `RequestOptions`. Leaving the iteration early aborts the request. The iteration raises RequestError and
-        EngineDeadError.
+        pooling_params: None for the model's defaults; they are copied now. request_id: None for a generated one.
+        priority, timeout, client: see `RequestOptions`. The request starts when the iteration starts; leaving the
+        iteration early aborts it. The iteration raises RequestError and EngineDeadError.
         """
         params = copy.copy(pooling_params)
         return self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client))
@@ -294,7 +294,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         Implements `EngineClient.pool`.
 
         pooling_params: None for the model's defaults. request_id: None for a generated one. options: None for the
-        defaults. The iteration raises RequestError and EngineDeadError.
+        defaults. Leaving the iteration early aborts the request. The iteration raises RequestError and EngineDeadError.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
         return self._outputs(prompt, params, request_id, options)

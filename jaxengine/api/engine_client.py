@@ -77,7 +77,9 @@ class EngineClient(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request, whose stream then yields a last output with finish_reason "abort". Ignores an unknown id."""
+        """End a request, whose stream then yields a last output with finish_reason "abort". Ignores an unknown id.
+        Raises EngineDeadError if the engine has failed.
+        """
         ...
 
     async def check_health(self) -> None:
@@ -114,7 +116,7 @@ class EngineWrapper:
 
     async def abort(self, request_id: str) -> None:
         """End a request of the wrapped engine, whose stream then yields a last output with finish_reason "abort".
-        Ignores an unknown id.
+        Ignores an unknown id. Raises EngineDeadError if the engine has failed.
         """
         await self._engine.abort(request_id)
 

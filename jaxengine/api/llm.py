@@ -63,7 +63,8 @@ class LLM(WeightMethods, VllmMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting
-    threads. A step that fails ends all running calls, and every later one, with EngineDeadError.
+    threads. A step that fails ends all running calls, and every later one, with EngineDeadError, which is also raised
+    in a fork of the engine's process.
 
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
@@ -77,6 +78,7 @@ class LLM(WeightMethods, VllmMethods):
     Raises:
       ConfigError: an unknown or unsupported option.
       ModelConfigError, ModelFileError: the model is not supported, or a file of it is missing or invalid.
+      ClusterError: there are several nodes, and the others cannot be reached or one is lost.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class LLM(WeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError."""
+        """Load the model and compile its steps. Raises the errors that the class lists."""
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLM")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
@@ -107,7 +109,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Make an LLM from `EngineArgs` or an EngineConfig. Raises ConfigError, ModelConfigError or ModelFileError."""
+        """Make an LLM from `EngineArgs` or an EngineConfig. Raises the constructor's errors."""
         return cls(**engine_options(engine_args))
 
     def __enter__(self) -> LLM:
@@ -201,8 +203,8 @@ class LLM(WeightMethods, VllmMethods):
         """Continue each prompt with the sequences that a beam search finds, best first; results come in the order of
         the prompts.
 
-        Each token takes one call of `generate` with all beams of all prompts. Raises RequestError for invalid prompts,
-        for images, and for a beam that is wider than the engine's max_logprobs allows; raises EngineDeadError.
+        Each token takes one call of `generate` with all beams of all prompts. Raises RequestError for invalid prompts
+        or params, images, and a beam that is wider than the engine's max_logprobs allows; raises EngineDeadError.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -304,17 +306,17 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of texts and return a score, `outputs.score`, for each pair.
+        """Score pairs of texts and return a score, `outputs.score`, for each pair, in the order of data_2.
 
-        If data_1 is one text, it is paired with each text of data_2; two lists of equal length are paired one by one.
+        One text in data_1, alone or in a list, is paired with each of data_2; two lists of equal length one by one.
         A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
         `chat_template` from messages with the roles "query" and "document". An embedding model's score is the cosine
         similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
 
         chat_template: None for the engine's option. If that is None too, the texts are concatenated; an encoder's
         tokenizer does that. Raises RequestError for an empty text, numbers of texts that do not match, a classifier
-        with several labels, a template given to an embedding model, or a result that is not finite; raises
-        EngineDeadError.
+        with several labels, a model that generates text, a template given to an embedding model, or a result that is
+        not finite; raises EngineDeadError.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -382,9 +384,7 @@ class LLM(WeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that requests get by default: vLLM's, overridden by the model's own values as
-        the option generation_config specifies.
-        """
+        """Return the default sampling parameters: vLLM's, overridden by the model's as generation_config specifies."""
         return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
@@ -412,7 +412,7 @@ class LLM(WeightMethods, VllmMethods):
             self.core.utility("stop_profile")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-        """Return a SamplingParams for each of `count` prompts, from one for all, one each, or None for defaults."""
+        """Return `params_for` with its errors; params None stands for the default parameters."""
         given = self.get_default_sampling_params() if params is None else params
         return params_for(count, given, self.core.inputs.config.max_model_len)
 
@@ -448,9 +448,9 @@ class LLM(WeightMethods, VllmMethods):
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Run steps, taking turns with other threads, until all `num_requests` outputs of a call have arrived.
-
-        Raises the RequestError of one of its requests, or EngineDeadError.
+        """Run steps, taking turns with other threads, until all `num_requests` outputs of a call have arrived. Wait
+        while the engine is paused. Raises the RequestError of one of its requests, or EngineDeadError; the other
+        requests are not aborted.
         """
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:

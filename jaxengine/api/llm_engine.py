@@ -38,6 +38,8 @@ class LLMEngine(WeightMethods, VllmMethods):
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded model.
       devices, mesh, mesh_axes, options: see `LLM`.
+
+    The constructor raises ConfigError, ModelConfigError or ModelFileError, and ClusterError if there are several nodes.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class LLMEngine(WeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError."""
+        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError, and
+        ClusterError if there are several nodes.
+        """
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLMEngine")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
@@ -65,7 +69,7 @@ class LLMEngine(WeightMethods, VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, usage_context: Any = None) -> Self:
-        """Make an engine from `EngineArgs` or an EngineConfig. Raises ConfigError, ModelConfigError or ModelFileError.
+        """Make an engine from `EngineArgs` or an EngineConfig. Raises the constructor's errors.
 
         usage_context: ignored; it is for vLLM's usage statistics, which are not collected here.
         """
@@ -88,7 +92,7 @@ class LLMEngine(WeightMethods, VllmMethods):
           lora_request: the adapter to use; it is loaded unless it already is.
 
         Raises:
-          RequestError: the request cannot be served; nothing has changed.
+          RequestError: the request cannot be served and is not queued; its adapter may have been loaded.
           ModelFileError: the adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """

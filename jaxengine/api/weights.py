@@ -87,7 +87,7 @@ class WeightMethods(ABC):
 
         Raises WeightUpdateError, whose `faults` list all tensors that are missing, unknown or of a wrong shape, or
         those given twice, or the first one whose elements are not finite; RequestError for another argument;
-        EngineDeadError. On an error the old weights are kept.
+        EngineDeadError; ClusterError if another process of the engine is lost. On an error the old weights are kept.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -128,7 +128,7 @@ class WeightMethods(ABC):
         self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Begin a pause, call a function once no request runs, end the pause, and return the function's result.
+        """Run steps in a pause until no request runs, call a function with the lock held, and return its result.
 
         mode: what happens to running requests: "keep", "wait" or "abort". Raises RequestError for an invalid pause,
         EngineDeadError, and the function's errors; the pause is ended first.
@@ -200,7 +200,7 @@ class WeightMethods(ABC):
           keep_kv: first copy cached pages to the tier in host memory, where requests find them after `wake_up`;
             otherwise that tier is emptied. Needs level 1, and an engine with kv_offloading_size.
 
-        Raises RequestError for arguments that are not allowed, and EngineDeadError.
+        Raises RequestError for arguments that are not allowed or if another thread ends the pause, and EngineDeadError.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -209,7 +209,8 @@ class WeightMethods(ABC):
 
     def release_kv_cache_memory(self) -> None:
         """Free the pages of a paused engine, but not its weights, until `wake_up`. Cached prefixes are dropped, and
-        requests that were kept will be computed again. Raises RequestError if the engine is not paused.
+        requests that were kept will be computed again. Raises RequestError if the engine is not paused or ceases to be,
+        and EngineDeadError.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -221,7 +222,8 @@ class WeightMethods(ABC):
         end the pause at once.
 
         tags: "weights", "kv_cache" or both; None for both. Raises RequestError for another tag, and for weights that
-        were freed at level 2 and have not been replaced.
+        were freed at level 2 and have not been replaced; EngineDeadError; jax's RuntimeError or MemoryError if the
+        memory cannot be allocated, in which case the engine still sleeps.
         """
         with self._lock:
             _weights_of(self.core).wake(tags)
@@ -242,19 +244,22 @@ class WeightMethods(ABC):
             return done
 
     def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices because the engine sleeps."""
+        """Whether weights or pages are not on the devices because the engine sleeps. Raises EngineDeadError."""
         with self._lock:
             return bool(_weights_of(self.core).asleep)
 
     @property
     def weight_version(self) -> int | str:
-        """Version of the weights: 0 until `update_weights` replaces them, then a number or text."""
+        """Version of the weights: 0, then the number or text of the last `update_weights`. Raises EngineDeadError."""
         with self._lock:
             return _weights_of(self.core).version
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
         """Return {"weight_version"}, and with `checksum` also {"checksums"}: the SHA-256 of each weight on the devices,
-        by name. Checksums raise RequestError while the engine sleeps, or if other processes hold weights.
+        by name. For checksums, an engine that sleeps automatically is woken.
+
+        Raises EngineDeadError; for checksums also RequestError while the engine sleeps because of `sleep`, or if other
+        processes hold weights.
         """
         with self._lock:
             return _weight_info(self.core, checksum)
@@ -292,7 +297,8 @@ class AsyncWeightMethods(ABC):
 
         New weights are loaded while requests continue; only the switch needs a pause. See `LLM.update_weights` for the
         arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value;
-        RequestError for another argument; EngineDeadError. On an error the old weights are kept.
+        RequestError for another argument; EngineDeadError; ClusterError if another process of the engine is lost. On an
+        error the old weights are kept.
         """
         weights = await self._weights()
         weights.check(version, mode, kv)
@@ -387,8 +393,8 @@ class AsyncWeightMethods(ABC):
         await self._once_paused(weights, None, lambda: weights.sleep(level, tags, keep_kv))
 
     async def release_kv_cache_memory(self) -> None:
-        """Free the pages of a paused engine, but not its weights, until `wake_up`. Cached prefixes are dropped, and
-        requests that were kept will be computed again. Raises RequestError if the engine is not paused.
+        """Free the pages of a paused engine, but not its weights, until `wake_up`; see `LLM.release_kv_cache_memory`.
+        Raises RequestError if the engine is not paused or ceases to be, and EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(lambda: self.core.utility("check_paused"))
@@ -411,14 +417,12 @@ class AsyncWeightMethods(ABC):
         return await self.between_steps(lambda: self.core.utility(name))
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices because the engine sleeps."""
+        """Whether weights or pages are not on the devices because the engine sleeps. Raises EngineDeadError."""
         weights = await self._weights()
         return await self.between_steps(lambda: bool(weights.asleep))
 
     async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Return {"weight_version"}, and with `checksum` also {"checksums"}: the SHA-256 of each weight on the devices,
-        by name. Checksums raise RequestError while the engine sleeps, or if other processes hold weights.
-        """
+        """Return what `LLM.weight_info` returns, with its errors."""
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
     async def _weights(self) -> Any:

@@ -21,11 +21,12 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
     Args:
       architecture: entry of "architectures" in config.json; must equal the name of the class.
       model_class: a class with everything that jaxengine.models.causal_lm.CausalLM declares, such as a subclass of one
-        in jaxengine.models.families. Registering a name again, as a notebook does, replaces the class if it is of
-        the same module.
+        in jaxengine.models.families. A class of the same name and module, as a notebook registers it again, replaces
+        the earlier one.
 
     Raises:
-      ConfigError: the name or the class's gguf_architecture is taken, or the class cannot be a model.
+      ConfigError: the architecture or the class's gguf_architecture is taken by another model, or the class cannot be
+        a model.
     """
     if not inspect.isclass(model_class):
         raise ConfigError("model_class", model_class, "a class")

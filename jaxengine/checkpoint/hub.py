@@ -40,9 +40,10 @@ def download(
 
 
 def list_files(name: str, *, revision: str | None, token: str | bool | None) -> list[str]:
-    """Return the names of a hub model's files, for messages; [] if the hub does not answer.
+    """Ask the hub for the names of a model's files, for messages; return [] on any error.
 
-    revision: branch, tag or commit; None for the main branch. token: for the hub; None or True for the stored one.
+    revision: branch, tag or commit; None for the main branch. token: for the hub; None or True for the stored one,
+    False for none.
     """
     import huggingface_hub
 

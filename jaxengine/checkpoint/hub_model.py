@@ -44,11 +44,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def download_model(name: str, config: EngineConfig) -> Path:
     """Download a hub model unless it is already there; return its folder, or its GGUF file if `name` names one.
 
-    name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. config: for revision, download_dir, hf_token,
-    config_format and load_format. With load_format "dummy" no safetensors are downloaded.
+    name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. For a GGUF model in several files, the first is
+    returned and all are downloaded. config: for revision, download_dir, hf_token, config_format and load_format. With
+    load_format "dummy" no safetensors are downloaded.
 
     Raises:
-      ConfigError: `name` is not a hub model, the hub refuses it, or it has no configuration or no safetensors.
+      ConfigError: `name` is not a hub model, the hub refuses it, it has no configuration or no safetensors, or not
+        exactly one GGUF model fits.
       ModelFileError: the index of its weights is invalid.
     """
     if quantised := _QUANTISED.fullmatch(name):
@@ -107,7 +109,8 @@ def _weight_files(folder: Path, stem: str) -> list[str]:
 
 
 def _without_weights(name: str, revision: str | None, config: EngineConfig, stem: str) -> ConfigError:
-    """Return the ConfigError for a repository without safetensors, which names its pickle weights if it has some.
+    """Return the ConfigError for a repository without safetensors, which names its pickle weights if it has some. Asks
+    the hub for the list of files.
 
     name, revision: of the repository. config: for the hub's token. stem: beginning of the names of the files.
     """

@@ -123,11 +123,12 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 
     keep_tables: with `quantization` gguf, keep the token tables in the file's storage format too.
 
-    Raises, with every file closed:
+    Raises:
       ConfigError: there is no such file, folder or hub model, a plugin cannot be imported, or an option
         contradicts the model.
       DefaultModelMissing: no model is named, and the package with the default one is not installed.
       ModelFileError: a file is invalid, or describes an unsupported model.
+      OSError: the folder for downloads cannot be written.
     """
     load_plugins(config.plugins)
     path = default_model_path() if config.model is None else find_model(config)
@@ -193,7 +194,7 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
     """Return the folder of the tokenizer that the options name, downloaded if needed; None for the model's own.
 
     config: for tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision of a
-    tokenizer on this machine; DefaultModelMissing for a revision without a model or the default one.
+    tokenizer on this machine; DefaultModelMissing for a revision without a model, if the default one is missing.
     """
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
@@ -214,7 +215,7 @@ def find_model(config: EngineConfig) -> Path:
     """Return the file or folder that `config.model`, which is not None, names; a URL or hub id is downloaded if needed.
 
     Raises ConfigError for a name that cannot be looked up, a revision with a URL, or a failed download; ModelFileError
-    for invalid files.
+    for invalid files; OSError if the folder for downloads cannot be written.
     """
     assert config.model is not None
     if is_url(config.model):
@@ -320,24 +321,24 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
         if pooling.sentence is not None and pooling.sentence.max_seq_length is not None:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
+    model, defaults = _with_generation_config(model, path, config), _generation_defaults(path, config)
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
-    source = ModelSource(path, model, weights, {}, pooling=pooling)
+    source = ModelSource(path, model, weights, defaults, pooling=pooling)
     with source.closing_on_error():
         if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
             weights = MistralSource(weights, *heads_in_pairs(model))
-        model = with_stored_head(_with_generation_config(model, path, config), raw, weights)
+        model = with_stored_head(model, raw, weights)
         if pooling is not None and weights is not None and not isinstance(weights, Path):
             names = model_for_hf(model.architecture).checkpoint_names
             weights = with_own_files(path, weights, names, pooling.pooler)
-        return replace(source, config=model, weights=weights, generation_defaults=_generation_defaults(path, config))
+    return replace(source, config=model, weights=weights)
 
 
 def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
-    """Open the safetensors of the model that `config` names, at a URL or in a folder.
+    """Open the safetensors of the model that `config` names, at a URL or in a folder: transformers' or, if load_format
+    says so or they are the only ones, Mistral AI's.
 
-    They are transformers' files or, if load_format says so or they are the only ones, Mistral AI's. path: the folder
-    that `find_model` returned. Raises ModelFileError for files that are missing or invalid, ConfigError for a URL that
-    cannot be used.
+    path: the folder that `find_model` returned. Raises ModelFileError.
     """
     stem = CONSOLIDATED if config.load_format == MISTRAL or _only_consolidated(path, config) else USUAL
     if config.model is not None and is_url(config.model):
@@ -356,8 +357,8 @@ def _only_consolidated(path: Path, config: EngineConfig) -> bool:
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
-    """Read a folder's config.json with hf_overrides; return (its content, the model, its PoolingModel or None if it
-    generates).
+    """Read a folder's config.json (or params.json, see `config_file`) with hf_overrides; return (its content with the
+    overrides, the model, its PoolingModel or None if it generates).
 
     Raises ConfigError for an override that nothing reads and for options that contradict the model; ModelFileError for
     an invalid config.json.
@@ -431,8 +432,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
     the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out.
-    path: of the model. Raises ModelFileError for an invalid file, ConfigError for an option that cannot be the name of
-    a folder.
+    path: of the model. Raises ModelFileError for an invalid file, and ConfigError for a generation_config that cannot
+    be a folder's name.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path

@@ -148,8 +148,9 @@ def _embedder(
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
     """Return how the model of a GGUF file pools; None for a generating model.
 
-    It is an embedder if the metadata has a pooling type, or if the options make it pool. Raises ConfigError for options
-    that contradict it, and for a reranker that is to pool; ModelConfigError for a pooling type that is not a number.
+    It is an embedder if the metadata has a pooling type in _GGUF_TYPES, or if the options make it pool. Raises
+    ConfigError for options that contradict it, and for a reranker that is to pool; ModelConfigError for a pooling type
+    that is not a whole number from 0 on.
     """
     kind = ConfigFields(metadata).integer(f"{metadata.get('general.architecture')}.pooling_type", None, minimum=0)
     found = _GGUF_TYPES.get(kind)
@@ -244,6 +245,7 @@ def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
 
 def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
     """Return how many labels are scored, and which tokens' logits stand for them if the model has no head for labels.
+    Without num_labels, id2label and tokens there are two labels.
 
     With the method TWO_WAY there are exactly two tokens, the one for "no" first, and one label is scored: the
     difference of their logits. fields: of config.json. token_id: maps a token of the vocabulary to its id, and any

@@ -177,8 +177,9 @@ def _read_splade(folder: Path, path: str) -> Splade:
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
     """Return (pooling type, whether the tokens of a prepended prompt are pooled) of a Pooling module.
 
-    path: of the module's folder within the model's; "" for the model's folder itself. Raises ModelFileError if it has
-    no config.json, has a switch that is neither true nor false, or does not name exactly one supported mode.
+    The type is MEAN if the module names no mode. path: of the module's folder within the model's; "" for the model's
+    folder itself. Raises ModelFileError if it has no config.json, has a switch that is neither true nor false, or names
+    several modes or one that is not supported.
     """
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
@@ -227,8 +228,8 @@ def _read_dense(folder: Path, path: str) -> Dense:
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """Return (texts that are prepended to inputs, by name; name of the default one, None without one).
 
-    They are in the folder's config_sentence_transformers.json, which may be absent. Raises ModelFileError for an
-    invalid one.
+    They are in the folder's config_sentence_transformers.json, which may be absent: ({}, None). PyLate's query_prefix
+    and document_prefix are the texts named QUERY and DOCUMENT. Raises ModelFileError for an invalid file.
     """
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
     prompts, default = raw.get("prompts"), raw.get("default_prompt_name")

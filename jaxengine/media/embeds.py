@@ -71,7 +71,8 @@ def given_embeds(value: Any) -> GivenEmbeds | None:
 
 
 def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
-    """Decode (files and base64) and check embeddings, and return them as f32.
+    """Decode (files and base64) and check embeddings, and return them as f32. A contiguous array of float32 is not
+    copied.
 
     Raises MediaError for more than options.max_media_bytes, for anything but one array [rows, E] of float32, float16 or
     bfloat16 with finite numbers, and for a grid that is not three whole numbers of at least 1.

@@ -18,7 +18,6 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
@@ -30,7 +29,7 @@ from jaxengine.models.vision.base.layers import (
     TowerMLP,
     stretched,
 )
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_vit, table
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
 
 TOWER = "vit"
 LAYER, MERGER = f"{TOWER}.layers.{{layer}}", f"{TOWER}.perceive"
@@ -40,28 +39,15 @@ _MOST_MERGED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class HunYuanVLTowerConfig(TowerConfig):
+class HunYuanVLTowerConfig(VitTowerConfig):
     """Sizes of the tower. jaxengine.media.processors.hunyuan_vl writes its `columns`.
 
     Attributes:
       vit: sizes; its image_size determines the number of learned positions, of which one, the first, is not used.
       spatial_merge_size: number of patches along a side of the square that becomes one embedding.
-      temporal_patch_size: frames of a patch.
     """
 
-    vit: VitConfig
     spatial_merge_size: int
-    temporal_patch_size: int = 1
-
-    @property
-    def num_layers(self) -> int:
-        """Number of the tower's layers."""
-        return self.vit.num_layers
-
-    @property
-    def patch_size(self) -> int:
-        """Pixels of a patch's side."""
-        return self.vit.patch_size
 
     @property
     def unused(self) -> tuple[str, ...]:

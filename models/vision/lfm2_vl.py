@@ -13,12 +13,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP
 from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, PatchMerger, read_activation
-from jaxengine.models.vision.base.vit import VitConfig, read_vit, table
+from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit, table
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.minicpmv import make_layer
 
@@ -29,7 +28,7 @@ _MOST_SIDE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lfm2VlTowerConfig(TowerConfig):
+class Lfm2VlTowerConfig(VitTowerConfig):
     """SigLIP 2 with a projector.
 
     Attributes:
@@ -39,22 +38,11 @@ class Lfm2VlTowerConfig(TowerConfig):
         and of a norm of the MLP over a row's patches.
     """
 
-    vit: VitConfig
     spatial_merge_size: int
     projector_size: int
     projector_activation: str
     projector_bias: bool
     projector_norm: bool
-
-    @property
-    def patch_size(self) -> int:
-        """Pixels of a patch's side."""
-        return self.vit.patch_size
-
-    @property
-    def temporal_patch_size(self) -> int:
-        """Frames of a patch: 1."""
-        return 1
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
@@ -29,7 +28,7 @@ from jaxengine.models.vision.base.layers import (
     TowerMLP,
     gelu_tanh,
 )
-from jaxengine.models.vision.base.vit import VitConfig, read_vit, table
+from jaxengine.models.vision.base.vit import VitConfig, VitTowerConfig, read_vit, table
 
 TOWER, MERGER = "vision_tower", "merger"
 _INSERTED = f"{TOWER}.vit_merger"
@@ -41,7 +40,7 @@ _MODES = {"16x": True, "4x": False}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniCPMVTowerConfig(TowerConfig):
+class MiniCPMVTowerConfig(VitTowerConfig):
     """Sizes of the tower.
 
     Attributes:
@@ -50,18 +49,7 @@ class MiniCPMVTowerConfig(TowerConfig):
         the last.
     """
 
-    vit: VitConfig
     joined_after: int | None
-
-    @property
-    def patch_size(self) -> int:
-        """Pixels of a patch's side."""
-        return self.vit.patch_size
-
-    @property
-    def temporal_patch_size(self) -> int:
-        """Frames of a patch: 1."""
-        return 1
 
     @property
     def num_joins(self) -> int:

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
@@ -31,7 +30,7 @@ from jaxengine.models.vision.base.layers import (
     rope_frequencies,
     stretched,
 )
-from jaxengine.models.vision.base.vit import VitConfig, read_vit
+from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit
 
 TOWER, PROJECTOR = "visual.vision_model", "mlp_AR"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
@@ -41,30 +40,17 @@ _MOST_MERGED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddleOcrVLTowerConfig(TowerConfig):
+class PaddleOcrVLTowerConfig(VitTowerConfig):
     """Sizes of the tower. jaxengine.media.processors.grids writes its `columns`.
 
     Attributes:
       vit: sizes; its image_size determines the number of learned positions.
       spatial_merge_size: number of patches along a side of the square that becomes one embedding.
       rope_theta: base of the rotary frequencies, which rows and columns share.
-      temporal_patch_size: frames of a patch.
     """
 
-    vit: VitConfig
     rope_theta: float
     spatial_merge_size: int
-    temporal_patch_size: int = 1
-
-    @property
-    def num_layers(self) -> int:
-        """Number of the tower's layers."""
-        return self.vit.num_layers
-
-    @property
-    def patch_size(self) -> int:
-        """Pixels of a patch's side."""
-        return self.vit.patch_size
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
 if not IS_FITTED:
     pytest.skip(f"the interpreters' additions are fitted to jax {', '.join(FITTED_TO)}", allow_module_level=True)
 
+from tests.pallas_kernels import faster_interpreters
 from tests.pallas_kernels import mosaic_gpu_hazards as hazards
 from tests.pallas_kernels.mosaic_gpu_memory import Place, overlap, within, without
 
@@ -144,3 +145,11 @@ def test_parts_are_what_is_left():
         assert (counted(without(one, other)) == has * (1 - covered)).all()
         assert (counted([within(one, (size, size))]) == has).all()
         assert overlap([one], other) == (has * covered).any()
+
+
+def test_clocks_are_ordered_where_no_thread_has_seen_less():
+    order = {(1, 1): "same", (1, 2): "before", (2, 2): "before", (0, 1): "after", (0, 2): "apart", (2, 0): "apart"}
+    for other, expected in order.items():
+        clocks = np.array([1, 1], np.int32), np.array(other, np.int32)
+        assert faster_interpreters._ordered(*clocks) == (expected in ("before", "after")), other
+        assert faster_interpreters._before(*clocks) == (expected == "before"), other

@@ -46,7 +46,8 @@ class UnknownCodeError(Exception):
 def code_digest(roots: Iterable[Any]) -> str:
     """Return the SHA-256, in hexadecimal, of the classes and functions `roots` and of all values that they read.
 
-    Raises UnknownCodeError for a value that cannot be hashed and for code that reads the environment or files.
+    Raises UnknownCodeError for a value that cannot be hashed, for code that reads the environment or files, and for
+    more than 100,000 values.
     """
     walk = _Walk()
     for root in roots:

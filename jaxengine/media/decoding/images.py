@@ -90,7 +90,8 @@ def quiet_pillow() -> None:
 
 
 def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Return the pixels of an image, uint8 [H, W, 3] RGB, rotated upright.
+    """Return the pixels of an image, uint8 [H, W, 3] RGB, rotated upright. A contiguous array of this form is returned
+    itself, not copied.
 
     Args:
       value: bytes of a file, pathlib.Path of a file, a PIL.Image.Image, or a numpy array, which must hold uint8 from 0
@@ -307,7 +308,8 @@ def _on_colour(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
 
 
 def _from_array(value: np.ndarray, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Convert an array of a form that `read_image` accepts to uint8 [H, W, 3], and take its pixels from the budget.
+    """Convert an array of a form that `read_image` accepts to uint8 [H, W, 3], and take its pixels from the budget. A
+    contiguous array of this form is returned itself, not copied.
 
     Raises MediaError for other arrays, and for too many pixels.
     """

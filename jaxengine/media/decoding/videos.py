@@ -38,8 +38,9 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
       options: limits.
       budget: the prompt's, from which the pixels of all frames are taken.
 
-    Blocks while it reads and decodes. Raises MediaError for other values, a file that is damaged, of an unknown type or
-    too large, too many frames or pixels, and contradictory metadata.
+    Blocks while it reads and decodes. A Video is returned itself, and a contiguous array of frames is not copied.
+    Raises MediaError for other values, a file that is damaged, of an unknown type or too large, too many frames or
+    pixels, and contradictory metadata.
     """
     if isinstance(value, Path):
         value = read_file(value, options.max_media_bytes)

@@ -224,8 +224,8 @@ class Qwen2VLProcessor(GridProcessor):
         return high * self.factor, wide * self.factor
 
     def sides(self, bounds: Bounds, num_frames: int = 1) -> list[tuple[int, int]]:
-        """Return the shorter side and the longest other side with it, in squares of `factor` pixels, that a frame may
-        have after resizing; the squarest first.
+        """Return (shorter side, longest other side with it), in squares of `factor` pixels, for each shorter side that
+        a frame may have after resizing; the squarest first.
 
         bounds: of the pixels of num_frames frames together.
         """

@@ -62,7 +62,9 @@ class MistralDialect:
 
 
 def _result(message: Message) -> Message:
-    """Return a tool's message with is_json, and JSON written as json.dumps does."""
+    """Return a copy of a tool's message with is_json, whether its content is JSON; JSON is written anew by json.dumps,
+    and "" becomes {}. A message whose content is not a text is returned unchanged.
+    """
     content = message.get("content")
     if not isinstance(content, str):
         return message

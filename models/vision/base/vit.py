@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -66,6 +67,27 @@ class VitConfig:
     def num_features(self) -> int:
         """F: red, green and blue of a patch's pixels, colour by colour, row by row."""
         return 3 * self.patch_size**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitTowerConfig(TowerConfig):
+    """Sizes of a tower of a vision transformer's layers over images of any shape.
+
+    Attributes:
+      vit: sizes of the layers, and of the learned positions.
+    """
+
+    vit: VitConfig
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels of a patch's side."""
+        return self.vit.patch_size
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames of a patch: 1."""
+        return 1
 
 
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:

@@ -260,15 +260,19 @@ FILES = {
 
 
 @each_row("kind", FILES)
-def test_files_that_are_no_control_vector_are_refused_at_start(kind, tmp_path_factory):
+def test_files_that_are_no_control_vector_are_refused_at_start(kind, tmp_path_factory, monkeypatch):
     from jaxengine.checkpoint.model_source import open_model
+    from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 
+    closed, close = [], SafetensorsCheckpoint.close
+    monkeypatch.setattr(SafetensorsCheckpoint, "close", lambda weights: (closed.append(weights), close(weights)))
     directions, said = FILES[kind]
     path = control_vector(tmp_path_factory.mktemp("wrong") / "wrong.gguf", directions)
     options = {"model": str(TINY_CHECKPOINT), "steer": "residual:*", "steering_vectors": {"wrong": path}}
     with pytest.raises(ModelFileError) as refused:
         open_model(EngineConfig.from_options(skip_tokenizer_init=True, **options))
     assert said in str(refused.value)
+    assert len(closed) == 1  # the model's own weights, which were open already
 
 
 def test_a_missing_file_is_refused(tmp_path):

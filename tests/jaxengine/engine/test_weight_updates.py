@@ -293,7 +293,7 @@ def test_the_engines_own_tree_is_not_copied(llm, expected, tmp_path):
 
 def test_matrices_that_were_rounded_are_rounded_again(tiny_options, tmp_path):
     """In the recipe of loading: int8 of the new weights, from bfloat16 too."""
-    options = tiny_options | {"quantization": "int8", "max_model_len": 32}
+    options = tiny_options | {"quantization": "int8"}
     with LLM(**options) as llm:
         before = llm.weight_info(checksum=True)["checksums"]
         llm.update_weights({name: each.astype(ml_dtypes.bfloat16) for name, each in changed(1).items()})
@@ -474,7 +474,7 @@ def test_ctrl_c_during_an_update_leaves_no_pause(llm, expected, monkeypatch):
 
 def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):
     """Weights that it leaves out, and adapters, are still in host memory: no step runs before `wake_up`."""
-    with LLM(**tiny_options | {"enable_lora": True, "max_model_len": 32}) as llm:
+    with LLM(**tiny_options | {"enable_lora": True}) as llm:
         before = tokens_of(llm)
         llm.sleep(1)
         for tensors, strict in (({NORM: stored()[NORM]}, False), (changed(0), True)):

@@ -99,7 +99,7 @@ def test_what_no_program_is_traced_from_leaves_the_digest(tree, before):
 
 
 def test_docstrings_comments_and_lines_leave_the_digest(tree, before):
-    for path in tree.rglob("*.py"):
+    for path in program_sources(tree, KERNELS, tree / FAMILY):
         parsed = ast.parse(path.read_text())
         for node in ast.walk(parsed):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
