@@ -62,7 +62,6 @@ def test_the_files_of_a_refused_model_are_closed(tmp_path, monkeypatch):
         {"quantization": "gguf"},
         {"tokenizer": "/nowhere/at/all"},
         {"steering_vectors": {"a": "/nowhere"}},
-        {"override_generation_config": {"beams": 2}},
     ):
         with pytest.raises((ConfigError, ModelFileError)):
             open_model(EngineConfig(model=str(folder), **options))
