@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser, with `run` as the function that executes it."""
     add_address(parser, _share)
     parser.add_argument("--model", help="name of the model (default: the first one that the server lists)")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the API key")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first word is the API key")
     parser.add_argument("--ca-file", metavar="FILE", help="certificates to trust instead of the system's, PEM")
     parser.add_argument("--num-prompts", type=positive_int, default=200, help="requests of each rate")
     rates = parser.add_mutually_exclusive_group()
