@@ -180,8 +180,8 @@ class Compiler:
             self._reply({"event": "row", "row": row})
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[CheckedProgram]:
-        """Yield the programs of a stage, with a pool of `num_pages` pages; with the request's `profile` only blocks of
-        kernels.
+        """Yield the programs of a stage, with a pool of `num_pages` pages. With the request's `profile` it yields only
+        blocks of kernels, and nothing for stages after the first.
 
         Kernels by themselves (of the first stage only) come first, because Mosaic GPU prints a kernel's figures only
         once per process.
@@ -203,8 +203,8 @@ class Compiler:
         ones.
 
         stage: with the layers that are compiled. whole: the same stage with all layers, to which the bytes held by
-        programs are scaled. Raises TooSmall, and ConfigError if the number of pages is given or the target's memory is
-        not known.
+        programs are scaled. Raises TooSmall if the model does not fit; ConfigError instead if the number of pages is
+        given or the target's memory is not known, except for weights alone that are too large for a known memory.
         """
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and whole.weight_bytes > _MOST_WEIGHTS * total:
