@@ -31,7 +31,7 @@ class _Compiler(NamedTuple):
 
     Attributes:
       layer, expert_layer: bytes of code of a forward pass for each layer, without and with experts.
-      base: bytes of code of a forward pass beside that of its layers.
+      of_calls: bytes of code that a forward pass has besides, if its layers share their code.
       most_of_tower: largest number of layers of an encoder tower that have their own code; further ones share it.
       sampler, score: bytes of code of a sampler, and of another epilogue.
       rows: share of the inputs and outputs of a layer's products that a forward pass holds at once.
@@ -43,7 +43,7 @@ class _Compiler(NamedTuple):
 
     layer: float
     expert_layer: float
-    base: float
+    of_calls: float
     most_of_tower: int
     sampler: float
     score: float
@@ -72,8 +72,11 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
     how = _COMPILERS[backend]
     model, buckets = programs.model, programs.packer.buckets
     of_layer = how.layer if model.config.experts is None else how.expert_layer
-    layers = layers_with_code(backend, len(model.stage.layers)) * of_layer * _share_of_code(stage, how)
-    held = len(list(buckets)) * (how.base + layers)
+    layers = layers_with_code(backend, len(model.stage.layers))
+    of_forward = layers * of_layer * _share_of_code(stage, how)
+    if layers < len(model.stage.layers):
+        of_forward += how.of_calls
+    held = len(list(buckets)) * of_forward
     epilogue = encoder = 0.0
     for name, size in programs.epilogue_sizes():
         held += how.sampler if name == SAMPLE else how.score
