@@ -19,6 +19,7 @@ from jaxengine.bench.serve_address import settle
 from jaxengine.bench.serve_client import BadUrlError, Connections, Sample, Server, stream
 from jaxengine.bench.serve_load import Load, LoadResult, arrivals, plan
 from jaxengine.bench.serve_report import meets, picture, series, summary
+from jaxengine.bench.serve_vllm import ready
 from jaxengine.commands.cli import main
 
 
@@ -240,10 +241,26 @@ def test_results_and_requests_by_the_flags_of_vllms_command(tmp_path, capsys):
     }
     assert figures == {name for name in saved if name.endswith("_ms")} and saved["mean_e2el_ms"] > 0
     assert "p99_tpot_ms" in json.loads((tmp_path / "a.json").read_text())
-    for wrong in ("--metric-percentiles 101", "--percentile-metrics ttft,x", "--header a", "--num-warmups -1"):
+    headers = ("--header a", "--header =b", "--header x=ü", "--header x=a\nb", "--header Content-Length=0")
+    for wrong in ("--metric-percentiles 101", "--percentile-metrics ttft,x", "--num-warmups -1", *headers):
         with pytest.raises(SystemExit):
-            main(["bench", "serve", *wrong.split()])
+            main(["bench", "serve", *wrong.split(" ")])
     assert main(["bench", "serve", "--save-result", "--sweep", "1", "2"]) != 0
+
+
+async def test_a_header_replaces_the_clients_own_and_the_wait_for_a_server_ends():
+    async def silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    own = Server.at("http://127.0.0.1:1/v1", "key")
+    given = await ready(own, 0, [("authorization", "mine"), ("x-a", "1")])
+    assert [value for name, value in given.headers if name.lower() == "authorization"] == ["mine"]
+    assert ("x-a", "1") in given.headers and ("Host", "127.0.0.1:1") in given.headers
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with asyncio.timeout(30):
+            await ready(Server.at(f"http://127.0.0.1:{port}/v1"), 0.05, [])
 
 
 def test_errors_are_told_apart(tmp_path, capsys):
