@@ -47,7 +47,7 @@ def _imported(name: str) -> Middleware:
     module, _, attribute = name.rpartition(".")
     try:
         found: Any = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         problem = f"middleware has {name!r}, which cannot be imported: {error}"
         advice = "give module.NAME of a module on sys.path (PYTHONPATH)"
         raise ConfigError.because("middleware", problem, advice) from error

@@ -216,7 +216,7 @@ def test_results_and_requests_by_the_flags_of_vllms_command(tmp_path, capsys):
         ).split()
         status, found = bench(server, tmp_path, *words)
         chat = (
-            "--backend openai-chat --num-prompts 1 --output-len 2 --logprobs 2 --result-filename a.json --save-result"
+            "--backend openai-chat --num-prompts 1 --output-len 2 --logprobs 2 --result-filename b/a.json --save-result"
         )
         kwargs = '--chat-template-kwargs={"enable_thinking":false}'
         assert bench(server, tmp_path, *chat.split(), "--result-dir", str(tmp_path), kwargs)[0] == 0
@@ -240,7 +240,7 @@ def test_results_and_requests_by_the_flags_of_vllms_command(tmp_path, capsys):
         f"{name}_{metric}_ms" for name in ("mean", "median", "std", "p25", "p99.5") for metric in ("ttft", "e2el")
     }
     assert figures == {name for name in saved if name.endswith("_ms")} and saved["mean_e2el_ms"] > 0
-    assert "p99_tpot_ms" in json.loads((tmp_path / "a.json").read_text())
+    assert "p99_tpot_ms" in json.loads((tmp_path / "b" / "a.json").read_text())
     headers = ("--header a", "--header =b", "--header x=ü", "--header x=a\nb", "--header Content-Length=0")
     for wrong in ("--metric-percentiles 101", "--percentile-metrics ttft,x", "--num-warmups -1", *headers):
         with pytest.raises(SystemExit):

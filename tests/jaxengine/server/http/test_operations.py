@@ -120,7 +120,7 @@ async def test_middleware_of_the_operators_own(chat_engine):
     line = BatchLine(1, "a", "/closed", b"{}")
     assert (await call(create_app(chat_engine, config), line, {"holder": digest_of(b"k")}))[0] == 404
     assert "is not JSON" in (await call(create_app(chat_engine, config), line))[1]["error"]["message"]
-    for name in ("Numbered", "no_such_module.X", f"{__name__}.gone", f"{__name__}.PROMPT"):
+    for name in ("Numbered", "..Numbered", "no_such_module.X", f"{__name__}.gone", f"{__name__}.PROMPT"):
         with pytest.raises(ConfigError, match="middleware") as caught:
             create_app(chat_engine, ServerConfig(middleware=(name,)))
         assert name in str(caught.value)

@@ -327,7 +327,12 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v2/embed", {"texts": ["w5"] * 9}, "texts", "texts holds 9 prompts; allowed: 1 to 8"),
         ("/v2/embed", {"inputs": [INPUT] * 9}, "inputs", "inputs holds 9 prompts; allowed: 1 to 8"),
         ("/v2/embed", {"inputs": [INPUT] * 10_001}, "inputs", "at most 10000 entries are allowed"),
-        ("/v2/embed", {"inputs": [INPUT, {**INPUT, "role": "system"}]}, "inputs", "allowed: objects with `content` alone"),
+        (
+            "/v2/embed",
+            {"inputs": [INPUT, {**INPUT, "role": "system"}]},
+            "inputs",
+            "allowed: objects with `content` alone",
+        ),
         ("/v2/embed", {"inputs": [{"content": [PICTURE]}]}, "inputs", "allowed: objects with `content` alone"),
         ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": 5}]}]}, "inputs", "text"),
         ("/v2/embed", {"texts": ["w5 w6"], "truncate": "NONE", "max_tokens": 2}, "max_tokens", "input has 3"),
