@@ -139,8 +139,9 @@ def test_figures_are_those_of_the_server(tmp_path, capsys):
     assert (result["successful_requests"], result["failed_requests"]) == (8, 0)
     assert (result["total_input_tokens"], result["total_generated_tokens"]) == (160, 40)
     latency = result["latency_ms"]
-    # The server waits at least so long; how much later the clocks of a busy machine see it is open.
-    assert latency["ttft"]["median"] >= 50 and latency["tpot"]["median"] >= 10 and latency["itl"]["median"] >= 10
+    # The server waits at least so long for the first piece, and altogether. A client on a busy machine reads pieces
+    # late, and the pauses between them are shorter then.
+    assert latency["ttft"]["median"] >= 50 and latency["tpot"]["median"] > 0 and latency["itl"]["median"] > 0
     assert latency["e2el"]["median"] >= 50 + 7 * 10
     assert latency["ttft"]["median"] < latency["e2el"]["median"]
     # The first request of all asked whether token ids are taken.
