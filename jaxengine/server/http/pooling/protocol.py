@@ -200,7 +200,8 @@ class CohereEmbedRequest(NamedRequest):
             common["truncation_side"] = "left" if self.truncate == "START" else "right"
         if self.inputs is None:
             return [EmbeddingRequest(input=self.texts, prompt_name=self.input_type or "", **common)]
-        system = [] if self.input_type is None else [{"role": "system", "content": prompts[self.input_type]}]
+        prompt = prompts[self.input_type] if self.input_type is not None else ""
+        system = [{"role": "system", "content": prompt}] if prompt else []
         users = [{"role": "user", "content": each["content"]} for each in self.inputs]
         first = EmbeddingRequest(messages=[*system, users[0]], **common)
         return [first, *(first.model_copy(update={"messages": [*system, user]}) for user in users[1:])]

@@ -135,13 +135,17 @@ async def test_embeddings_in_coheres_form(app, embedder, monkeypatch):
         np.testing.assert_allclose(cut[0], expected, atol=1e-4, err_msg=side)
     whole = await embed(texts=[long])
     assert whole["meta"]["billed_units"]["input_tokens"] == 96
-    template = "{% for each in messages %}{{ each.content }} {% endfor %}</s>"
+    template = "{% for each in messages %}{{ 'w3 ' if each.role == 'system' }}{{ each.content }} {% endfor %}</s>"
     config = dataclasses.replace(embedder.inputs.config, chat_template=template)
     monkeypatch.setattr(embedder.inputs, "config", config)
     inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS[:2]]
-    found = await embed(inputs=inputs, output_dimension=8)
+    # An empty prompt, as many models have for documents, makes no message.
+    found = await embed(inputs=inputs, output_dimension=8, input_type="document")
     assert np.array(found["embeddings"]["float"]).shape == (2, 8) and "texts" not in found
     asked = await vectors(app, input=f"{TEXTS[1]} </s>", add_special_tokens=False, dimensions=8)
+    np.testing.assert_allclose(found["embeddings"]["float"][1], asked[0], atol=1e-4)
+    found = await embed(inputs=inputs, input_type="query")
+    asked = await vectors(app, input=f"w3 {QUERY_PROMPT} {TEXTS[1]} </s>", add_special_tokens=False)
     np.testing.assert_allclose(found["embeddings"]["float"][1], asked[0], atol=1e-4)
 
 
