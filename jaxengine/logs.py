@@ -22,9 +22,10 @@ _TIME = "%m-%d %H:%M:%S"
 def log_to_stderr(process: str | None = None) -> None:
     """Show the engine's log lines and other packages' warnings on standard error, unless logging is configured already.
 
-    Replaces sys.stderr by a stream that ignores errors: what cannot be written, on a full disk or without a reader, is
-    lost, and neither a log line nor a progress bar ends the process. process: name of this process, put before each
-    line; None when there is only one process.
+    Lets the logger "jaxengine" pass messages from INFO on in either case, and replaces sys.stderr by a stream that
+    ignores errors: what cannot be written, on a full disk or without a reader, is lost, and neither a log line nor a
+    progress bar ends the process. process: name of this process, put before each line; None when there is only one
+    process.
     """
     if sys.stderr is not None and not isinstance(sys.stderr, _Forgiving):
         sys.stderr = _Forgiving(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]

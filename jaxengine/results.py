@@ -45,15 +45,20 @@ def _cell(value: Any) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile by nearest rank: the smallest of `values`, which must not be empty, such that at least a
-    fraction `share` (0 to 1) of the values are less than or equal to it.
+    """Return the percentile of `values`, which must not be empty, by nearest rank.
+
+    It is the smallest of the values such that at least a fraction `share` (0 to 1) of them are less than or equal to
+    it.
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of this machine for JSON results: processor, core count, Python and package versions."""
+    """Return a description of this machine for JSON results.
+
+    The keys are "cpu" (name of the processor), "cores", "python", "jaxengine", "jax", "jaxlib" and "numpy" (versions).
+    """
     from importlib.metadata import version
     from os import cpu_count
 
@@ -74,8 +79,10 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:
-    """Write `result` with the machine's description under "machine" as JSON to the file `path`; do nothing if `path` is
-    None or "".
+    """Write `result` as JSON to the file `path`, in place of an earlier one, and add this machine's description as
+    "machine".
+
+    Does nothing if `path` is None or "". Raises OSError if the file cannot be written.
     """
     if path:
         Path(path).write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

@@ -113,8 +113,10 @@ def usual_name(architecture: str) -> str:
 
 
 def left_out(architecture: str) -> dict[str, Any]:
-    """Return transformers' defaults, by field name, for fields that a file of this architecture lacks, where they
-    differ from those of the family's class; {} if none differ.
+    """Return transformers' defaults, by field name, for fields that a file of this architecture lacks.
+
+    Only those that differ from the defaults of the family's class are returned; {} if none differ. The dict is shared
+    and must not be changed.
     """
     stem = _stem(architecture, _LEFT_OUT)
     return {} if stem is None else _LEFT_OUT[stem]

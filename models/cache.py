@@ -169,7 +169,8 @@ def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]
 def group_layers(
     windows: Sequence[int | None], widths: Sequence[int] | None = None, *, hybrid: bool = True
 ) -> list[tuple[int | None, tuple[int, ...]]]:
-    """Return the cache groups of layers, each as (window, indices of its layers).
+    """Return the cache groups of layers, each as (window, indices of its layers), with windows in the order of
+    `windows`.
 
     windows: the window of each layer, None for all keys; not empty unless `hybrid` is False. widths: elements of a
     token in each layer; None if all are equal.

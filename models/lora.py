@@ -76,7 +76,9 @@ def modules_of(sources: tuple[Source, ...]) -> tuple[str, ...]:
 
 
 def declared_pools(model: Any) -> Iterator[DeclaredPool]:
-    """Yield the arrays of a model's pools, abstract or real, in the order of its state's leaves."""
+    """Yield a description of each array of a model's pools, abstract or real, in the order of its state's leaves. Names
+    of sources have the layer's number.
+    """
     for index, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model))):
         if not isinstance(variable, PoolArray):
             continue

@@ -68,9 +68,10 @@ class Run:
         return self.stats["page_slots_empty"] / max(1, self.stats["page_slots_used"])
 
     def timeline(self) -> dict[str, float]:
-        """Return the milliseconds per step of each part of a step, and "steps", the number of steps, at least 1.
+        """Return the mean milliseconds per step of each part of a step, and "steps", the number of steps, at least 1.
 
-        "outside" is the remaining time around steps: tokenisation, outputs and so on.
+        The parts are "schedule", "dispatch", "wait", "update" and "outside"; the last is the remaining time of the run,
+        such as tokenisation and outputs.
         """
         steps = max(1, int(self.stats["num_steps"]))
         parts = ("schedule", "dispatch", "wait", "update")
@@ -83,8 +84,8 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
     """Empty the prefix cache, submit all requests at once with temperature 0, and wait for all; return a Run.
 
     Only the workload's stop_token_ids end a request early, not the end of sequence. Nothing is detokenised. max_tokens:
-    output length of each request instead of the workload's; None for the workload's. Raises RequestError for a request
-    that the engine refuses.
+    output length of each request instead of the workload's; None or empty for the workload's. The run's `stats` hold
+    the increase of each of the engine's numeric counters. Raises RequestError for a request that the engine refuses.
     """
     from jaxengine.requests.params.sampling_params import SamplingParams
 
@@ -113,8 +114,9 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
 def run_static(llm: LLM, workload: Workload, batch_size: int) -> tuple[float, int]:
     """Run a workload in static batches of `batch_size` requests; return (seconds, requested tokens).
 
-    Batches are formed in order of arrival. Every request runs as long as the longest one of its batch, and then the
-    next batch starts. Only requested tokens are counted. seconds: the sum over the batches.
+    Batches are formed in order of arrival, and each begins with an empty prefix cache. Every request runs as long as
+    the longest one of its batch, and then the next batch starts. Only requested tokens are counted. seconds: the sum
+    over the batches, without the time between them. Raises RequestError for a request that the engine refuses.
     """
     seconds = 0.0
     for first in range(0, len(workload.prompts), batch_size):

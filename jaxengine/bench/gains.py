@@ -79,7 +79,10 @@ def requests_of(llm: LLM, sizes: Sizes) -> Workload:
 
 
 def rate(llm: LLM, workload: Workload) -> float:
-    """Empty the prefix cache, run all requests at once, and return the prompt and output tokens per second."""
+    """Empty the prefix cache, run all requests at once, and return the prompt and output tokens per second.
+
+    Raises RequestError for a request that the engine refuses.
+    """
     from jaxengine.bench.engine_run import run_workload
 
     done = run_workload(llm, workload)
@@ -160,10 +163,11 @@ def first_seconds(llm: LLM, sizes: Sizes) -> float:
 
 
 def longest_gap(llm: LLM, sizes: Sizes) -> float:
-    """Return the longest pause, in milliseconds, between the tokens of a running request while long prompts arrive.
+    """Return the longest pause, in milliseconds, between two outputs of a running request while long prompts arrive.
 
-    The stream gets 4 * sizes.output_len tokens; three prompts of 4 * sizes.input_len tokens arrive during it. Empties
-    the prefix cache first, and runs until all requests have ended.
+    The running request has a prompt of 4 tokens and generates 4 * sizes.output_len tokens; three prompts of 4 *
+    sizes.input_len tokens arrive meanwhile. The wait for its first token does not count. Empties the prefix cache
+    first, and runs until all requests have ended.
     """
     import time
 
@@ -176,7 +180,7 @@ def longest_gap(llm: LLM, sizes: Sizes) -> float:
     llm.reset_prefix_cache()
 
     def add(name: str, length: int, new: int) -> None:
-        """Queue a request of `length` random tokens for `new` tokens."""
+        """Queue request `name`, which has `length` random prompt tokens and generates exactly `new` tokens."""
         params = SamplingParams(
             temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
@@ -255,7 +259,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the gains named in args.only, or all; print the table, write it to the --json file, and return 0.
 
-    A gain whose options an engine refuses (ConfigError) becomes a row that says why. Other errors are raised.
+    A gain whose options an engine refuses (ConfigError) becomes a row without figures whose unit is the reason. Other
+    errors are raised, and then nothing is written. Progress goes to standard error.
     """
     from jaxengine.config.base.errors import ConfigError
     from jaxengine.results import table, write_json
@@ -277,11 +282,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(gain: Gain, options: Mapping[str, Any], sizes: Sizes, num_runs: int) -> dict[str, Any]:
-    """Measure one gain; return a row with the figures `without` and `with` it, and how many `times` better the second
-    is.
+    """Measure one gain; return a row with the keys "gain", "without", "with", "times" and "unit".
 
-    The best of `num_runs` figures of each counts. The engines are shut down at the end. options: of both engines; the
-    gain's options replace them. Raises ConfigError if an engine refuses them.
+    "without" and "with" are the best of `num_runs` figures each, or the only figures of a gain that is measured once;
+    "times" says how many times better the second is, rounded to two decimals. A gain with its own measure of the base
+    runs both on one engine; others run on two engines that are loaded at once and take turns. options: of both engines;
+    the gain's options replace them. The engines are shut down at the end, also after an error. Raises ConfigError if an
+    engine refuses its options.
     """
     from jaxengine import LLM
 

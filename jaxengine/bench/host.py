@@ -168,7 +168,9 @@ class _Steps:
             scheduler.add_request(next(self.requests))
 
     def run(self, num_steps: int) -> Any:
-        """Run `num_steps` steps; return the seconds that each part took, f64[3] (schedule, pack, update)."""
+        """Run `num_steps` steps; return the seconds that each part took, f64[3] (schedule, pack, update). Resets
+        `spent` first.
+        """
         self.spent[:] = 0
         for _ in range(num_steps):
             self.step()
@@ -186,17 +188,20 @@ def measure(
     sees: bool = False,
     offload: bool = False,
 ) -> dict[str, Any]:
-    """Return the microseconds per step of `num_seqs` decoding sequences, by part; the fastest of `rounds` rounds
-    counts.
+    """Return the microseconds per step of `num_seqs` decoding sequences, by part.
+
+    The keys are "num_seqs", "us_per_step" and its parts "schedule", "pack" and "update", all of the fastest of `rounds`
+    rounds, and "loop", the least CPU time of a whole `Engine.step`.
 
     num_steps: of each round. turnover: mean number of tokens after which a request ends and another one starts, at
     least 2; 0 for never. width: tokens of a decode, the last one and drafts. windows: window of each cache group, in
-    tokens; None for full attention. sees: a model with an encoder, on text-only requests.
+    tokens; None for full attention. sees: simulates a model with an encoder, on text-only requests.
 
-    With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither; rounds are then
-    eight times as many and a quarter as long, and alternate. With `offload`, `loop` is of an engine with a host tier of
-    pages that stays unused, and `over_without` the median ratio of its time to that of an engine without, in
-    alternating runs of an eighth of the steps. Raises ValueError for sizes below their minimum.
+    With windows other than (None,), or with `sees`, the key "more" is the median extra CPU time over a step with
+    neither; rounds are then eight times as many and a quarter as long, and alternate. With `offload`, "loop" is of an
+    engine with a host tier of pages that stays unused, and the key "over_without" the median ratio of its time to that
+    of an engine without, in alternating runs of an eighth of the steps. Raises ValueError for sizes below their
+    minimum.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0 or turnover == 1:
         raise ValueError(
@@ -426,11 +431,10 @@ def _buckets(config, sections=()):
 
 
 def _requests(generator, longest: int, turnover: int):
-    """Yield requests endlessly. No two share a prefix, and prompts have PROMPT_TOKENS to PROMPT_TOKENS + PAGE_SIZE - 1
-    tokens.
+    """Yield requests endlessly, with random prompts of PROMPT_TOKENS to PROMPT_TOKENS + PAGE_SIZE - 1 tokens.
 
-    generator: of numpy. turnover: mean number of output tokens, which are drawn uniformly from 1 on; 0 for `longest` in
-    each.
+    Request ids count from "0". generator: NumPy's. longest: number of output tokens of each request if `turnover` is 0.
+    turnover: mean number of output tokens otherwise, which are drawn uniformly from 1 to 2 * turnover - 1.
     """
     import numpy as np
 

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load an engine and measure `args.num_runs` batches; print latencies, the time of a step's parts and the roofline.
 
-    Writes them to the --json file and returns 0. Raises ConfigError, ModelConfigError, ModelFileError or RequestError.
+    Writes them to the --json file and returns 0. Raises ConfigError, ModelConfigError or ModelFileError if the engine
+    cannot start, RequestError if it refuses the requests, and OSError if the file cannot be written.
     """
     from jaxengine import LLM
     from jaxengine.bench.engine_run import run_workload
@@ -71,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
 def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, float]:
     """Return the shortest decode step that memory bandwidth allows, and the percentage of that speed that was reached.
 
-    weight_bytes: bytes of weights that a step reads. step_seconds: of measured steps, of which the fastest counts; if
-    empty, there is no percentage. Keys name the units. Measures the bandwidth of the host's memory, which takes a
-    moment.
+    The keys are "weights_MB", "read_GB_per_s" and "floor_ms" and, unless `step_seconds` is empty, "fastest_ms" and
+    "percent_of_limit". weight_bytes: bytes of weights that a step reads. step_seconds: of measured steps, of which the
+    fastest counts. Measures the bandwidth of the host's memory, which takes a moment and half a gigabyte.
     """
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth

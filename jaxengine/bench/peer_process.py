@@ -66,8 +66,8 @@ def install(peer: Peer, folder: Path) -> Path:
     """Return the Python of the peer's environment under `folder`, or this process's Python for a peer without
     requirements.
 
-    The environment is created anew if it is missing or was made for other requirements; packages are downloaded then.
-    Raises PeerError if that fails.
+    The environment is created anew if it is missing or was made for other requirements; packages are then downloaded,
+    and progress is printed, which may take minutes. Raises PeerError if a command fails.
     """
     if not peer.requirements:
         return Path(sys.executable)
@@ -130,11 +130,11 @@ class PeerProcess:
         self.version, self.load_seconds = ready["version"], ready["load_seconds"]
 
     def run(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """Measure one workload: send it to the process, wait for its result, and return that.
+        """Measure one workload: send it to the process, wait for its result without a time limit, and return that.
 
         workload: {"prompts", "max_tokens", "prefix", "share_prefix"}. The result is {"seconds", "output_tokens",
-        "first_token_seconds", "peak_rss"} or {"skipped": reason}; see `peer_scripts/peer.py`. Raises PeerError if the
-        process has ended or ends before it answers.
+        "first_token_seconds", "peak_rss"} or {"skipped": reason, "peak_rss"}; see `peer_scripts/peer.py`. Raises
+        PeerError if the process has ended or ends before it answers.
         """
         assert self._process.stdin is not None
         try:

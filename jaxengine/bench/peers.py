@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure all engines on args.workloads; print figures and ratios and write them to the --json file.
 
     Returns 1 if there is nothing to compare, else 0. Engines are installed under args.venv_dir, which is created, and
-    stay loaded until the end. Raises DefaultModelMissing if there is no model file, OSError.
+    stay loaded until the end; one that fails is reported and left out. Raises DefaultModelMissing if no --model is
+    given and the embedded model is missing, and OSError if the folder or the file cannot be written.
     """
     from os import cpu_count
 
@@ -64,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 def _start(
     peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
 ) -> list[PeerProcess]:
-    """Load every variant of every peer, or only those in args.variants; return their processes.
+    """Load every variant of every peer, or only those in args.variants; return their processes in that order.
 
-    A peer that fails to install or load is reported and skipped. job: "gguf", "threads" and "folder". stack: closes the
-    processes.
+    A peer that fails to install or load is reported and skipped. job: "gguf", "threads" and "folder". stack: ends the
+    processes when it closes. Each process writes its log to a file in args.venv_dir.
     """
     engines = []
     for peer in peers:
@@ -87,7 +88,8 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
     """Run a workload on all engines, `num_runs` times alternately; return a row of figures for each engine's fastest
     run.
 
-    name: key of RUNS. An engine that fails or skips the workload is reported, and left out of further rounds.
+    name: key of RUNS. Rows are in the order of `engines`. An engine that fails or skips the workload is reported, and
+    left out of further rounds; without a finished round it has no row.
     """
     from jaxengine.bench.workloads import recorded
 
@@ -125,8 +127,9 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
     """Return the table row of one engine's run; a figure that is not known is None.
 
-    It has output tokens per second, time to first token, decode speed (only for W1, a single request), and peak memory.
-    done: result of PeerProcess.run.
+    The keys are "workload", "engine", "weights" (their format), "seconds", "output_tok_s" (output tokens per second),
+    "first_token_ms" (time to first token), "decode_tok_s" (later tokens per second; only for W1, a single request),
+    "peak_rss_mib" (peak memory) and "version". done: result of PeerProcess.run.
     """
     seconds, first, tokens = done["seconds"], done["first_token_seconds"], done["output_tokens"]
     single = workload == "W1" and first is not None
@@ -146,8 +149,9 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
 def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of ratios of jaxengine's figures to each peer's, both in the format that is fastest.
 
-    For W1 there are also ratios for each weight format, and for W3 the gain by jaxengine's prefix caching. figures:
-    rows of `figure`. A ratio of which one side was not measured is left out.
+    The keys of a row are "workload", "figure", "weights", "ours", "peer" (both texts) and "ratio", above 1 where
+    jaxengine is better. For W1 there are also ratios for each weight format, and for W3 the gain by jaxengine's prefix
+    caching. figures: rows of `figure`. A ratio of which one side was not measured is left out.
     """
     ratios = []
     for workload in dict.fromkeys(row["workload"] for row in figures):
@@ -164,7 +168,7 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Return a row for each peer with the ratio of jaxengine's best figure `key` to the peer's best; [] without ours.
 
-    workload, weights: labels for the rows. rows: of `figure`.
+    The keys of a row are those of `compare`. workload, weights: labels for the rows. rows: of `figure`.
     """
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -187,10 +191,10 @@ def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -
 
 
 def _own_gain(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with the speedup of W3 by jaxengine's prefix caching, for each weight format measured with and
+    """Return a row with the speedup of W3 by jaxengine's prefix caching for each weight format measured with and
     without.
 
-    figures: rows of `figure`.
+    The keys of a row are those of `compare`. figures: rows of `figure`.
     """
     ours = {(row["workload"], row["weights"]): row["output_tok_s"] for row in figures if row["engine"] == OURS.name}
     return [

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser, with `run` as the function that executes it."""
     add_address(parser, _share)
     parser.add_argument("--model", help="name of the model (default: the first one that the server lists)")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the API key")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first word is the API key")
     parser.add_argument("--ca-file", metavar="FILE", help="certificates to trust instead of the system's, PEM")
     parser.add_argument("--num-prompts", type=positive_int, default=200, help="requests of each rate")
     rates = parser.add_mutually_exclusive_group()
@@ -83,10 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the server at each rate; print the figures, write them to the --json file and draw them in the --svg
-    file.
+    """Measure the server at each rate; print the figures and write them to the files of --json, --save-result and
+    --svg.
 
-    Returns 1 if at some rate no request succeeded, else 0. Raises BenchError or another OSError.
+    Settles `args` in place first (see `settle`). Returns 1 if at some rate no request succeeded, else 0. Raises
+    BenchError for options that contradict each other and for a server that cannot be measured, ConfigError for a file
+    without a usable API key, and another OSError for a server that does not answer or a file or folder that cannot be
+    read or written.
     """
     from jaxengine.bench.serve_report import picture, sweep_table, text
     from jaxengine.results import write_json
@@ -123,10 +126,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, Any]]:
-    """Send the load of `args` at each rate, with different prompts each time; return (figures of each rate,
-    milliseconds of the last rate by metric, settings).
+    """Send the load of `args` at each rate; return (figures of each rate, milliseconds of the last rate by metric,
+    settings).
 
-    Raises BenchError or another OSError.
+    Prompts are different at each rate. Warm-up requests come first and are not measured. Raises the errors of
+    `prepare`.
     """
     from jaxengine.bench.serve_load import arrivals, plan, send
     from jaxengine.bench.serve_report import series, summary
@@ -159,9 +163,11 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
 async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
     """Query the server's model and send one request as a probe; return (where and how to send, what to send).
 
-    The model is args.model or the first one listed, the limit of lengths args.max_model_len or the listed one. Prompts
-    become texts if the server refuses token ids and args.prompts is "auto". Raises BenchError for a server that cannot
-    be measured, and another OSError for one that does not answer or a key file that cannot be read.
+    Waits for the server first (`ready`). The model is args.served_model_name, args.model or the first one listed, the
+    limit of lengths args.max_model_len or the listed one. Prompts become texts if the server refuses token ids and
+    args.prompts is "auto". Raises BenchError for a server that cannot be measured and for prefixes that leave no room,
+    ConfigError for a file without a usable API key, and another OSError for a server that does not answer or a file of
+    certificates that cannot be read.
     """
     from jaxengine.bench.serve_client import BadUrlError, Server, get_json
     from jaxengine.bench.serve_load import Load, Traffic

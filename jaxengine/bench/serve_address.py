@@ -15,7 +15,10 @@ _BACKENDS = {"vllm": ROUTES[0], "openai": ROUTES[0], "openai-chat": ROUTES[1]}
 
 
 def add_address(parser: argparse.ArgumentParser, share: Any) -> None:
-    """Add the flags to a parser. share: parses a number from 0 to 1."""
+    """Add the flags for the server's address and route, and vLLM's names of other flags, to a parser.
+
+    share: parses a number from 0 to 1.
+    """
     parser.add_argument("--url", help="base URL of the server, such as http://127.0.0.1:8000/v1")
     parser.add_argument("--route", choices=ROUTES, help=f"route of the requests (default: {ROUTES[0]})")
     parser.add_argument("--base-url", metavar="URL", help="instead of --url: the URL without /v1")
@@ -32,8 +35,11 @@ def add_address(parser: argparse.ArgumentParser, share: Any) -> None:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Set url and route, and lengths, range_ratio, num_prefixes and prefix_len where vLLM's flags say them. Raises
-    ValueError for flags that contradict each other, and for an endpoint that is not a route.
+    """Replace the alternatives to a flag by the flag itself, in `args` in place.
+
+    Sets url and route, which are complete afterwards, and lengths, range_ratio, num_prefixes and prefix_len if vLLM's
+    flags give them. Raises ValueError for flags that contradict each other, an endpoint that is not a route, and a
+    negative random_prefix_len.
     """
     if args.url is not None:
         if wrong := [name for name in ("base_url", "host", "port", "endpoint") if getattr(args, name) is not None]:

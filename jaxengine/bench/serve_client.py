@@ -89,10 +89,11 @@ class Connection:
         return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
 
     async def send(self, method: str, path: str, body: bytes = b"") -> h11.Response:
-        """Send a request and wait for the response; return its status and headers. Raises OSError,
-        h11.RemoteProtocolError.
+        """Send a request and wait for the response; return its status and headers.
 
-        path: after the server's own path. body: JSON, b"" for none.
+        path: after the server's own path. body: JSON, b"" for none. The body of the response remains to be read
+        (`body`). Raises OSError if the connection fails, h11.RemoteProtocolError if the server closes it early or
+        violates the protocol, and h11.LocalProtocolError if the last request is not complete.
         """
         self.post(method, path, body)
         while True:
@@ -115,7 +116,11 @@ class Connection:
         self._writer.write(b"".join(part for part in parts if part))
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield pieces of the response body as they arrive, until its end. Raises OSError, h11.RemoteProtocolError."""
+        """Yield pieces of the response body as they arrive, until its end.
+
+        Raises OSError if the connection fails, h11.RemoteProtocolError if the server closes it early or violates the
+        protocol.
+        """
         while not isinstance(event := await self._next(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
@@ -155,13 +160,17 @@ class Connections:
         self._idle: deque[Connection] = deque()
 
     async def take(self) -> Connection:
-        """Remove an idle connection from the pool and return it; without one, return a new connection. Raises
-        OSError.
+        """Remove an idle connection from the pool and return it; without one, open and return a new connection.
+
+        Raises OSError if a new connection is needed and the server cannot be reached.
         """
         return self._idle.pop() if self._idle else await Connection.open(self.server)
 
     async def fresh(self) -> Connection:
-        """Return a new connection. Raises OSError."""
+        """Open a new connection, even if the pool has idle ones, and return it.
+
+        Raises OSError if the server cannot be reached.
+        """
         return await Connection.open(self.server)
 
     def give_back(self, connection: Connection) -> None:
@@ -291,7 +300,8 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 async def _follow(connection: Connection, sample: Sample) -> None:
     """Read a response's server-sent events into `sample`, to the end.
 
-    Sets the error "cut" without [DONE], and "empty" without output. Raises OSError or h11.RemoteProtocolError;
+    Without usage in the events, the output tokens are the number of events with output. Sets the error "cut" without
+    [DONE], and "empty" without output, unless an event had an error. Raises OSError or h11.RemoteProtocolError;
     AttributeError, KeyError, TypeError or ValueError for events of another form.
     """
     rest, done = b"", False
@@ -371,7 +381,7 @@ async def get_json(server: Server, path: str) -> Any:
 async def _read_text(connection: Connection, limit: int = ERROR_BYTES) -> str:
     """Read a response body to its end; return its first `limit` bytes as text, invalid UTF-8 replaced.
 
-    Raises OSError, h11.RemoteProtocolError.
+    Raises OSError or h11.RemoteProtocolError if the response cannot be read to its end.
     """
     text = b""
     async for piece in connection.body():

@@ -72,11 +72,11 @@ class Planned:
 
 
 def plan(load: Load) -> list[Planned]:
-    """Return the requests of a load, in sending order. The i-th request has the shared prefix number i modulo their
-    number.
+    """Return the requests of a load, in sending order; equal loads give equal requests.
 
-    With max_model_len an output has at most half of it, and the prompt at most the rest, but at least one token after
-    its prefix.
+    Prompts are lists of token ids, or texts of as many words if the load is text. The i-th request has the shared
+    prefix number i modulo their number. With max_model_len an output has at most half of it, and the prompt at most the
+    rest, but at least one token after its prefix.
     """
     generator = np.random.default_rng(load.seed)
     prefixes = [_words(load, generator, load.prefix_len) for _ in range(load.num_prefixes)]
@@ -190,10 +190,11 @@ class LoadResult:
 async def send(
     traffic: Traffic, planned: Sequence[Planned], times: Sequence[float], max_concurrency: int | None = None
 ) -> LoadResult:
-    """Send every request at its time and wait for all responses; failures are recorded in the samples.
+    """Send every request at its time and wait for all responses; return one sample for each, in the order of `planned`.
 
-    times: one for each request, seconds after the start, ascending. max_concurrency: limit of open requests, None for
-    no limit; the time of a request that had to wait begins when it is sent.
+    Failures are recorded in the samples. times: one for each request, seconds after the start, ascending.
+    max_concurrency: limit of open requests, None for no limit; the time of a request that had to wait begins when it is
+    sent, and its lag is 0. If this is cancelled, open requests are cancelled too and their connections closed.
     """
     connections = Connections(traffic.server)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None

@@ -23,10 +23,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Return the milliseconds of each metric over the successful requests: one value per request, for "itl" one per
-    gap.
+    """Return the milliseconds of "ttft", "tpot", "itl" and "e2el" over the successful requests.
 
-    A request with fewer than two tokens has no "tpot".
+    There is one value per request, for "itl" one per gap. A request with fewer than two tokens has no "tpot".
     """
     good = [sample for sample in samples if sample.error is None]
     tpot = [value for sample in good if (value := sample.per_token_seconds) is not None]
@@ -56,8 +55,13 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summary(run: LoadResult, slo: Mapping[str, float] | None = None, further: Sequence[float] = ()) -> dict[str, Any]:
-    """Return all figures of a load: counts, errors by kind, tokens, rates per second, peak concurrency, the client's
-    send lag and CPU share, and latencies in milliseconds, None without samples.
+    """Return all figures of a load, by the names that `bench serve` prints and writes.
+
+    Requests: "successful_requests", "failed_requests", "errors" (their number by kind), "first_error" (a message),
+    "peak_concurrent_requests". Tokens: "total_input_tokens", "total_generated_tokens", "tokens_counted_by" ("usage", or
+    "pieces" where the server reports none). Per second: "request_throughput", "request_goodput", "output_throughput",
+    "total_token_throughput". Times: "benchmark_duration_s", and "latency_ms", the spread of each metric of `series`,
+    None without samples. The client: "client_send_lag_ms_p99" and "client_cpu_percent".
 
     Failed requests count only as errors and in the peak and the lag. slo: limits in milliseconds by metric for the
     goodput, which is None without limits. further: percentiles in addition to SHARES.

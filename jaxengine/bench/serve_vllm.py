@@ -38,7 +38,10 @@ _SWITCHES_WITHOUT_EFFECT = ("--skip-tokenizer-init", "--trust-remote-code", "--d
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser, an_object: Any) -> None:
-    """Add the flags to a parser. an_object: parses a JSON object."""
+    """Add vLLM's flags about sampling, headers, warm-up and results to a parser; some have no effect here.
+
+    an_object: parses a JSON object.
+    """
     for name, kind in _FIELDS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"field {name} of each request")
     parser.add_argument(
@@ -80,8 +83,10 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def result_path(args: argparse.Namespace, model: str) -> Path:
-    """Return the path of the file of --save-result: the given name, or one of the label or backend, the rate, the
-    limit of open requests, the model and the time.
+    """Return the path of the file of --save-result, which need not exist, nor its folder.
+
+    Its name is the given one, or consists of the label or backend, the rate, the limit of open requests, the model and
+    the time.
     """
     folder = Path(args.result_dir or ".")
     if args.result_filename:
@@ -130,8 +135,10 @@ def flat_result(
 
 
 async def ready(server: Server, seconds: float, headers: Sequence[tuple[str, str]]) -> Server:
-    """Return the server with further headers, which replace those of the same names, once it lists its models or
-    `seconds` are over; 0: at once.
+    """Return the server with `headers` added, which replace its own of the same names, once it lists its models or
+    `seconds` are over; 0 does not wait.
+
+    A server that has not answered in time raises nothing here.
     """
     from jaxengine.bench.serve_client import get_json
 

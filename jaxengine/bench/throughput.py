@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load an engine, measure the workload that `args` choose, print the figures of the fastest run, and return 0.
 
-    Writes them to the --json file. Raises ConfigError, ModelConfigError, ModelFileError or RequestError.
+    Writes them to the --json file. Raises ConfigError, ModelConfigError or ModelFileError if the engine cannot start,
+    RequestError if it refuses a request, ValueError for a trace at a max_model_len below 16, and OSError if the file
+    cannot be written.
     """
     from jaxengine import LLM
     from jaxengine.results import record, table, write_json
@@ -84,8 +86,10 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
     """Run a workload `num_runs` times (at least 1) with an empty prefix cache; return the figures of the fastest run.
 
-    They are tokens per second, seconds to first token, cached tokens, empty token slots and padding in percent,
-    agreement with the reference, and milliseconds per step by part.
+    The keys are "workload", "dtype", "requests", "seconds", "output_tokens_per_second", "total_tokens_per_second",
+    "first_token_seconds" (the mean), "cached_tokens", "kv_waste_percent" (empty token slots), "padding_percent",
+    "same_as_reference" ("N of M" requests; None without a reference) and "timeline_ms_per_step", the milliseconds of
+    each part of a step. Raises RequestError for a request that the engine refuses.
     """
     from jaxengine.bench.engine_run import run_workload
 
@@ -110,7 +114,8 @@ def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> di
     """Run a workload in static batches of max_num_seqs requests; return their figures and the engine's speedup over
     them.
 
-    tokens_per_second: output tokens per second without static batches, for the speedup.
+    The keys are "static_batch_size", "static_output_tokens_per_second" and "times_static". tokens_per_second: output
+    tokens per second without static batches, for the speedup.
     """
     from jaxengine.bench.engine_run import run_static
 

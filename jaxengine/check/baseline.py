@@ -54,10 +54,11 @@ def compilers() -> dict[str, str]:
 
 
 def other_compilers(path: str) -> str:
-    """Return a text on how the installed compilers differ from those of the baseline in the file `path`; "" if they do
-    not.
+    """Return a text on how the installed compilers differ from those of the baseline in the file `path`; "" if they
+    agree.
 
-    A compiler that is not installed here is not compared. Raises OSError or ValueError if the file cannot be read.
+    A compiler that is not installed here is not compared; one that the baseline lacks differs. Raises OSError if the
+    file cannot be read, ValueError if it is not JSON.
     """
     then, now = json.loads(Path(path).read_text()).get("compilers", {}), compilers()
     differing = [f"{name} {now[name]} (then {then.get(name)})" for name in now if now[name] != then.get(name)]

@@ -63,10 +63,11 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """Check targets in order until one is not too small for the model; return the result of that one, or of the last,
-    with the errors of the targets before it.
+    """Check targets in order until one is not too small for the model; return the last result and the errors before it.
 
-    places: (target, engine options that replace the job's), at least one. progress: see `check_target`.
+    The result's `too_small` holds the error of each smaller target by name; if all are too small, the rows are those of
+    the last one, with its error. places: (target, engine options that replace the job's), at least one. progress: see
+    `check_target`.
     """
     too_small: dict[str, str] = {}
     for target, options in places:
@@ -84,7 +85,8 @@ def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str,
 
     progress: called with (name of the target, programs done, programs in total or 0 if unknown, name of the program)
     before each is compiled. For a TPU with `job.cycles`, a second process profiles the blocks of kernels, whose rows
-    come last.
+    come last. What fails to compile, and a model that the target refuses, are rows with "error". Raises ValueError or
+    BrokenPipeError if the process breaks the protocol (see `replies`).
     """
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known and not target.no_profile:

@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
     """Check every target in `args.targets`, print the report, and write the files of --save and --json.
 
     Returns 1 if anything failed, else 0. Failures are those of programs, overfull devices, figures worse than the
-    baseline's, and, in a check of all programs, programs that only the baseline has. Raises ConfigError for wrong
-    arguments and options before anything is compiled; OSError.
+    baseline's, and, in a check of all programs, programs that only the baseline has. Both files are written also after
+    a failure. Raises ConfigError for wrong arguments and options before anything is compiled, and OSError if a file
+    cannot be written.
     """
     from jaxengine.check import baseline, judge, report
     from jaxengine.check.children import Job, check_smallest

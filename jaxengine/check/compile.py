@@ -105,7 +105,7 @@ class Compiler:
         """Read the model's configuration and open its stages on the target's devices.
 
         request: what to compile; its file `log` must exist. reply: called with each message. Raises ConfigError for an
-        unknown target, and for options that an engine refuses.
+        unknown target, and for options that an engine refuses, and jax's errors if the target's compiler is missing.
         """
         self.request = request
         self.target: Target = find_target(request.target)
@@ -128,8 +128,10 @@ class Compiler:
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
-        """Stages with all layers, for which memory is planned. The stages that are compiled may have only the first few
-        layers.
+        """Stages with all layers, for which memory is planned; computed once.
+
+        They are `stages` itself unless only the first few layers are compiled. Raises ConfigError for options that an
+        engine refuses.
         """
         if (model := self._read(whole=True)) == self._model:
             return self.stages
@@ -139,9 +141,10 @@ class Compiler:
     def run(self) -> None:
         """Plan the memory, then compile all programs that are not to be skipped, with a reply for each.
 
-        With `needs_only` it only replies with the memory needs of each stage. Raises TooSmall if the model does not fit
-        into the target, ConfigError for options that an engine refuses. A compiler's error becomes a row, except while
-        memory is planned, where it is raised.
+        Replies are "plan", "programs" (the names), then "start" and "row" for each program. With `needs_only` the only
+        reply is "needs", the memory needs of each stage. Raises TooSmall if the model does not fit into the target,
+        ConfigError for options that an engine refuses. A compiler's error becomes a row, except while memory is
+        planned, where it is raised.
         """
         request = self.request
         if request.needs_only:
@@ -177,8 +180,8 @@ class Compiler:
             self._reply({"event": "row", "row": row})
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[CheckedProgram]:
-        """Yield the programs of a stage, with a pool of `num_pages` pages; with the request's `profile` only blocks of
-        kernels.
+        """Yield the programs of a stage, with a pool of `num_pages` pages. With the request's `profile` it yields only
+        blocks of kernels, and nothing for stages after the first.
 
         Kernels by themselves (of the first stage only) come first, because Mosaic GPU prints a kernel's figures only
         once per process.
@@ -200,8 +203,8 @@ class Compiler:
         ones.
 
         stage: with the layers that are compiled. whole: the same stage with all layers, to which the bytes held by
-        programs are scaled. Raises TooSmall, and ConfigError if the number of pages is given or the target's memory is
-        not known.
+        programs are scaled. Raises TooSmall if the model does not fit; ConfigError instead if the number of pages is
+        given or the target's memory is not known, except for weights alone that are too large for a known memory.
         """
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and whole.weight_bytes > _MOST_WEIGHTS * total:
@@ -284,10 +287,11 @@ class Compiler:
     def row(self, program: CheckedProgram, planned: int) -> dict[str, Any]:
         """Compile a program and return its row of figures, with a text for everything wrong with it in "failures".
 
-        Figures are bytes of memory, copies, exchanges, operations, moved bytes, attention kernels, sizes and compile
-        seconds; on TPUs also on-chip memory and the cycles of blocks, on GPUs launches, registers and spills. planned:
-        bytes that the memory plan grants it on a device. A compiler's error becomes the row's "error"; the figures
-        after it are then missing.
+        The row has "target", "program", "step" (whether it is one), "planned_bytes" and "hbm_bytes"; the keys of
+        `inspect.memory`; and "copies", "exchanges", "operations", "moved_bytes", "attention_kernels",
+        "serialized_bytes", "held_bytes" and "compile_s"; on TPUs also on-chip memory and the cycles of blocks, on GPUs
+        launches, registers and spills. planned: bytes that the memory plan grants it on a device. A compiler's error
+        becomes the row's "error"; the figures after it are then missing. Raises OSError without the log.
         """
         row: dict[str, Any] = {
             "target": self.target.name,

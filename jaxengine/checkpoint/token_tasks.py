@@ -81,8 +81,10 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
 
 
 def with_token_labels(pooler: Pooler, num_labels: int, architecture: str = "") -> Pooler:
-    """Return the pooler with a head that scores labels for each token, in place of its other heads for tokens: that of
-    a reward model's `architecture`, which has a number of labels of its own, or else the family's usual one.
+    """Return the pooler with a head that scores labels for each token, in place of its other heads for tokens.
+
+    The head is that of a reward model's `architecture`, which has a number of labels of its own, or else the family's
+    usual one with `num_labels` labels.
     """
     head = REWARD_HEADS.get(architecture) or TokenHead(TOKEN_CLASSIFY, num_labels)
     return replace(pooler, token_heads=(head,))

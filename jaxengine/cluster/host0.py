@@ -310,17 +310,18 @@ class Cluster(Peers):
             if hello.op == "coordinator":
                 outcome = "with jax's start-up traffic has failed"
                 self._relay(channel)
-            elif worker := self._enter(channel, hello, address):
-                self._follow(worker)
+            else:
+                self._follow(self._enter(channel, hello, address))
         except (ClusterError, OSError) as error:
             logger.warning("a connection from %s %s: %s", address, outcome, error)
         finally:
             close_connection(connection)
 
-    def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker | None:
+    def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker:
         """Admit a worker by its first message, `hello`, log that, and return the worker.
 
-        address: from which it connects, for messages. If it may not join, sends it "refused" and raises ClusterError.
+        address: from which it connects, for messages. Wakes the threads that wait for workers. If the worker may not
+        join, sends it "refused" and raises ClusterError with the reason.
         """
         if hello.op != "hello":
             raise ClusterError(f"its first message is {hello.op!r}")
@@ -401,7 +402,8 @@ class Cluster(Peers):
     def _relay(self, channel: Channel) -> None:
         """Connect a worker's channel with jax's coordination service in this process, until the worker closes it.
 
-        Raises ClusterError for another message than "bytes".
+        This thread relays what the worker sends, and another thread what the service sends. Raises ClusterError for
+        another message than "bytes", OSError if the service cannot be reached within config.cluster_timeout seconds.
         """
         with socket.create_connection(("127.0.0.1", self._coordinator_port), self._config.cluster_timeout) as service:
             for each in (channel.connection, service):

@@ -226,8 +226,10 @@ class _Reading:
 
 
 def _fault(error: BaseException) -> dict[str, Any]:
-    """Return the content of an answer that reports an error: its text and the faulty tensors, cut to the limits of an
-    answer.
+    """Return the content of an answer that reports an error: its text as "error", and the faulty tensors as "faults".
+
+    Both are cut to the limits of an answer. "faults" has [name, text] of each faulty tensor of a WeightUpdateError; it
+    is empty for other errors, whose text begins with their type.
     """
     faults = error.faults if isinstance(error, WeightUpdateError) else []
     shown = [[name[:_MAX_TEXT], text[:_MAX_TEXT]] for name, text in faults[:_MAX_FAULTS]]

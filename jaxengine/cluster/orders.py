@@ -41,10 +41,10 @@ class OpenOrders(Orders):
         self._changed = threading.Condition()
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
-        """Send all workers the order `name`; return a function that waits for the answers of all workers and returns
-        them.
+        """Send all workers the order `name`; return a function that waits for and returns the answers of all workers.
 
-        Raises ClusterError if a process is lost; so does the returned function, also once the engine is shut down.
+        Answers are in the order in which they arrive. Raises ClusterError if a process is lost; so does the returned
+        function, also once the engine is shut down.
         """
         number = next(self._numbers)
         with self._changed:
@@ -53,7 +53,10 @@ class OpenOrders(Orders):
         return lambda: self._await(found)
 
     def leave(self, name: str, /, **arguments: Any) -> None:
-        """Have another thread send all workers the order `name`, which they do not answer; return at once."""
+        """Have another thread send all workers the order `name`, which they do not answer; return at once.
+
+        Errors of sending are dropped: a lost process is reported by the next call that checks for it.
+        """
         self._later(lambda: self._announce("order", (), number=NO_ANSWER, name=name, arguments=arguments))
 
     def answered(self, who: str, message: Message) -> None:

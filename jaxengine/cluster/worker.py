@@ -68,16 +68,20 @@ class Host0(Peers):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Send host 0 the number of pages that fit here and the text that identifies this process's programs; wait for,
-        and return, the number of pages for all processes.
+        """Agree with the other processes on a number of pages, and return it.
 
-        Raises ClusterError if host 0's next message is not its plan.
+        Sends host 0 the number of pages that fit here and the text that identifies this process's programs, and waits
+        for the answer. Raises ClusterError if host 0's next message is not its plan, OSError if the connection has
+        ended; the process exits if host 0 is lost while this waits.
         """
         self._channel.send("plan", num_pages=num_pages, programs=programs)
         return self.expect("plan").fields["num_pages"]
 
     def await_ready(self) -> None:
-        """Tell host 0 that this process has compiled its programs, and return without waiting."""
+        """Tell host 0 that this process has compiled its programs, and return without waiting.
+
+        Raises OSError if the connection has ended.
+        """
         self._channel.send("ready")
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
@@ -133,7 +137,8 @@ class Host0(Peers):
         """Open a port of this machine that is relayed to jax's coordination service in host 0's process; return the
         port.
 
-        jax's client would exit this process without a reason if its connection ended, so this end of it stays open.
+        A thread accepts connections until this process ends. jax's client would exit this process without a reason if
+        its connection ended, so this end of it stays open.
         """
         listener = free_listener()
 
@@ -147,8 +152,10 @@ class Host0(Peers):
         return listener.getsockname()[1]
 
     def _relay(self, connection: socket.socket) -> None:
-        """Relay a connection of jax's client to host 0 until either end closes; exit the process if host 0 cannot be
-        reached.
+        """Relay a connection of jax's client to host 0 until either end closes.
+
+        This thread relays what the client sends, and another thread what host 0 sends. Exits the process if host 0
+        cannot be reached.
         """
         try:
             channel = connect_channel(self._config.master_addr, self._config.master_port, self._key)

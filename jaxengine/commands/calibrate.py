@@ -16,12 +16,13 @@ from jaxengine.runner.start.open import ProgressBar, open_resolved
 
 
 def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
-    """Run each line of the text file `texts` as a prompt; write the largest magnitudes of keys and values, for every
-    layer and KV head, to the file `output`, and return a summary for the user.
+    """Run each line of the text file `texts` as a prompt, write the largest magnitudes of keys and values to the file
+    `output`, and return a summary for the user.
 
-    Raises ConfigError, before weights are loaded, for a file without texts, a prompt that is empty or longer than
-    max_model_len - 1, or an output that cannot be written. Also raises ConfigError, ModelFileError and
-    DefaultModelMissing if the model cannot be loaded.
+    There is a magnitude for every layer and KV head. Blank lines are skipped. Raises ConfigError, before weights are
+    loaded, for a file without texts, a prompt that is empty or longer than max_model_len - 1, or an output that cannot
+    be written. Also raises ConfigError, ModelConfigError, ModelFileError and DefaultModelMissing if the model cannot be
+    loaded.
     """
     try:
         lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()]
@@ -35,14 +36,15 @@ def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
     if not os.access(output if output.exists() else output.parent, os.W_OK):
         raise ConfigError("output", str(output), "a file that may be written")
     source, resolved, platform, devices, mesh = open_resolved(config)
-    tokenizer = source.load_tokenizer(config)
-    assert tokenizer is not None, "calibrate has no skip_tokenizer_init"
-    prompts = [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(lines)]
-    for number, prompt in enumerate(prompts, 1):
-        if not 1 <= len(prompt) < resolved.max_model_len:
-            problem = f"prompt {number} of {str(texts)!r} has {len(prompt)} tokens"
-            most = resolved.max_model_len - 1
-            raise ConfigError.because("prompts", problem, f"allowed: 1 to {most} (max_model_len - 1)")
+    with source.closing_on_error():
+        tokenizer = source.load_tokenizer(config)
+        assert tokenizer is not None, "calibrate has no skip_tokenizer_init"
+        prompts = [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(lines)]
+        for number, prompt in enumerate(prompts, 1):
+            if not 1 <= len(prompt) < resolved.max_model_len:
+                problem = f"prompt {number} of {str(texts)!r} has {len(prompt)} tokens"
+                most = resolved.max_model_len - 1
+                raise ConfigError.because("prompts", problem, f"allowed: 1 to {most} (max_model_len - 1)")
     show = not config.disable_log_stats
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, resolved, platform, devices, mesh, progress=bar.update)

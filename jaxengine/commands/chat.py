@@ -74,14 +74,19 @@ def chat(
     quick: str | None = None,
 ) -> int:
     """Read messages until /exit, /quit, the end of input or Ctrl-C at the prompt, and answer each; return the exit
-    status. A line with another command is obeyed instead of answered.
+    status.
+
+    A line with another command executes that command and is not answered.
 
     engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams; others have the model's
     defaults, and an answer may fill the context. system: text of the system message. images: files and addresses of
     images to send with the first message. remote: model of a server that answers; None loads a model with
     `engine_options`. quick: the only message to answer, for which the status is 1 if it is refused; None to read
-    messages. The status is 0 otherwise. Raises ConfigError, ModelFileError or RequestError if the model cannot be
-    loaded with these options.
+    messages. The status is 0 otherwise.
+
+    Raises ConfigError, ModelConfigError, ModelFileError or RequestError if the model cannot be loaded with these
+    options, and ConfigError if the server does not answer or its connection is lost. A message that is refused raises
+    nothing.
     """
     answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
@@ -115,7 +120,10 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
     params = llm.get_default_sampling_params().clone_with(**changes)
 
     def answer(messages: Sequence[Message]) -> Iterator[Piece]:
-        """Load the media of a conversation and return the stream of its answer."""
+        """Load the media of a conversation and return the stream of its answer, which begins when it is iterated.
+
+        Raises RequestError for media or messages that are refused; the iteration raises it too.
+        """
         inputs = llm.core.inputs
         return local_pieces(llm, inputs.chat_prompt(*inputs.media_reader.read(messages)), params)
 

@@ -127,11 +127,11 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
+    """Run one command and return its exit status; log to standard error (`log_to_stderr`).
 
-    It is 2, with one line on standard error, for a wrong value or request and for a file, server or process that fails,
-    and 130 after Ctrl-C. argv: words after the program's name; None for sys.argv's. Raises SystemExit for --help and
-    for words that the parser refuses. Errors that are not the user's mistake are raised.
+    The status is 2, with one line on standard error, for a wrong value or request and for a file, server or process
+    that fails, and 130 after Ctrl-C. argv: words after the program's name; None for sys.argv's. Raises SystemExit for
+    --help and for words that the parser refuses. Errors that are not the user's mistake are raised.
     """
     words = sys.argv[1:] if argv is None else argv
     parser = build_parser(words)
@@ -309,9 +309,11 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 
 def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
-    """Return one output as plain JSON values, with log-probabilities by token id if they were requested.
+    """Return one output as plain JSON values.
 
-    completion: one of output.outputs.
+    The keys are "prompt", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens" and
+    "num_cached_tokens", and, if they were requested, "logprobs" and "prompt_logprobs": for each position the
+    log-probabilities by token id, None where there are none. completion: one of output.outputs.
     """
     result = {
         "prompt": prompt,

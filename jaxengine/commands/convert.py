@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,15 +25,15 @@ _ANY_RANK = 1 << 16
 
 
 def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
-    """Load the model for the config's dtype and parallel sizes and write it, in device layout, to the new model folder
+    """Load the model for the config's dtype and parallel sizes and write it, in device layout, to the new folder
     `folder`.
 
     merge_lora: folder of an adapter to merge into the weights; None for none. Prints progress and the folder's name to
-    stderr.
+    stderr. The folder is complete or absent afterwards.
 
-    Raises ConfigError for pipeline stages, hf_overrides, a pooling model, a model without safetensors, and an adapter
-    for a quantised model. Raises ModelConfigError or ModelFileError for an invalid model, and ModelFileError, before
-    weights are read, if the folder exists or cannot be written.
+    Raises ConfigError for options that do not fit the model, pipeline stages, hf_overrides, a pooling model, a model
+    without safetensors, and an adapter for a quantised model. Raises ModelConfigError or ModelFileError for an invalid
+    model, and ModelFileError, before weights are read, if the folder exists or cannot be written.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size
@@ -45,30 +46,30 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         )
         raise ConfigError.because("hf_overrides", problem, "give them where the folder is served")
     config, devices = choose_devices(config, None, None)
-    source = open_model(config)
-    if source.pooling is not None:
-        problem = f"model {config.model!r} is a pooling model, and only models that generate are converted"
-        raise ConfigError.because("runner", problem, "run it from its own folder")
-    if source.weights is None or not source.path.is_dir():
-        problem = f"model {config.model or 'the embedded one'!r} has no safetensors to convert"
-        raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
-    if merge_lora is not None and source.config.quantization is not None:
-        problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
-        raise ConfigError.because("merge_lora", problem, "serve it with the base model: enable_lora")
-    platform = PLATFORMS[kernel_platform(devices[0])]
-    resolved = config.resolved(source.config, platform, item_sizes(source, config))
-    layout = resolved.mesh_layout(source.config)
-    stage = choose_stages(source.config, resolved, layout)[0]
-    model, mesh = build_split(source.config, resolved, layout, stage), make_mesh(layout, devices)
-    scales = stored_scales(source)
-    if merge_lora is not None:
-        assert source.weights is not None and not isinstance(source.weights, Path)
-        targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
-        adapter = read_adapter(merge_lora, targets, _ANY_RANK, "float32")
-        source = replace(source, weights=MergedSource(source.weights, adapter, targets, source.config.hidden_size))
-    with new_folder(folder) as part:
-        with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
-            params = load_weights(source, model, mesh, resolved, bar.update)
-        source.close()
-        print(f"writing {folder}", file=sys.stderr)
-        save_checkpoint(part, params, model, mesh=mesh, files=source.files_beside_weights(), kv_scales=scales)
+    with closing(open_model(config)) as source:
+        if source.pooling is not None:
+            problem = f"model {config.model!r} is a pooling model, and only models that generate are converted"
+            raise ConfigError.because("runner", problem, "run it from its own folder")
+        if source.weights is None or not source.path.is_dir():
+            problem = f"model {config.model or 'the embedded one'!r} has no safetensors to convert"
+            raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
+        if merge_lora is not None and source.config.quantization is not None:
+            problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
+            raise ConfigError.because("merge_lora", problem, "serve it with the base model: enable_lora")
+        platform = PLATFORMS[kernel_platform(devices[0])]
+        resolved = config.resolved(source.config, platform, item_sizes(source, config))
+        layout = resolved.mesh_layout(source.config)
+        stage = choose_stages(source.config, resolved, layout)[0]
+        model, mesh = build_split(source.config, resolved, layout, stage), make_mesh(layout, devices)
+        scales = stored_scales(source)
+        if merge_lora is not None:
+            assert source.weights is not None and not isinstance(source.weights, Path)
+            targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
+            adapter = read_adapter(merge_lora, targets, _ANY_RANK, "float32")
+            source = replace(source, weights=MergedSource(source.weights, adapter, targets, source.config.hidden_size))
+        with new_folder(folder) as part:
+            with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
+                params = load_weights(source, model, mesh, resolved, bar.update)
+            source.close()
+            print(f"writing {folder}", file=sys.stderr)
+            save_checkpoint(part, params, model, mesh=mesh, files=source.files_beside_weights(), kv_scales=scales)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,33 +40,31 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
 
     Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
     for a text file that cannot be read or is blank, and for a text with a pooling model. Raises ModelFileError for a
-    folder that exists and for invalid model files.
+    folder that exists and for invalid model files. The perplexity is measured after the folder is complete; it raises
+    the errors of `LLM`.
     """
     content = None if text is None else _read(text)
-    source = open_model(config)
-    weights = source.weights
-    if weights is None or isinstance(weights, Path) or source.path.is_file() or source.config.quantization is not None:
-        kind = "has no safetensors" if source.config.quantization is None else "is quantised already"
-        problem = f"model {config.model or 'the embedded one'!r} {kind}"
-        raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with plain safetensors")
-    if text is not None and source.pooling is not None:
-        raise ConfigError("perplexity", text, "absent for a pooling model, which predicts no text")
-    names = [file.name for file in source.files_beside_weights()]
-    # The pooling files of sentence-transformers are in subfolders.
-    names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
-    files = {name: inside(source.path, name) for name in names}
-    stored = read_config_json(source.path, config.config_format)
-    raw = say_head(overridden(stored, config.hf_overrides or {}), source.config.tie_word_embeddings)
-    model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
-    try:
+    with closing(open_model(config)) as source:
+        weights, quantization = source.weights, source.config.quantization
+        if weights is None or isinstance(weights, Path) or source.path.is_file() or quantization is not None:
+            kind = "has no safetensors" if quantization is None else "is quantised already"
+            problem = f"model {config.model or 'the embedded one'!r} {kind}"
+            raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with plain safetensors")
+        if text is not None and source.pooling is not None:
+            raise ConfigError("perplexity", text, "absent for a pooling model, which predicts no text")
+        names = [file.name for file in source.files_beside_weights()]
+        # The pooling files of sentence-transformers are in subfolders.
+        names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
+        files = {name: inside(source.path, name) for name in names}
+        stored = read_config_json(source.path, config.config_format)
+        raw = say_head(overridden(stored, config.hf_overrides or {}), source.config.tie_word_embeddings)
+        model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
         with new_folder(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
             raw["quantization_config"], errors = compress(weights, model, part, bar.update)
             for relative, file in files.items():
                 (part / relative).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, part / relative)
             (part / CONFIG_FILE).write_text(json.dumps(raw, indent=2))
-    finally:
-        source.close()
     lines = [f"{kind}: relative error {error:.2%}" for kind, error in errors.items()]
     if content is not None:
         size = min(WINDOW, model.config.max_position_embeddings - 1)
@@ -101,13 +100,12 @@ def _perplexity(config: EngineConfig, text: str, size: int) -> float:
     # One step size of each kind is enough, as speed does not matter.
     steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
     options |= {"max_model_len": size + 1, "max_num_seqs": 1, "compilation_config": steps}
-    llm = LLM(**options, disable_log_stats=config.disable_log_stats)
-    ids = llm.get_tokenizer().encode(text)
-    windows = [{"prompt_token_ids": ids[start : start + size]} for start in range(0, len(ids), size)]
-    windows = [window for window in windows if len(window["prompt_token_ids"]) > 1]
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate(windows, params, use_tqdm=not config.disable_log_stats)
-    entries = [entry for output in outputs for entry in output.prompt_logprobs or [] if entry]
-    found = [next(iter(entry.values())).logprob for entry in entries]
-    llm.core.shutdown()
+    with LLM(**options, disable_log_stats=config.disable_log_stats) as llm:
+        ids = llm.get_tokenizer().encode(text)
+        windows = [{"prompt_token_ids": ids[start : start + size]} for start in range(0, len(ids), size)]
+        windows = [window for window in windows if len(window["prompt_token_ids"]) > 1]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = llm.generate(windows, params, use_tqdm=not config.disable_log_stats)
+        entries = [entry for output in outputs for entry in output.prompt_logprobs or [] if entry]
+        found = [next(iter(entry.values())).logprob for entry in entries]
     return math.exp(-sum(found) / len(found)) if found else math.nan

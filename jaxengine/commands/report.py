@@ -63,8 +63,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verdicts(config: EngineConfig) -> list[dict[str, Any]]:
-    """Return the stored results of the kernels' proofs on this machine, from the compile cache folder of `config`, as
-    JSON values.
+    """Return the stored results of the kernels' proofs on this machine as JSON values.
+
+    They are read from the compile cache folder of `config`. Raises ConfigError for a folder that cannot be used.
     """
     from jaxengine.runner.executables.verdicts import all_verdicts
 

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Search tile sizes for `args.target` and print each result as it arrives. Returns 0.
 
     With --write, each result is added to the table file at once. Raises ConfigError for invalid values, a compiler that
-    is not installed, and a table file that cannot be read or written, and the RuntimeError of
-    `jaxengine.check.tuning.tune`.
+    is not installed, and a table file that cannot be read or written, OSError if it cannot be written any more later,
+    and the RuntimeError of `jaxengine.check.tuning.tune`.
     """
     if args.target not in CLOCKS:
         raise ConfigError("target", args.target, ", ".join(CLOCKS))

@@ -154,12 +154,11 @@ class GrammarWorker:
             self._launch()
 
     def open(self, key: int, kind: str, text: str, options: Mapping[str, Any], trace: Sequence[int] = ()) -> None:
-        """Start a sequence, and the process if there is none, without waiting. `take` later returns the sequence's
-        first mask or a failure.
+        """Start a sequence, and the process if there is none, without waiting.
 
-        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: see
-        worker_process.compile_grammar. trace: tokens of which the sequence will consist; it fails if its grammar does
-        not allow them.
+        `take` later returns the sequence's first mask or a failure. key: one that was never used. kind ("json",
+        "regex", "choice", "grammar"), text, options: see worker_process.compile_grammar. trace: tokens of which the
+        sequence will consist; it fails if its grammar does not allow them.
         """
         self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:
@@ -209,8 +208,9 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
-        """Return the masks and failures that have arrived since the last call, without waiting. Pending messages are
-        sent, and a process that has ended or takes too long is replaced.
+        """Return the masks and failures that have arrived since the last call, in order of arrival, without waiting.
+
+        Also sends pending messages, and replaces a process that has ended or takes too long.
         """
         self._pump()
         taken, self._taken = self._taken, []
@@ -316,10 +316,11 @@ class GrammarWorker:
             self._taken.append(NextMask(message.key, words, seconds, forced, guessed))
 
     def _check(self) -> None:
-        """Replace a process that takes too long to compile a grammar or to compute a mask, and fail the sequence on
-        which it works. A process that does not start in time is killed without replacement, and all sequences fail.
+        """Replace a process that takes too long to compile a grammar or to compute a mask, and fail the sequence it
+        works on.
 
-        Must be called after all messages of the process have been read.
+        A process that does not start in time is killed without replacement, and all sequences fail. Must be called
+        after all messages of the process have been read.
         """
         now = time.monotonic()
         if not self._is_ready:

@@ -22,11 +22,17 @@ class Vocabulary(Protocol):
     """The part of a tokenizer that is used here."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        add_special_tokens: whether to add those that begin or end a text. Raises RequestError for a text that cannot be
+        encoded.
+        """
         ...
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes for which a token stands."""
+        """Return the UTF-8 bytes that a token adds to a text, perhaps only a part of a character; b"" for an unknown
+        id.
+        """
         ...
 
 
@@ -41,8 +47,10 @@ class _MarkerSearch:
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Read more bytes of the text. Once all markers have been found, return the bytes after the last one; None
-        before. Must not be called after that.
+        """Read more bytes of the text; once all markers have been found, return the bytes after the last one, None
+        before.
+
+        Must not be called after that.
         """
         text = self._tail + data
         while self._markers:
@@ -76,11 +84,12 @@ class ReasoningWatch:
         self._num_read = 0
 
     def skips_reasoning(self, first: np.ndarray | None) -> bool:
-        """Whether the grammar must begin at once, because the first token of the opening marker may also begin the
-        grammar's text, or because the grammar allows no text at all.
+        """Whether the grammar must begin at once, without reasoning.
 
-        first: the grammar's first mask, i32[num_words]; None if it can only end. An opening marker of one token always
-        opens reasoning. Without an opening marker the output begins inside reasoning, and the result is False.
+        That is so if the first token of the opening marker may also begin the grammar's text, or if the grammar allows
+        no text at all. first: the grammar's first mask, i32[num_words]; None if it can only end. An opening marker of
+        one token always opens reasoning. Without an opening marker the output begins inside reasoning, and the result
+        is False.
         """
         if not self._begin or (first is not None and len(self._begin) == 1):
             return False

@@ -186,7 +186,10 @@ class RequestMasks:
         self, request: Request, token_id: int, guess: DraftsInFlight = lambda request, num_output: None
     ) -> None:
         """Record a token that an unfinished request with a grammar has got, and request the next mask unless it is
-        known. guess: returns the drafts along which masks are computed as well.
+        known.
+
+        Does not wait. guess: returns the drafts along which masks are computed as well. Raises KeyError for a request
+        that was not added.
         """
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
@@ -269,18 +272,21 @@ class RequestMasks:
 
     def row(self, request: Request, num_output: int) -> np.ndarray | None:
         """Return the mask i32[num_words] of the tokens that the request may take after num_output output tokens; None
-        for all tokens. The mask must be known (`has`). Raises KeyError for a request without any known mask.
+        for all.
+
+        The mask must be known (`has`). The array is shared and must not be changed. Raises KeyError for a request
+        without any known mask.
         """
         known = self._known[request]
         rest = known.forced[max(0, self._offset(request, num_output)) :]
         return self._only(rest[0]) if rest else known.words
 
     def rows(self, request: Request, width: int) -> list[np.ndarray]:
-        """Return the masks i32[num_words] of the request's positions in a step, at most `width`: after its output, and
-        after each of its drafts in the step. If the last mask is not known, it allows nothing.
+        """Return the masks i32[num_words] of the request's positions in a step, at most `width`.
 
-        Also records for `has` how many of the drafts will certainly be rejected. Raises KeyError for a request without
-        a known mask.
+        They are those after its output, and after each of its drafts in the step. If the last mask is not known, it
+        allows nothing. The arrays are shared and must not be changed. Also records for `has` how many of the drafts
+        will certainly be rejected. Raises KeyError for a request without a known mask.
         """
         known = self._known[request]
         masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
@@ -298,8 +304,10 @@ class RequestMasks:
         return masks if len(masks) > len(drafts) else [*masks, self._nothing]
 
     def has(self, request: Request, num_output: int) -> bool:
-        """Whether the mask after num_output output tokens is known, so that `row` can return it. The last of these
-        tokens may still be in flight if the grammar forces them.
+        """Whether the mask after num_output output tokens is known, so that `row` can return it; False for an unknown
+        request.
+
+        The last of these tokens may still be in flight if the grammar forces them.
         """
         if (known := self._known.get(request)) is None or self._surplus.get(request, 0) is None:
             return False
@@ -309,11 +317,10 @@ class RequestMasks:
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
         """Return the tokens, at most `most`, that must follow num_output output tokens and after which masks are known.
-        A step can compute them before they are sampled.
 
-        None if proposed drafts may follow instead, because no token is forced or no mask is known. () if neither may
-        follow: the request reasons, its grammar is FREE, it has bad words of several tokens, or the text ends after the
-        one forced token.
+        A step can compute them before they are sampled. None if proposed drafts may follow instead, because no token is
+        forced or no mask is known. () if neither may follow: the request reasons, its grammar is FREE, it has bad words
+        of several tokens, or the text ends after the one forced token.
         """
         if request.params.has_long_bad_words or request in self._watches or _is_free(request):
             return ()
@@ -351,8 +358,8 @@ class RequestMasks:
     def take(self) -> MaskEvents:
         """Return what has become known since the last call about requests that have not been dropped, without waiting.
 
-        A request is ready if a mask has arrived or its grammar is FREE. It has ended if its grammar allows nothing more
-        or has failed. It is refused if its grammar cannot be used. Grammars that have
+        A request is ready if a mask has arrived or its grammar is FREE. It has ended if its grammar allows nothing
+        more, even before min_tokens, or has failed. It is refused if its grammar cannot be used. Grammars that have
         passed their trial are opened, and masks and their seconds are counted.
         """
         free, self._free = self._free, []

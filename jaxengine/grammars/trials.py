@@ -112,9 +112,10 @@ class GrammarTrials:
 
     def add(self, key: int, client: str, kind: str, text: str, options: Mapping[str, Any]) -> None:
         """Queue a grammar for trial in the client's turn, without waiting; `take` returns the verdict, at once if it is
-        known. Equal grammars of a client that wait are tried once.
+        known.
 
-        key: chosen by the caller, used once. kind, text, options: as in worker_process.compile_grammar.
+        Equal grammars of a client that wait are tried once. key: chosen by the caller, used once. kind, text, options:
+        as in worker_process.compile_grammar.
         """
         digest = hashlib.sha256(repr((kind, text, sorted(options.items()))).encode("utf-8", "surrogatepass")).digest()
         if self._judge([key], digest):

@@ -251,8 +251,10 @@ class Matchers:
         return Failed(key, opened, reason[:_MAX_REASON])
 
     def _compile(self, message: Open) -> llguidance.LLMatcher:
-        """Return the matcher of the message's grammar in its initial state, which the caller must copy. The grammar is
-        compiled unless it is among the last _MAX_CACHED ones. Raises ValueError for a grammar that cannot be used.
+        """Return the matcher of the message's grammar in its initial state, which the caller must copy.
+
+        The grammar is compiled unless it is among the last _MAX_CACHED ones. Raises ValueError for a grammar that
+        cannot be used, TypeError for a "choice" that is not a list of strings.
         """
         name = repr((message.kind, message.text, message.options))
         matcher = self._cached.pop(name, None)

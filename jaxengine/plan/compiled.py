@@ -93,7 +93,8 @@ class Elsewhere:
         """Compile in a separate process with the target's compiler, wait for it, and return the StageNeeds of each
         stage.
 
-        Raises ConfigError if the process refuses the model or fails.
+        Raises ConfigError if the process refuses the model or fails, BrokenPipeError if it ends before it has read the
+        request.
         """
         parallel = {name: getattr(config, name) for name in PARALLEL}
         options = {**self._options, **parallel, "max_model_len": config.max_model_len}

@@ -125,8 +125,9 @@ def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler
 
 
 def _tower_rows(stage: StageArrays, part: str) -> tuple[float, int]:
-    """Return (bytes per image patch that the products of a layer of an encoder tower need, number of its layers, at
-    least 1). The bytes are 4 times the input and output of the widest product.
+    """Return (bytes, layers): how many bytes per image patch the products of a layer of an encoder tower need, and how
+    many layers it has, at least 1. The bytes are 4 times those of an input and an output of the widest product, in the
+    config's dtype.
 
     part: name of the model's attribute that is the tower.
     """

@@ -55,7 +55,8 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
     the user's mesh, which must be None.
 
     Raises:
-      ConfigError: nothing fits, the model cannot be read, or a mesh is given.
+      ConfigError: nothing fits, options contradict the model or each other, or a mesh is given.
+      DefaultModelMissing, ModelConfigError, ModelFileError: the model cannot be read.
     """
     if mesh is not None:
         raise ConfigError("fit", True, "False with a mesh, which says how the model is split")

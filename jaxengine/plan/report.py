@@ -21,8 +21,10 @@ _GIB, _MIB = 2**30, 2**20
 def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> Any:
     """Return the plans of a model on chips as JSON values: the best split in full, all splits as rows.
 
-    ranked: plans of splits, the best first. length: tokens of a sequence to count. price: price of one device for an
-    hour; None for no costs. Speeds and costs are included only where they are known.
+    The keys are "chips", "fits", "error" (None if it fits), "length", "note", "file_bytes", "best" (`_json_of_plan`;
+    None if it could not be planned) and "splits" (`_json_of_row`). ranked: plans of splits, the best first. length:
+    tokens of a sequence to count. price: price of one device for an hour; None for no costs. Speeds and costs are
+    included only where they are known.
     """
     best = ranked[0]
     return {
@@ -166,8 +168,11 @@ def _short(each: Ranked) -> str:
 
 
 def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
-    """Return one split as a row of JSON values, without figures if it could not be planned, without counts and speeds
-    if it does not fit.
+    """Return one split as a row of JSON values.
+
+    The keys are its options, "fits" and "error" (None if it fits), then "weight_bytes" and "page_room_bytes" if it
+    could be planned, "longest", "sequences" of `length` tokens and "num_pages" if it fits, and
+    "decode_tokens_per_second" and "prefill_tokens_per_second" if its speed is known.
     """
     row = {**each.split.options, "fits": each.fits, "error": None if each.error is None else str(each.error)}
     if (plan := each.plan) is None:
@@ -183,9 +188,14 @@ def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
 
 
 def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: int, price: float | None) -> Any:
-    """Return the plan of the best split in full, as JSON values: options, mesh, bytes by purpose and stage, pages,
-    longest context, sequences of `length` tokens and, where known, speed and costs. price: price of one device for an
-    hour; None for no costs.
+    """Return the plan of the best split in full, as JSON values.
+
+    The keys are the split's options and "mesh"; of one device "device_bytes", "budget_bytes", "parts_bytes" (by
+    purpose) and "estimated" (purposes whose bytes are an estimate); "stages" with "layers" and "arrays_bytes" each;
+    "num_pages", "page_size", "page_bytes", "kv_bytes_per_token", "windows", "longest", "sequences" (of `length`
+    tokens), "num_programs" and "options". Where the speed is known there are also "decode_tokens_per_second",
+    "prefill_tokens_per_second", "step_bytes", "step_flops" and "token_seconds", and with a price
+    "cost_per_million_decoded" and "cost_per_million_prompt". price: price of one device for an hour; None for no costs.
     """
     config = plan.config
     found: dict[str, Any] = {

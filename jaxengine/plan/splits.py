@@ -39,10 +39,11 @@ class Ranked:
 def possible_splits(count: int, given: Mapping[str, object], *, has_experts: bool, drafts: bool) -> Iterator[Split]:
     """Yield the splits that use all `count` devices and agree with the engine options in `given`.
 
-    With all three sizes given, only that split is yielded, which may use fewer devices. given: engine options by name;
-    sizes that it lacks, or that are None, are free. has_experts: the model has experts, so that splits with expert
-    parallelism are yielded too. drafts: the draft method has weights; then no pipeline is yielded unless its size is
-    given.
+    With all three sizes given, only that split is yielded, which may use fewer or more devices. Nothing is yielded if
+    other given sizes do not divide `count`, or if expert parallelism is requested without experts. given: engine
+    options by name; sizes that it lacks, or that are None, are free. has_experts: the model has experts, so that splits
+    with expert parallelism are yielded too. drafts: the draft method has weights; then no pipeline is yielded unless
+    its size is given.
     """
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     wanted = [given.get(name) for name in names]
@@ -67,12 +68,11 @@ def rank_splits(
     progress: Callable[[str], None] = lambda what: None,
     compiled: CompiledNeeds | None = None,
 ) -> list[Ranked]:
-    """Plan every split that `possible_splits` yields, and return at least one. Those that fit come first, by speed,
-    then by how many sequences they hold.
+    """Plan every split that `possible_splits` yields, and return the plans, the best first; there is at least one.
 
-    length: tokens of a sequence. progress(what) is called before each split is planned. compiled: source of compiled
-    memory needs; None estimates them. Raises ConfigError if the given sizes do not match the number of devices. Any
-    other ConfigError becomes the `error` of its split.
+    The order is that of `in_order`. length: tokens of a sequence. progress(what) is called before each split is
+    planned. compiled: source of compiled memory needs; None estimates them. Raises ConfigError if the given sizes do
+    not match the number of devices. Any other ConfigError becomes the `error` of its split.
     """
     config = model.source.config
     drafting = model.config.speculative_config is not None and model.config.speculative_config.has_model

@@ -209,7 +209,7 @@ def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 def _tidy(folder: Path) -> None:
     """Make a folder accessible to its owner only, and delete unfinished files of a process that was killed.
 
-    Raises OSError.
+    A folder whose mode this user may not change keeps it. Raises OSError for other problems.
     """
     # A folder of another user, who lets this one write, cannot be changed. The files are private in any case.
     with contextlib.suppress(PermissionError):

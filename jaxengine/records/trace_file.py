@@ -34,13 +34,18 @@ class TraceRequest:
 
 
 def header_line(block_size: int) -> str:
-    """Return the first line of a trace, with its end of line. block_size: tokens of a block of `hash_ids`."""
+    """Return the first line of a trace, a JSON object with the format's version, with its end of line.
+
+    block_size: tokens of a block of `hash_ids`.
+    """
     return json.dumps({"jaxengine_trace": VERSION, "block_size": block_size}) + "\n"
 
 
 def request_line(request: TraceRequest) -> str:
-    """Return the JSON line of a request, with its end of line; arrival is rounded to microseconds, max_tokens left out
-    if None.
+    """Return the JSON line of a request, with its end of line.
+
+    The keys are "arrival" (seconds, rounded to microseconds), "prompt_tokens", "output_tokens", "max_tokens" (left out
+    if None) and "hash_ids".
     """
     line: dict[str, Any] = {"arrival": round(request.arrival, 6)}
     line |= {"prompt_tokens": request.num_prompt, "output_tokens": request.num_output}

@@ -151,11 +151,11 @@ def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, to
 def _between(
     about: Mapping[str, Any], step: RecordedStep, chosen: Backend, tolerance: float, **options: Any
 ) -> list[str]:
-    """Run the step here with the recorded platform's kernels and with the chosen ones, and return lines of text about
-    where they first differ, hidden states of all layers included.
+    """Return lines of text about where the recorded platform's kernels and the chosen ones first differ, both run here.
 
-    about: content of engine.json. options: keyword arguments of `_run`. [] if the recorded platform's kernels cannot
-    run here.
+    Hidden states of all layers are compared too. about: content of engine.json. tolerance: share of an array's largest
+    magnitude. options: keyword arguments of `_run`. Returns [] if the recorded platform's kernels cannot run here.
+    Raises the errors of `_run` and `_compare`.
     """
     own = CPU if about["platform"] == "cpu" else INTERPRET if about["platform"] in INTERPRETED else None
     if own is None:

@@ -193,7 +193,9 @@ class _Run:
 
     def _long(self, name: str, shape: Any, fill: int) -> jax.Array:
         """Return a device array with the recorded rows of `sampling/<name>` in the slots of the step, and `fill` in all
-        other rows. shape: shape, dtype and sharding of the whole array.
+        others.
+
+        shape: shape, dtype and sharding of the whole array. Raises KeyError for a missing array.
         """
         whole = np.full(shape.shape, fill, shape.dtype)
         own = whole.reshape(self._num_ranks, -1, shape.shape[-1])
@@ -226,7 +228,8 @@ class _Run:
     def _pool(self) -> Any:
         """Return a pool with the recorded pages, converted to this platform's layout, at their new numbers.
 
-        Raises RecordError for pages of another shape.
+        Pages that are not recorded are zeros. Raises RecordError for pages or scales of another shape or dtype,
+        KeyError for missing arrays and for a layer that the model does not have.
         """
         shapes = self._kv_shapes
         whole = np.zeros(shapes.data.shape, shapes.data.dtype)

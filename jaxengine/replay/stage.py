@@ -53,14 +53,16 @@ def open_stage(
         raise RecordError(f"engine.json names the platform {about['platform']!r}; there are {', '.join(PLATFORMS)}")
     devices = backend.devices(config.tensor_parallel_size * config.data_parallel_size)
     source = open_model(config, keep_tables=platform.keeps_tables)
-    recorded = about["model"]
-    if (digest := model_digest(source.config)) != recorded["digest"]:
-        own, found = source.config, model or config.model or "the embedded model"
-        raise RecordError(
-            f"the steps are of {_sizes(*(recorded[name] for name in _MODEL))}, and {found} is "
-            f"{_sizes(own.architecture, own.num_layers, own.hidden_size, own.vocab_size)}, with "
-            f"configuration {digest[:8]} in place of {str(recorded['digest'])[:8]}; give the steps' model by --model"
-        )
+    with source.closing_on_error():
+        recorded = about["model"]
+        if (digest := model_digest(source.config)) != recorded["digest"]:
+            own, found = source.config, model or config.model or "the embedded model"
+            raise RecordError(
+                f"the steps are of {_sizes(*(recorded[name] for name in _MODEL))}, and {found} is "
+                f"{_sizes(own.architecture, own.num_layers, own.hidden_size, own.vocab_size)}, with "
+                f"configuration {digest[:8]} in place of {str(recorded['digest'])[:8]}; give the steps' model by "
+                "--model"
+            )
     # The recorded platform determines the shapes of steps, the backend determines kernels and layouts.
     platform = replace(platform, name=backend.platform)
     (stage,) = open_stages(source, config, platform, devices, None, progress=lambda done, total, what: None)

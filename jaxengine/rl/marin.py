@@ -84,10 +84,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
     def reload_model(self, model: Any, state_dict: Mapping[str, Any] | None) -> Any:
         """Replace the engine's weights between two steps, all of them or none; return `model`.
 
-        state_dict: of a Levanter model, on hosts or devices; None to take it from `model`. Running requests are
-        computed again from their first token. Raises WeightUpdateError for tensors that are missing, unknown or of a
-        wrong shape, such as those of a trainer that has changed the size of the vocabulary; ValueError if both
-        arguments are None.
+        state_dict: of a Levanter model, on hosts or devices; None or an empty one to take it from `model`. Running
+        requests are computed again from their first token. Raises WeightUpdateError for tensors that are missing,
+        unknown or of a wrong shape, such as those of a trainer that has changed the size of the vocabulary; ValueError
+        if there is neither a model nor a tensor.
         """
         if not state_dict:
             if model is None:
@@ -101,7 +101,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         self._llm.shutdown()
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the values of the engine's counters and gauges by name, each summed over its labels."""
+        """Return the values of the engine's counters and gauges by name, each summed over its labels and positions.
+
+        Histograms are left out.
+        """
         found: dict[str, float] = {}
         for each in self._llm.get_metrics():
             if isinstance(each, Metric | Vector):
@@ -115,12 +118,13 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         decoding: Any,
         system_prompt: str | None = None,
     ) -> list[Any]:
-        """Answer each prompt `n` times; return a ChatCompletion for each prompt, whose choices also have
-        prompt_token_ids and response_token_ids. Blocks until all answers are complete.
+        """Answer each prompt `n` times; return a ChatCompletion for each prompt, in order, once all answers are
+        complete.
 
-        prompts: messages of a user, or conversations. decoding: a DecodingConfig. Raises ValueError for
-        log-probabilities that the engine does not report, RuntimeError for an answer that was aborted or failed, and
-        the errors of `LLM.chat`.
+        The choices of a completion also have prompt_token_ids and response_token_ids. prompts: messages of a user, or
+        conversations; [] returns []. decoding: a DecodingConfig. system_prompt: text before each message of a user;
+        None for none. Raises ValueError for log-probabilities that the engine does not report and for a system prompt
+        with conversations, RuntimeError for an answer that was aborted or failed, and the errors of `LLM.chat`.
         """
         params = self._params(decoding, n)
         if not prompts:
@@ -138,8 +142,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return np.array(inputs.chat_prompt(conversation, media)["prompt_token_ids"], np.int32)
 
     def tokenize_prompt(self, prompt: str, choice: Any = None, system_prompt: str | None = None) -> np.ndarray:
-        """Return the token ids int32[tokens] of the prompt from which `choice` was generated. Without a choice, those
-        of `prompt` as a user's message, after a system prompt if there is one.
+        """Return the token ids int32[tokens] of the prompt from which `choice` was generated.
+
+        Without a choice, those of `prompt` as a user's message, after `system_prompt` if there is one. Raises
+        RequestError for messages that the engine refuses.
         """
         if choice is not None:
             return np.array(choice.prompt_token_ids, np.int32)
@@ -220,7 +226,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return [*system, {"role": "user", "content": prompt}]
 
     def _completion(self, output: RequestOutput) -> Any:
-        """Return the ChatCompletion of all answers to a prompt. Raises RuntimeError if one was aborted or failed."""
+        """Return the ChatCompletion of all answers to a prompt.
+
+        Raises RuntimeError if one was aborted or failed, ValueError if one has no log-probabilities.
+        """
         check_whole(output.outputs)
         prompt, answers = output.prompt_token_ids, [len(each.token_ids) for each in output.outputs]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(answers)}

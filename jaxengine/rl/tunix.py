@@ -142,14 +142,15 @@ class JaxengineRollout(_tunix.BaseRollout):
             self.update_params(nnx.state(rollout_actor, nnx.Param))
 
     def generate(self, prompts: str | list[str], rollout_config: Any, **kwargs: Any) -> Any:
-        """Answer each prompt once, with a RolloutConfig's parameters; return a RolloutOutput. A text is one prompt.
-        Blocks until all answers are complete.
+        """Answer each prompt once, with a RolloutConfig's parameters; return a RolloutOutput when all answers are
+        complete.
 
-        kwargs: fields of SamplingParams, which override those of the config. With a seed, each prompt of each call has
-        its own seed, and repeating the same calls on a new object gives the same answers. Tokens of answers have no
-        padding, and end with the token that ended the answer. Stores the temperature for `get_per_token_logps`. Raises
-        ValueError for a config that the engine does not support, RuntimeError for an answer that was aborted or failed,
-        and the errors of `LLM.generate`.
+        prompts: texts or token ids; a text is one prompt. kwargs: fields of SamplingParams, which override those of the
+        config. With a seed, each prompt of each call has its own seed, and repeating the same calls on a new object
+        gives the same answers. Tokens of answers have no padding, and end with the token that ended the answer; their
+        texts leave it out. `logits` is None, and so is `logprobs` unless the config asks for them. Stores the
+        temperature for `get_per_token_logps`. Raises ValueError for a config that the engine does not support,
+        RuntimeError for an answer that was aborted or failed, and the errors of `LLM.generate`.
         """
         self._check(rollout_config)
         call = next(self._calls)
@@ -170,11 +171,11 @@ class JaxengineRollout(_tunix.BaseRollout):
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **_: Any) -> jax.Array:
         """Return the log-probabilities float32[B, C] of completions [B, C], computed by the engine; 0 for padding.
-        Blocks until they are computed.
 
-        prompt_tokens: [B, P], padded on the left; completions are padded on the right. If pad_id also ends answers,
-        their last token counts as padding. Raises ValueError if the temperature of the last rollout is neither 0 nor 1,
-        as these log-probabilities have temperature 1.
+        Blocks until they are computed. prompt_tokens: [B, P], padded on the left; completions are padded on the right.
+        If pad_id also ends answers, their last token counts as padding. Raises ValueError if the temperature of the
+        last rollout is neither 0 nor 1, as these log-probabilities have temperature 1, and the errors of
+        `LLM.get_logprobs`.
         """
         if self._temperature not in (None, 0.0, 1.0):
             text = "log-probabilities of completions are of temperature 1: set it to 1, or num_iterations to 1"
@@ -290,8 +291,10 @@ class JaxengineRollout(_tunix.BaseRollout):
         return SamplingParams(**fields | dict(more))
 
     def _ends(self, config: Any) -> list[int]:
-        """Return the ids of the tokens that end an answer: eos_tokens of `config`, a RolloutConfig, or the tokenizer's
-        eos_id if it has none.
+        """Return the ids of the tokens that end an answer: eos_tokens of `config`, a RolloutConfig, or else the
+        tokenizer's eos_id.
+
+        Raises ValueError if there is neither.
         """
         return [int(token) for token in config.eos_tokens or [self.eos_id()]]
 

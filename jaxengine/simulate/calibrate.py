@@ -71,10 +71,11 @@ class MeasuredStep:
 
 def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
     """Start an engine with these options, run loads that use each of its step shapes, shut the engine down, and return
-    the measured costs of its steps. rounds: how often each load is measured, after one more round that only warms up.
+    the measured costs of its steps.
 
-    Raises ConfigError for invalid options, for pipeline stages, and for options whose effect a trace does not determine
-    (`check_simulated`); RuntimeError if the simulator runs other steps than the engine.
+    rounds: how often each load is measured, after one more round that only warms up. Raises ConfigError for invalid
+    options, for pipeline stages, and for options whose effect a trace does not determine (`check_simulated`); the
+    errors of `LLM` for a model that cannot be loaded; RuntimeError if the simulator runs other steps than the engine.
     """
     from jaxengine.api.llm import LLM
 

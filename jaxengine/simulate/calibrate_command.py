@@ -22,10 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start an engine, measure its steps in `args.rounds` rounds, write the costs to the file `args.output`, and print
-    them. Returns 0.
+    them.
 
-    Raises ConfigError for invalid options, and for options whose effect a trace does not determine; OSError if the file
-    cannot be written.
+    Returns 0. Raises the errors of `calibrate_costs`, and OSError if the file cannot be written.
     """
     from jaxengine.simulate.calibrate import calibrate_costs, text
 

@@ -121,7 +121,8 @@ def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
     """Return the trace that `args` name, read from a file or synthetic, with its arrival times divided by --faster or
     all 0.
 
-    Raises ConfigError for --rate with a file, and for what `read_trace` and `synthetic` refuse.
+    Raises ConfigError for --rate with a file, and for what `read_trace` and `synthetic` refuse; OSError for a file that
+    cannot be read.
     """
     from jaxengine.simulate.synthetic import synthetic
     from jaxengine.simulate.trace import read_trace
@@ -137,7 +138,10 @@ def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
 
 
 def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Simulate the trace on the best split, print the result, and write it to the --json file if given."""
+    """Simulate the trace on the best split, print the result, and write it to the --json file if given.
+
+    Raises ConfigError if the model does not fit or the chip has no figures, OSError if the file cannot be written.
+    """
     from jaxengine.results import write_json
     from jaxengine.simulate.report import as_json, text
 
@@ -245,8 +249,9 @@ def _head(setup: Setup, trace: Trace) -> list[str]:
 
 
 def _about(setup: Setup) -> dict[str, Any]:
-    """Return a dict of JSON values that describe the simulation: model, chips, options of the split, pages of a
-    replica, source of the costs.
+    """Return the JSON values that describe the simulation, for its --json file.
+
+    The keys are "model", "chips", the options of the split, "num_pages" (of a replica) and "costs" (their source).
     """
     plan = setup.plan
     return {

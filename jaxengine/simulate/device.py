@@ -59,8 +59,10 @@ class SimulatedStep:
         return self._runner.time.now >= self.ready_at
 
     def token_ids(self) -> np.ndarray:
-        """Return the tokens, i32[replicas, rows]. Advances the clock to `ready_at` if that is later, and adds the
-        host's work after a step to the host's pending work.
+        """Return the tokens, i32[replicas, rows]; must be called once.
+
+        Advances the clock to `ready_at` if that is later, and adds the host's work after a step to the host's pending
+        work.
         """
         time, host = self._runner.time, self._runner.costs.host
         time.now = max(time.now, self.ready_at)

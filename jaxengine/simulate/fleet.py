@@ -219,8 +219,10 @@ class _Fleet:
         self._replicas[self._known.add(replica.name)] = replica
 
     def run(self) -> None:
-        """Run all events in order of time until each request has ended, failed or been refused. Then fill in the
+        """Run all events in order of time until each request has ended, failed or been refused; then fill in the
         outcome.
+
+        Must be called once. Raises RuntimeError if requests wait forever.
         """
         last = self.trace.requests[-1].arrival
         for index, request in enumerate(self.trace.requests):
@@ -399,8 +401,9 @@ class _Fleet:
             setattr(outcome, name, getattr(outcome, name) + getattr(engine.scheduler, name))
 
     def _finish(self, now: float) -> None:
-        """Set the outcome's times of requests, mean queue lengths and median time of a choice. now: time at which the
-        last request ended.
+        """Set the outcome's duration, times of requests, mean queue lengths and median time of a choice.
+
+        now: time at which the last request ended. The times of requests stay empty if none ended.
         """
         outcome = self.outcome
         outcome.seconds = now - self.trace.requests[0].arrival

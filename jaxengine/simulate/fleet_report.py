@@ -15,9 +15,13 @@ from jaxengine.simulate.report import NONE, Limits, quantiles
 def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
     """Return a run of a fleet as JSON values: times in seconds, shares from 0 to 1, None for a quantile of no values.
 
-    All values but "cost" are determined by the trace, the options and the seed. "load" has the largest value and the
-    mean over replicas. limits: times that a good request must meet; "good_share" is relative to all requests of the
-    trace.
+    The keys "requests" (that ended), "refused", "failed" and "retried" count requests, "seconds" is the duration, and
+    "requests_per_second", "output_tokens_per_second" and "good_requests_per_second" are None if that is 0.
+    "first_token", "between_tokens" and "end" are the quantiles of requests' times. "load" has the largest value and the
+    mean over replicas of "queued" and "busy_seconds". The engines' counts, those of published digests and the fleet's
+    options follow under their names. All values but "cost", the real time of the router and the simulation, are
+    determined by the trace, the options and the seed. limits: times that a good request must meet; "good_share" is
+    relative to all requests of the trace.
     """
     seconds, ended = outcome.seconds, len(outcome.e2e)
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)

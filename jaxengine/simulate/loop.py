@@ -146,8 +146,9 @@ class SimulatedEngine:
         self._idle = 0
 
     def queue(self, request: Request, tokens: np.ndarray) -> str | None:
-        """Queue a request in the engine, with the tokens that it will get. Returns None, or the error's message if the
-        engine refuses the request, which is then forgotten.
+        """Queue a request in the engine, with the tokens that it will get.
+
+        Returns None, or the error's message if the engine refuses the request, which is then forgotten.
         """
         self.runner.expect(request, tokens)
         try:

@@ -34,8 +34,14 @@ NONE = Limits()
 
 
 def as_json(outcome: Outcome, limits: Limits = NONE) -> dict[str, Any]:
-    """Return a run as JSON values: times in seconds, shares from 0 to 1, None for a quantile of no values. limits:
-    times that a good request must meet; "good_share" is relative to the requests that ended.
+    """Return a run as JSON values: times in seconds, shares from 0 to 1, None for a quantile of no values.
+
+    The keys are "trace" (its name), "requests" (that ended), "refused", "seconds" (the duration),
+    "requests_per_second", "output_tokens_per_second" and "good_requests_per_second" (None if the duration is 0),
+    "good_share", the quantiles of "first_token", "between_tokens" and "end", and then "steps", "tokens",
+    "padding_tokens", "padding_share", "preemptions", "prefix_hit_rate", "prefix_hits", "prefix_queries",
+    "most_waiting", "device_busy_share" and "buckets", the number of steps by bucket. limits: times that a good request
+    must meet; "good_share" is relative to the requests that ended, None if there are none.
     """
     stats, seconds = outcome.stats, outcome.seconds
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)

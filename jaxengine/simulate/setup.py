@@ -71,8 +71,10 @@ class Setup:
         return self.measured.num_pages
 
     def run(self, trace: Trace, plan: SplitPlan | None = None) -> Outcome:
-        """Run a trace on a plan (None: the best split's) and return the outcome. Raises ConfigError if the best split
-        does not fit or the chip has no figures.
+        """Run a trace on a plan (None: the best split's) and return the outcome; report progress.
+
+        Raises ConfigError if the best split does not fit or the chip has no figures, RuntimeError if requests never
+        end.
         """
         plan = plan or self.plan
         packer = plan.stages[0].programs.packer
@@ -84,8 +86,10 @@ class Setup:
         return run_trace(trace, plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan), progress)
 
     def run_fleet(self, trace: Trace, options: FleetOptions, router: str) -> FleetOutcome:
-        """Run a trace on a fleet of engines with the best split's plan, and return the outcome. router: a name in
-        `fleet.ROUTERS`. Raises ConfigError if the best split does not fit or the chip has no figures.
+        """Run a trace on a fleet of engines with the best split's plan, and return the outcome; report progress.
+
+        router: a name in `fleet.ROUTERS`. Raises ConfigError if the best split does not fit or the chip has no figures,
+        RuntimeError if requests never end.
         """
         plan = self.plan
 
@@ -128,7 +132,8 @@ def open_setup(
     `read_chips`; None, allowed only with a measurement, for one CPU. measured, efficiency, host, progress: see Setup.
 
     Raises ConfigError without both chips and measurement, for chips of another platform than was measured, for options
-    that contradict the measurement or each other, and for what `open_planned` and `rank_splits` refuse.
+    that contradict the measurement or each other, and for parallel sizes that do not match the chips; and the errors of
+    `open_planned` for a model that cannot be read.
     """
     if measured is not None:
         options = _with_measured(options, measured)

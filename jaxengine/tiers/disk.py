@@ -228,7 +228,8 @@ class DiskTier:
 
     def _make_room(self, size: int) -> bool:
         """Remove the least recently used files, of other models too, until `size` bytes more are within the capacity.
-        Returns whether there is room. Raises OSError if a file cannot be removed; the next call begins with another.
+        Returns whether there is room: always without a capacity, and never for a size above it, for which nothing is
+        removed. Raises OSError if a file cannot be removed; the next call begins with another.
         """
         if self._capacity is None:
             return True

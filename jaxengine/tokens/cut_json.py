@@ -36,8 +36,10 @@ def read_cut_json(text: str) -> Any:
 
 
 def _closed(text: str) -> tuple[str, ...]:
-    """Return two completions of truncated JSON: one that closes all open strings and brackets at the end, and one that
-    closes them after the last complete element. Returns () if no bracket is open, or if brackets do not match.
+    """Return two completions of truncated JSON: the whole text with all open strings and brackets closed, and the text
+    before its last comma or after its last opening bracket with the brackets closed that are open there. The first is
+    valid if nothing is cut but a string or brackets; the second is for a last element that is cut elsewhere. Returns ()
+    if no bracket is open, or if brackets do not match.
     """
     closing: list[str] = []
     end, quote = len(text), ""

@@ -218,7 +218,8 @@ def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dic
 
 def _of_fairseq(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of XLM-RoBERTa's SentencePiece file, which numbers tokens as fairseq does, and a copy of
-    `config` with its special tokens. Returns None if the folder lacks the file, and for other classes.
+    `config`, to which special tokens that it lacks are added. Returns None if the folder lacks the file, and for other
+    classes.
 
     config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
     """

@@ -78,8 +78,10 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Return (messages received since the last call, whether the worker is alive), without waiting. Also sends
-        queued bytes. A worker that has sent invalid bytes counts as ended. `error` is then set, if the reason is known.
+        """Return (messages received since the last call, in order; whether the worker is alive), without waiting.
+
+        Also sends queued bytes. A worker that has sent invalid bytes counts as ended. `error` is then set, if the
+        reason is known.
         """
         messages: list[Any] = []
         try:

@@ -29,8 +29,8 @@ def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the ids, ascending, of the control and user-defined tokens in a file's vocabulary whose names are in
     TURN_ENDS.
 
-    Returns () for metadata without a vocabulary. Without token types every token counts. `<|end|>` is left out if the
-    vocabulary has one of _MANY_MESSAGES: an answer then has several messages.
+    Returns () for metadata without a vocabulary. Without token types every token counts. `<|end|>` is left out if one
+    of _MANY_MESSAGES is among these tokens: an answer then has several messages.
     """
     tokens, types = metadata.get("tokenizer.ggml.tokens"), _as_list(metadata.get("tokenizer.ggml.token_type"))
     if not isinstance(tokens, list):

@@ -88,9 +88,11 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
 
 def _products(x: jax.Array, k: jax.Array, until: jax.Array, causal: jax.Array) -> jax.Array:
     """Return f32 [N, C, C], the products of x [N, C, H] and earlier tokens' k [N, C, H], in which each element is
-    multiplied by its decay between the two tokens; 0 where `causal` bool [C, C] is False.
+    multiplied by its decay between the two tokens; 0 where `causal` bool [C, C] is False, as it is for all later
+    tokens.
 
-    until: f32 [N, C, 1 or H], logarithm of the decay from before the chunk until after each token.
+    until: f32 [N, C, 1 or H], logarithm of the decay from before the chunk until after each token. With H decays, C is
+    a multiple of BLOCK.
     """
     if until.shape[2] == 1:
         between = until - jnp.swapaxes(until, 1, 2)

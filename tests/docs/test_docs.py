@@ -31,7 +31,12 @@ from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
-from jaxengine.server.http.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from jaxengine.server.http.pooling.protocol import (
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from scripts import write_docs
 from scripts.site_links import with_repository_links
 from tests.tables import each_row
@@ -301,7 +306,7 @@ def test_words_of_options_and_requests_exist(name):
         | OF_CONFIGS
         | {*METHODS_OF_VLLM}
     )
-    for model in (CompletionRequest, ChatRequest, EmbeddingRequest, ScoreRequest, RerankRequest):
+    for model in (CompletionRequest, ChatRequest, EmbeddingRequest, CohereEmbedRequest, ScoreRequest, RerankRequest):
         known |= set(model.known_fields())
     known |= {
         *TOOL_PARSERS,

@@ -48,7 +48,8 @@ def convert(source: str, target: Path, variant: str) -> None:
 def load(job):
     """Return (llama.cpp's version, function that runs one workload).
 
-    Variant q4_1 uses the job's GGUF file; other variants are written to the job's folder unless they are there. Servers
+    Variant q4_1 uses the job's GGUF file; other variants are written to the job's folder first, unless they are there.
+    A workload starts a server for its number of prompts and their length unless the current server has both. Servers
     decode greedily on job["threads"] threads, without a prompt cache, and ignore the end of sequence.
     """
     path = Path(job["gguf"])
@@ -87,8 +88,10 @@ def load(job):
         llama = server(len(prompts), -(-(max(map(len, prompts)) + max_tokens + 1) // 64) * 64)
 
         def complete(prompt: list[int]) -> tuple[float, int]:
-            """Complete one prompt greedily; return the seconds to its first chunk, and its number of tokens. Raises
-            RuntimeError for a chunk with an error, and if no chunk has its usage.
+            """Complete one prompt greedily; return (seconds, number of output tokens).
+
+            The seconds run from the workload's start to the prompt's first chunk. Raises RuntimeError for a chunk with
+            an error, and if no chunk has its usage.
             """
             chunks: list[tuple[float, dict[str, Any]]] = []
             llama.handle_completions(

@@ -77,6 +77,8 @@ def load(job):
     def shared(workload: Workload) -> int:
         """Compute the workload's shared prefix once, generate for all prompts from it, and return the number of new
         tokens.
+
+        The prefix is read from the first prompt; all prompts run in one batch.
         """
         prompts = workload["prompts"]
         cache = transformers.DynamicCache(config=model.config)

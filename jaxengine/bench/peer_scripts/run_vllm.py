@@ -40,7 +40,8 @@ def load(job):
     """Load vLLM for a job; return (its version, function that runs one workload).
 
     The weights are converted to the job's folder first, unless they are there. There is one engine at a time: a
-    workload with another `share_prefix` replaces it.
+    workload with another `share_prefix` replaces it. Sets VLLM_CPU_OMP_THREADS_BIND, which binds vLLM to the first
+    job["threads"] cores.
     """
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
     folder = Path(job["folder"]) / f"{Path(job['gguf']).stem}.{job['variant']}.hf"
@@ -68,8 +69,9 @@ def load(job):
         return engines[prefix_caching]
 
     def run(workload: Workload) -> Measured:
-        """Run a workload greedily with an empty prefix cache; return seconds and output tokens. The time to first token
-        is None.
+        """Run a workload greedily with an empty prefix cache; return seconds and output tokens.
+
+        Requests ignore the end of sequence. "first_token_seconds" is None.
         """
         llm = engine(workload["share_prefix"])
         params = vllm.SamplingParams(

@@ -36,7 +36,8 @@ _NO_LAUNCH = _FREE - {"conditional"}
 def operations(module: Module) -> dict[str, int]:
     """Return the operations of a module's matrix products by element type, the wider one of the two operands.
 
-    A multiplication and its addition are two operations.
+    A multiplication and its addition are two operations. Ragged products are not counted. A loop counts as often as it
+    runs, and of a conditional only the branch with the most operations.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
@@ -88,11 +89,11 @@ def _width(dtype: str) -> int:
 
 
 def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
-    """Return the bytes that a program reads from and writes to device memory: operands and results of each executed
-    instruction.
+    """Return the bytes that a program reads from and writes to device memory: operands and results of what it executes.
 
-    Arrays that are updated in place or of which only slices are read count only as far as they are touched. leave_out:
-    element counts of arrays (pools) that are never processed as a whole; such arrays count nothing.
+    Arrays that are updated in place or of which only slices are read count only as far as they are touched. A loop
+    counts as often as it runs, and of a conditional only the branch that moves most. leave_out: element counts of
+    arrays (pools) that are never processed as a whole; such arrays count nothing.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
@@ -114,8 +115,8 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
 def launches(module: Module, scope: str = "") -> int:
     """Return the number of kernels and copies that one run of a GPU's program launches.
 
-    scope: count only those of one named scope, such as "layer_1"; "" counts all. A conditional counts as one in
-    addition to those of its branch, because the host may wait for it.
+    scope: count only those of one named scope, such as "layer_1"; "" counts all. A loop counts as often as it runs. A
+    conditional counts as one, because the host may wait for it, in addition to the branch that launches most.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:

@@ -275,7 +275,10 @@ def counts(found: Sequence[Exchange]) -> dict[str, int]:
 
 
 def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
-    """Return the number of exchanges by place and kind. Of a conditional's branches only the most expensive counts."""
+    """Return the number of exchanges by place (Exchange.place) and kind.
+
+    Of a conditional's branches only the most expensive counts.
+    """
     places: dict[str, Counter[str]] = {}
     for exchange in (each for each in found if not each.beside):
         places.setdefault(exchange.place, Counter())[exchange.kind] += exchange.count

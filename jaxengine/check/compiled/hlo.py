@@ -167,8 +167,9 @@ def arrays_of(type_text: str) -> list[int]:
 
 
 def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
-    """Return the bytes of device memory of each array in an HLO type. Arrays in on-chip memory count 0 unless
-    `on_chip`.
+    """Return the bytes of device memory of each array in an HLO type, in order; [] if it has no array.
+
+    Arrays in on-chip memory count 0 unless `on_chip`. Raises TypeError for an element type without a width in its name.
     """
     return [
         _elements(match[2]) * _element_bits(match[1]) // 8 if on_chip or "S(" not in (match[3] or "") else 0
@@ -219,8 +220,10 @@ def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
     """Return a text "NAME: OPCODE INSTRUCTION TYPE" for each instruction that moves an entire protected array through
     memory.
 
-    Not counted are instructions inside fusions and on other cores, in-place updates, prefetches into on-chip memory,
-    and writes of unchanged prefetched arrays back to device memory.
+    Arrays are recognised by their size or shape. Any instruction with a result of a pool's size counts unless it
+    updates in place; one with a weight's or a state's result counts only if it just moves data that comes from a
+    parameter. Not counted are instructions inside fusions and on other cores, prefetches into on-chip memory, and
+    writes of unchanged prefetched arrays back to device memory.
     """
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():

@@ -56,7 +56,8 @@ def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 def drafting(stage: StagePrograms) -> Drafting | None:
     """Return the draft model or head that the stage's config names; None if drafts come from no model.
 
-    Its weights are abstract; a head's config.json is read. Raises ConfigError for a drafter that an engine refuses.
+    Its weights are abstract; a head's config.json is read. Raises ConfigError for a drafter that an engine refuses,
+    ModelConfigError or ModelFileError for one whose configuration cannot be used.
     """
     chosen, config = stage.config.speculative_config, stage.config
     if chosen is None or not chosen.has_model:
@@ -86,6 +87,7 @@ def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Che
     drafter.
 
     num_pages: of the drafter's pool. short: only for the corners of the bucket grid. The programs have no roofline.
+    Raises ConfigError for a drafter that an engine refuses.
     """
     if (found := drafting(stage)) is None:
         return

@@ -186,8 +186,9 @@ class StagePrograms:
         return list(dict.fromkeys(corners))
 
     def epilogues(self, short: bool) -> list[tuple[str, int]]:
-        """Return (name, size) of every epilogue; with `short` only of epilogues that follow the buckets of
-        `buckets(short=True)`.
+        """Return (name, size) of every epilogue, those of one name together and by ascending size.
+
+        With `short` only of epilogues that follow the buckets of `buckets(short=True)`.
         """
         grid, found = self.steps.packer.buckets, {}
         for name, epilogue in self.steps.epilogues.items():

@@ -123,8 +123,11 @@ class Pictures(LoopExtension):
         yield Gauge("jaxengine:encoder_cache_embeddings_used", sum(each.num_used for each in rows))
 
     def status(self) -> dict[str, Any]:
-        """Return the tower's counts since the start, and numbers of embeddings: capacity of the pool, stored, and
-        needed by running requests, as JSON values under "pictures".
+        """Return numbers as JSON values under "pictures".
+
+        "calls", "items" and "patches" count the tower's work since the start, "queries" and "hits" lookups of
+        embeddings by all replicas. "embeddings" is the capacity of their pools, "embeddings_kept" how many are stored,
+        and "embeddings_used" how many of these running requests need.
         """
         stats, rows = self.stats, self.loop.scheduler.extension(self.name).rows
         pictures = {

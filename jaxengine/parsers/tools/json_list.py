@@ -125,8 +125,9 @@ class JsonListToolParser(StateParser):
         self._before, self._opening, self._state = word, Opening("["), self._before_list
 
     def _before_list(self, text: str, at: int) -> int:
-        """Process text before the opening bracket; other text is content, with the word before it. Reads `text` from
-        the index `at`; returns the index after the last character read.
+        """Process text between a word and the opening bracket, after which the list is read. If other text comes, the
+        word and this text are content, and so is what follows. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found:

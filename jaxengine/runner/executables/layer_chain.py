@@ -324,11 +324,12 @@ class _Plan:
         return found
 
     def _overwritten(self, indices: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
-        """Return the numbers of a part's inputs that are donated, so that outputs with the same signature can take
-        their memory.
+        """Return the positions of a part's inputs that are donated, so that outputs with the same signature can take
+        their memory. An input is donated if the chain may overwrite it, it is large, no later part reads it, and an
+        output of its signature is left, as each output takes the memory of one input.
 
-        indices: of the values that are inputs. last: those that no later part reads. outputs: the part's output
-        variables.
+        indices: index of the value of each input. last: indices of the values that no later part reads. outputs: the
+        part's output variables.
         """
         free = Counter(_signature(_shape_of(var)) for var in outputs)
         found = []

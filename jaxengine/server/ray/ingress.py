@@ -70,7 +70,7 @@ class Ingress:
     ):
         """Get the engine's config from a replica, waiting for one, and create the application. Opens the model's
         tokenizer, to route by the tokens of prompts, if there may be several replicas, they publish digests, and prefix
-        caching is on.
+        caching is on; the model's weights are neither downloaded nor opened.
 
         replicas, store: handles of the deployments of engines and of stored responses; store may be None. options:
         options of EngineConfig.
@@ -78,7 +78,8 @@ class Ingress:
         config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
         reader = None
         if ray_config.max_replicas > 1 and ray_config.routing_digest_bytes and config.enable_prefix_caching:
-            inputs = input_processor(open_model(EngineConfig.from_options(**options)), config)
+            without_weights = EngineConfig.from_options(**options | {"load_format": "dummy"})
+            inputs = input_processor(open_model(without_weights), config)
             reader = PromptReader(inputs, server, None if store is None else RayStore(store))
         self._app = Front(replicas, names_of(config.model, server), server, ray_config.num_attempts, reader).app
 

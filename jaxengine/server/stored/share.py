@@ -72,8 +72,9 @@ class Share:
 
     def missing(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> Needs | None:
         """Return what is missing to put a response: long texts that are neither stored nor in `texts`, and the
-        conversation if the response that it continues is gone. Returns None if nothing is missing. texts: long texts
-        that come with it, by digest.
+        conversation if the response that it continues is gone. A response that is stored already as one that continues
+        the same one does not need the conversation. Returns None if nothing is missing. texts: long texts that come
+        with it, by digest.
         """
         known = self.responses.get(stored.id)
         continues = known is not None and known.stored.previous == stored.previous

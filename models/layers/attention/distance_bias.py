@@ -31,7 +31,7 @@ def distance_buckets(num_buckets: int, farthest: int) -> np.ndarray:
 
     Keys after the query have the second half of the buckets, all others the first half. Within a half each distance
     below num_buckets // 4 has its own bucket, and farther ones share buckets of increasingly wide ranges (Raffel et al.
-    2020, arXiv:1910.10683).
+    2020, arXiv:1910.10683). num_buckets: at least 4. farthest: more than num_buckets // 4.
     """
     distance = np.arange(-farthest, farthest + 1)
     half, near = num_buckets // 2, num_buckets // 4

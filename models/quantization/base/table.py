@@ -17,8 +17,8 @@ _LOOKED_UP = "none: rows are looked up"
 
 
 def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[dict[str, Any]]:
-    """Return the rows of the table of weights and their storage, in the order of the model; the same module of all
-    layers is one row.
+    """Return the rows of the table of weights and their storage, in the order of the model. The same module of all
+    layers that store it in one format is one row. Biases and other arrays that are no weights are not counted.
 
     models: the abstract models of the stages, in order. platform: a row of the kernel registry. prefix: added to the
     modules' names. The keys of a row are modules, format (the checkpoint's, or the one to which it is rounded), dtype,

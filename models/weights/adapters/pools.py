@@ -167,8 +167,8 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
-    """Return the shape of one adapter's part of a pool: [modules * rank, in] for `a`, [rank, out] for `b`, one slot of
-    the pool for experts.
+    """Return the shape of one adapter's part of a pool: [modules * rank, in] for `a` and [rank, out] for `b`, with rank
+    spec.max_lora_rank. For experts it is the pool's shape with 1 as its second dimension, that of slots.
     """
     if pool.decl.num_experts is not None:
         return pool.shape[0], 1, *pool.shape[2:]

@@ -188,8 +188,8 @@ def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
 
 
 def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Array:
-    """Return each row's product with the A of its own slot, in the columns of that slot: bfloat16 [padded rows, modules
-    * COLUMNS].
+    """Return each row's product with the A of its own slot, in the columns of slot % shape.each: bfloat16 [padded rows,
+    modules * COLUMNS].
 
     sums: result of `_times_a`, whose splits are added up. slot_index: i32 [T] of LoraVisits. Other columns, rows
     without a slot and padding are zeros.

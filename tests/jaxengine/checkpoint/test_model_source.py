@@ -12,11 +12,14 @@ import pytest
 
 from jaxengine import LLM
 from jaxengine.checkpoint.model_source import as_it_sees, open_model
+from jaxengine.commands.calibrate import calibrate
+from jaxengine.commands.cli import main
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf
 from jaxengine.models.weights.formats.orbax import read_layout
+from jaxengine.models.weights.formats.safetensors import LocalFile
 from tests.conftest import TINY_CHECKPOINT
 from tests.models.config.test_sounds import GEMMA4
 from tests.tables import each_row
@@ -41,6 +44,34 @@ def test_no_name_is_the_default_model():
 def test_a_name_of_nothing_is_refused(name):
     with pytest.raises(ConfigError, match="GGUF file, a Hugging Face folder, or a hub id"):
         open_model(EngineConfig(model=name))
+
+
+def test_the_files_of_a_refused_model_are_closed(tmp_path, monkeypatch):
+    folder, opened, init = copy(tmp_path), [], LocalFile.__init__
+
+    def opening(self, path):
+        init(self, path)
+        opened.append(self)
+
+    def closed() -> bool:
+        each, opened[:] = list(opened), []
+        return bool(each) and all(file._fd < 0 for file in each)
+
+    monkeypatch.setattr(LocalFile, "__init__", opening)
+    for options in (
+        {"quantization": "gguf"},
+        {"tokenizer": "/nowhere/at/all"},
+        {"steering_vectors": {"a": "/nowhere"}},
+    ):
+        with pytest.raises((ConfigError, ModelFileError)):
+            open_model(EngineConfig(model=str(folder), **options))
+        assert closed(), options
+    assert main(["convert", str(folder), str(tmp_path)]) == 2  # a folder that is there
+    assert closed()
+    (tmp_path / "texts").write_text("a text")
+    with pytest.raises(ModelFileError, match="has no tokenizer.json"):
+        calibrate(EngineConfig(model=str(folder)), tmp_path / "texts", tmp_path / "largest")
+    assert closed()
 
 
 def test_load_format_must_fit(tmp_path):

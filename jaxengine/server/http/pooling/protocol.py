@@ -190,9 +190,11 @@ class CohereEmbedRequest(NamedRequest):
         return self
 
     def as_embeddings(self, max_model_len: int, prompts: Mapping[str, str]) -> list[EmbeddingRequest]:
-        """Return the requests of /v1/embeddings that have the same prompts: one of all texts, or one of each input.
+        """Return the requests of /v1/embeddings that have the same prompts and dimensions: one of all texts, or one of
+        each input. Unless `truncate` is NONE, they cut prompts to max_tokens, at most max_model_len tokens.
 
-        prompts: the model's, by their names, among them input_type. Raises RequestError.
+        max_model_len: the engine's, which also stands for a missing max_tokens. prompts: the model's prompts by name;
+        input_type, if given, is one of them. Raises RequestError for values that /v1/embeddings refuses.
         """
         common: dict[str, Any] = {"dimensions": self.output_dimension}
         if self.truncate != "NONE":
