@@ -31,7 +31,7 @@ from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput, checked
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.scheduler.base.errors import RequestError
@@ -262,10 +262,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
         pooling_params: None for the model's defaults; they are copied now. request_id: None for a generated one.
         priority, timeout, client: see `RequestOptions`. The request starts when the iteration starts; leaving the
-        iteration early aborts it. The iteration raises RequestError and EngineDeadError.
+        iteration early aborts it. The iteration raises RequestError, also if there is no result, and EngineDeadError.
         """
         params = copy.copy(pooling_params)
-        return self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client))
+        return checked(self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client)))
 
     def stream(
         self,

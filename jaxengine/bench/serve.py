@@ -115,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, {**settings, "results": plain})
     if args.save_result:
         path = result_path(args, settings["model"])
+        path.parent.mkdir(parents=True, exist_ok=True)  # a label or name may have a slash
         write_json(str(path), flat_result(args, settings["model"], results[0], curves))
     if args.svg:
         title = (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,8 @@ _FIELDS = {
     "repetition_penalty": float,
     "logprobs": int,
 }
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_OF_THE_BODY = ("content-length", "content-type", "transfer-encoding")
 # Flags about the client's own tokenizer and progress bar: prompts are made without the one, and there is no other.
 _WITHOUT_EFFECT = ("--tokenizer", "--tokenizer-mode")
 _SWITCHES_WITHOUT_EFFECT = ("--skip-tokenizer-init", "--trust-remote-code", "--disable-tqdm", "--disable-shuffle")
@@ -44,7 +48,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser, an_object: Any) -> None:
         "--chat-template-kwargs", type=an_object, metavar="JSON", help="field chat_template_kwargs of each request"
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests, before --model")
-    parser.add_argument("--header", type=_pair, nargs="+", default=[], metavar="NAME=VALUE", help="headers to send")
+    parser.add_argument("--header", type=_header, nargs="+", default=[], metavar="NAME=VALUE", help="headers to send")
     parser.add_argument("--num-warmups", type=_whole, default=0, help="requests before the measurement")
     parser.add_argument(
         "--ready-check-timeout-sec", type=_whole, default=0, help="seconds to wait for the server; 0: not at all"
@@ -131,31 +135,44 @@ def flat_result(
 
 
 async def ready(server: Server, seconds: float, headers: Sequence[tuple[str, str]]) -> Server:
-    """Return the server with `headers` added, once it lists its models or `seconds` are over; 0 does not wait.
+    """Return the server with `headers` added, which replace its own of the same names, once it lists its models or
+    `seconds` are over; 0 does not wait.
 
     A server that has not answered in time raises nothing here.
     """
     from jaxengine.bench.serve_client import get_json
 
-    server = replace(server, headers=(*server.headers, *headers))
-    end = time.monotonic() + seconds
-    while seconds:
-        try:
-            await get_json(server, "/models")
-            break
-        except (OSError, ValueError):
-            if time.monotonic() > end:
-                break
-            await asyncio.sleep(min(1.0, seconds / 10))
+    given = {name.lower() for name, _ in headers}
+    kept = (each for each in server.headers if each[0].lower() not in given)
+    server = replace(server, headers=(*kept, *headers))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while seconds:
+                try:
+                    await get_json(server, "/models")
+                    break
+                except (OSError, ValueError):
+                    await asyncio.sleep(min(1.0, seconds / 10))
     return server
 
 
 def _pair(text: str) -> tuple[str, str]:
     """Parse NAME=VALUE. Raises ArgumentTypeError for any other text."""
     name, equals, value = text.partition("=")
-    if not name or not equals:
+    if not name.strip() or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name.strip(), value.strip()
+
+
+def _header(text: str) -> tuple[str, str]:
+    """Parse NAME=VALUE, a header of HTTP. Raises ArgumentTypeError for any other text, and for the headers that depend
+    on the body.
+    """
+    name, value = _pair(text)
+    if name.lower() in _OF_THE_BODY or not _NAME.fullmatch(name) or not (value.isascii() and value.isprintable()):
+        allowed = f"a header of HTTP other than {', '.join(_OF_THE_BODY)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, {allowed}")
+    return name, value
 
 
 def _whole(text: str) -> int:

@@ -211,7 +211,7 @@ def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dic
             _add_added(tokenizer, folder, special)
         wanted = (texts[f"{role}_token"] if flags[f"add_{role}_token"] else None for role in ("bos", "eos"))
         begin, end = ((one, at) if one and (at := tokenizer.token_to_id(one)) is not None else None for one in wanted)
-        if begin or end:
+        if enclosing is None and (begin or end):  # classes that enclose texts do so whatever the flags say
             tokenizer.post_processor = with_ends(begin, end)
     return tokenizer, texts | config
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -49,6 +51,18 @@ class PoolingRequestOutput(Generic[Output]):
         if self.finish_reason != STOP:
             why = f"{self.finish_reason} ({self.stop_reason})" if self.stop_reason else self.finish_reason
             raise RequestError(f"request {self.request_id!r} has no answer: {why}")
+
+
+async def checked(
+    outputs: AsyncIterator[PoolingRequestOutput[Output]],
+) -> AsyncGenerator[PoolingRequestOutput[Output], None]:
+    """Yield the outputs of an async generator, which is closed at the end. The iteration raises the errors of `check`
+    and the generator's.
+    """
+    async with contextlib.aclosing(cast(AsyncGenerator[PoolingRequestOutput[Output], None], outputs)):
+        async for output in outputs:
+            output.check()
+            yield output
 
 
 @dataclass(slots=True)

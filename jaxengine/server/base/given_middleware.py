@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxengine.config.engine_config import ConfigError
 
@@ -17,10 +18,28 @@ def given_middleware(names: Sequence[str]) -> list[Middleware]:
     """Import what each name, module.NAME, is and return it for an application, the outermost first: the last name, as
     in vLLM.
 
-    An ASGI middleware is a class; a coroutine function with the arguments (request, call_next) becomes one. Raises
-    ConfigError for a name that cannot be imported or is neither. Other errors of the module's code propagate.
+    An ASGI middleware is a class; a coroutine function with the arguments (request, call_next) becomes one. The lines
+    of a batch, which are requests of this process, are not passed through it: they have no client's headers, and the
+    request that made the batch was passed. Raises ConfigError for a name that cannot be imported or is neither. Other
+    errors of the module's code propagate.
     """
-    return [_imported(name) for name in reversed(names)]
+    return [Middleware(_OfClients, _imported(name)) for name in reversed(names)]
+
+
+class _OfClients:
+    """Application that passes a client's request through a middleware, and a request of this process around it.
+
+    app: the application inside. given: the middleware.
+    """
+
+    def __init__(self, app: ASGIApp, given: Middleware):
+        self._app = app
+        self._given = given.cls(app, *given.args, **given.kwargs)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or take part in the application's lifespan, through the middleware or without it."""
+        inner = self._app if "holder" in scope.get("state", {}) else self._given
+        await inner(scope, receive, send)
 
 
 def _imported(name: str) -> Middleware:
@@ -28,7 +47,7 @@ def _imported(name: str) -> Middleware:
     module, _, attribute = name.rpartition(".")
     try:
         found: Any = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         problem = f"middleware has {name!r}, which cannot be imported: {error}"
         advice = "give module.NAME of a module on sys.path (PYTHONPATH)"
         raise ConfigError.because("middleware", problem, advice) from error

@@ -97,8 +97,9 @@ class ServerConfig:
       ssl_keyfile: its private key.
       ssl_ca_certs: certificate authorities; clients must present a certificate that one of them signed (mTLS).
       allowed_origins: origins that browsers may call from (CORS), or a JSON list of them; "*" for all.
-      middleware: ASGI middleware of your own code around the whole server, as module.NAME: a class, or a coroutine
-        function of (request, call_next). The last one is the outermost.
+      middleware: ASGI middleware of your own code around all HTTP requests of clients, as module.NAME: a class, or a
+        coroutine function of (request, call_next). The last one is the outermost. Lines of batches, metrics_port and
+        gRPC are not passed through it.
       root_path: prefix under which a proxy offers this server.
       max_num_queued_reqs: requests that may wait for a free slot; None: four times max_num_seqs. With scheduling_policy
         "fair" one client may have half of them.

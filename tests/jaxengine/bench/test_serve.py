@@ -19,6 +19,7 @@ from jaxengine.bench.serve_address import settle
 from jaxengine.bench.serve_client import BadUrlError, Connections, Sample, Server, stream
 from jaxengine.bench.serve_load import Load, LoadResult, arrivals, plan
 from jaxengine.bench.serve_report import meets, picture, series, summary
+from jaxengine.bench.serve_vllm import ready
 from jaxengine.commands.cli import main
 
 
@@ -138,8 +139,9 @@ def test_figures_are_those_of_the_server(tmp_path, capsys):
     assert (result["successful_requests"], result["failed_requests"]) == (8, 0)
     assert (result["total_input_tokens"], result["total_generated_tokens"]) == (160, 40)
     latency = result["latency_ms"]
-    # The server waits at least so long; how much later the clocks of a busy machine see it is open.
-    assert latency["ttft"]["median"] >= 50 and latency["tpot"]["median"] >= 10 and latency["itl"]["median"] >= 10
+    # The server waits at least so long for the first piece, and altogether. A client on a busy machine reads pieces
+    # late, and the pauses between them are shorter then.
+    assert latency["ttft"]["median"] >= 50 and latency["tpot"]["median"] > 0 and latency["itl"]["median"] > 0
     assert latency["e2el"]["median"] >= 50 + 7 * 10
     assert latency["ttft"]["median"] < latency["e2el"]["median"]
     # The first request of all asked whether token ids are taken.
@@ -215,7 +217,7 @@ def test_results_and_requests_by_the_flags_of_vllms_command(tmp_path, capsys):
         ).split()
         status, found = bench(server, tmp_path, *words)
         chat = (
-            "--backend openai-chat --num-prompts 1 --output-len 2 --logprobs 2 --result-filename a.json --save-result"
+            "--backend openai-chat --num-prompts 1 --output-len 2 --logprobs 2 --result-filename b/a.json --save-result"
         )
         kwargs = '--chat-template-kwargs={"enable_thinking":false}'
         assert bench(server, tmp_path, *chat.split(), "--result-dir", str(tmp_path), kwargs)[0] == 0
@@ -239,11 +241,27 @@ def test_results_and_requests_by_the_flags_of_vllms_command(tmp_path, capsys):
         f"{name}_{metric}_ms" for name in ("mean", "median", "std", "p25", "p99.5") for metric in ("ttft", "e2el")
     }
     assert figures == {name for name in saved if name.endswith("_ms")} and saved["mean_e2el_ms"] > 0
-    assert "p99_tpot_ms" in json.loads((tmp_path / "a.json").read_text())
-    for wrong in ("--metric-percentiles 101", "--percentile-metrics ttft,x", "--header a", "--num-warmups -1"):
+    assert "p99_tpot_ms" in json.loads((tmp_path / "b" / "a.json").read_text())
+    headers = ("--header a", "--header =b", "--header x=ü", "--header x=a\nb", "--header Content-Length=0")
+    for wrong in ("--metric-percentiles 101", "--percentile-metrics ttft,x", "--num-warmups -1", *headers):
         with pytest.raises(SystemExit):
-            main(["bench", "serve", *wrong.split()])
+            main(["bench", "serve", *wrong.split(" ")])
     assert main(["bench", "serve", "--save-result", "--sweep", "1", "2"]) != 0
+
+
+async def test_a_header_replaces_the_clients_own_and_the_wait_for_a_server_ends():
+    async def silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    own = Server.at("http://127.0.0.1:1/v1", "key")
+    given = await ready(own, 0, [("authorization", "mine"), ("x-a", "1")])
+    assert [value for name, value in given.headers if name.lower() == "authorization"] == ["mine"]
+    assert ("x-a", "1") in given.headers and ("Host", "127.0.0.1:1") in given.headers
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with asyncio.timeout(30):
+            await ready(Server.at(f"http://127.0.0.1:{port}/v1"), 0.05, [])
 
 
 def test_errors_are_told_apart(tmp_path, capsys):

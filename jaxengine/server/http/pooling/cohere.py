@@ -20,6 +20,7 @@ from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import EmbeddingsByType
 from jaxengine.server.http.pooling.protocol import CohereEmbedRequest
 from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer
+from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.limits import JsonRoute
 
 # Fields of /v1/embeddings, by which the checks that both routes have name what is wrong -> Cohere's fields.
@@ -54,9 +55,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 async def _prompts(body: CohereEmbedRequest, server: PoolingServer) -> tuple[list[list[int]], PoolingParams]:
     """Return the token ids of each prompt, truncated as the request says, and the pooling parameters of all.
 
-    Raises RequestError, also for an input_type that is no prompt of the model, and for a prompt of more than max_tokens
-    tokens with truncate NONE; OverloadedError.
+    Raises RequestError, also for an input_type that is no prompt of the model, for more prompts than max_prompts, and
+    for one of more than max_tokens tokens with truncate NONE; OverloadedError.
     """
+    most = server.config.max_prompts
+    if (number := len(body.inputs or ())) > most:
+        raise RequestError(f"inputs holds {number} prompts; allowed: 1 to {most}", param="inputs")
     inputs = server.engine.inputs
     sentence = inputs.require_pooling().sentence
     known = {} if sentence is None else sentence.prompts
@@ -74,7 +78,7 @@ async def _prompts(body: CohereEmbedRequest, server: PoolingServer) -> tuple[lis
         name = _NAMES.get(error.param or "")
         if name is None:
             raise
-        raise RequestError(str(error).replace(str(error.param), name, 1), param=name, value=error.value) from None
+        raise renamed(error, name) from None
     longest = max(map(len, prompts))
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         problem = f"an input has {longest} tokens, and max_tokens is {body.max_tokens}; allowed: as many, or truncate"

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, SkipValidation, model_validator
 
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.server.http.chat.protocol import Messages
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.http.chat.protocol import MAX_MESSAGES, Messages
 from jaxengine.server.http.request.fields import TemplateVariables, Texts, at_most, check_truncation
-from jaxengine.server.http.request.protocol import HINTS, ClosedModel, NamedRequest
+from jaxengine.server.http.request.protocol import HINTS, NamedRequest
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
@@ -145,25 +145,14 @@ class ClassifyRequest(InputBody):
     """Request of /classify."""
 
 
-class CohereContent(ClosedModel):
-    """Content of an input of /v2/embed: a text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class CohereInput(ClosedModel):
-    """An input of /v2/embed, which the chat template makes a prompt."""
-
-    content: Annotated[list[CohereContent], Field(min_length=1, fail_fast=True)]
-
-
 class CohereEmbedRequest(NamedRequest):
     """Request of /v2/embed, in the form of Cohere's API.
 
     Attributes:
       input_type: the model's prompt to prepend to texts, or of inputs the system's message; None for none.
-      texts: what is embedded; or else inputs, contents of texts.
+      texts: what is embedded.
+      inputs: or else objects with a `content`, a list of texts ({"type": "text", "text": ...}), each of which the chat
+        template makes a prompt.
       output_dimension: number of leading dimensions of each embedding to keep.
       embedding_types: forms of the embeddings in the answer: numbers; their signs, 8 in a signed or unsigned int;
         base64 of little-endian float32. Default: numbers.
@@ -176,20 +165,28 @@ class CohereEmbedRequest(NamedRequest):
 
     input_type: str | None = None
     texts: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
-    inputs: Annotated[list[CohereInput], Field(min_length=1, fail_fast=True)] | None = None
+    # Objects and not models, which would take seconds to validate and hold up other clients meanwhile.
+    inputs: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)] | None = None
     output_dimension: int | None = None
     embedding_types: (
-        Annotated[list[Literal["float", "binary", "ubinary", "base64"]], at_most(4), Field(min_length=1)] | None
+        Annotated[list[Literal["float", "binary", "ubinary", "base64"]], Field(fail_fast=True), at_most(4)] | None
     ) = None
     truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
-        """Return this request after checking it. Raises RequestError unless it has either texts or inputs."""
+        """Return this request after checking it. Raises RequestError unless it has either texts or inputs, and for an
+        input that is more than a content of texts. Whether a text is a string is checked when it is rendered.
+        """
         if (self.texts is None) == (self.inputs is None):
             problem = "texts is missing" if self.texts is None else "texts and inputs are both given"
             raise RequestError(f"{problem}; give one of texts and inputs", param="texts")
+        for each in self.inputs or ():
+            content = each.get("content")
+            if len(each) != 1 or not content or not isinstance(content, list) or not all(map(_is_text, content)):
+                allowed = """objects with `content` alone, a list of {"type": "text", "text": ...}"""
+                raise RequestError(f"inputs has {show_value(each)}; allowed: {allowed}", param="inputs")
         return self
 
     def as_embeddings(self, max_model_len: int, prompts: Mapping[str, str]) -> list[EmbeddingRequest]:
@@ -205,9 +202,16 @@ class CohereEmbedRequest(NamedRequest):
             common["truncation_side"] = "left" if self.truncate == "START" else "right"
         if self.inputs is None:
             return [EmbeddingRequest(input=self.texts, prompt_name=self.input_type or "", **common)]
-        system = [] if self.input_type is None else [{"role": "system", "content": prompts[self.input_type]}]
-        users = [{"role": "user", "content": [one.model_dump() for one in each.content]} for each in self.inputs]
-        return [EmbeddingRequest(messages=[*system, user], **common) for user in users]
+        prompt = prompts[self.input_type] if self.input_type is not None else ""
+        system = [{"role": "system", "content": prompt}] if prompt else []
+        users = [{"role": "user", "content": each["content"]} for each in self.inputs]
+        first = EmbeddingRequest(messages=[*system, users[0]], **common)
+        return [first, *(first.model_copy(update={"messages": [*system, user]}) for user in users[1:])]
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a content is a text."""
+    return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
 
 
 class ScoreRequest(PoolingBody):

@@ -93,7 +93,7 @@ class ResponseReasoning(Answer):
 
 
 class RawMessage(Answer):
-    """Text and token ids of the prompt or the output, with all special tokens."""
+    """Text of the prompt or of the output before parsers split it, and all its token ids."""
 
     type: Literal["raw_message_tokens"]
     message: str

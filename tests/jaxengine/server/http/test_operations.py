@@ -16,7 +16,10 @@ from jaxengine.engine.profiler import Profiler
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.keys import digest_of
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.batch.lines import BatchLine
+from jaxengine.server.batch.run import call
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.request_log import log_request
 from tests.jaxengine.server.asgi_client import http_client
@@ -113,7 +116,11 @@ async def test_middleware_of_the_operators_own(chat_engine):
     async with http_client(create_app(chat_engine, config)) as client:
         answers = [await client.get(path) for path in ("/health", "/closed", "/v1/models")]
     assert [(each.status_code, each.headers["x-number"]) for each in answers] == [(200, "1"), (418, "2"), (401, "3")]
-    for name in ("Numbered", "no_such_module.X", f"{__name__}.gone", f"{__name__}.PROMPT"):
+    # A line of a batch has no client's headers: it is passed around them, with its owner's key.
+    line = BatchLine(1, "a", "/closed", b"{}")
+    assert (await call(create_app(chat_engine, config), line, {"holder": digest_of(b"k")}))[0] == 404
+    assert "is not JSON" in (await call(create_app(chat_engine, config), line))[1]["error"]["message"]
+    for name in ("Numbered", "..Numbered", "no_such_module.X", f"{__name__}.gone", f"{__name__}.PROMPT"):
         with pytest.raises(ConfigError, match="middleware") as caught:
             create_app(chat_engine, ServerConfig(middleware=(name,)))
         assert name in str(caught.value)

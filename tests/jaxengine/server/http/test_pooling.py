@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxengine import AsyncLLM, PoolingParams
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.pooling import protocol
@@ -20,6 +22,8 @@ from tests.jaxengine.server.openai_client import openai_client
 
 GOLDENS = np.load(Path(__file__).parents[3] / "fixtures" / "pooling.npz")
 HALF_BYTES = {"output_dimension": 4, "embedding_types": ["binary"]}
+INPUT = {"content": [{"type": "text", "text": "w5"}]}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
 IDS = [5, 9, 77, 12, 31, 40, 41, 3, 2]
 
 
@@ -131,13 +135,17 @@ async def test_embeddings_in_coheres_form(app, embedder, monkeypatch):
         np.testing.assert_allclose(cut[0], expected, atol=1e-4, err_msg=side)
     whole = await embed(texts=[long])
     assert whole["meta"]["billed_units"]["input_tokens"] == 96
-    template = "{% for each in messages %}{{ each.content }} {% endfor %}</s>"
+    template = "{% for each in messages %}{{ 'w3 ' if each.role == 'system' }}{{ each.content }} {% endfor %}</s>"
     config = dataclasses.replace(embedder.inputs.config, chat_template=template)
     monkeypatch.setattr(embedder.inputs, "config", config)
     inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS[:2]]
-    found = await embed(inputs=inputs, output_dimension=8)
+    # An empty prompt, as many models have for documents, makes no message.
+    found = await embed(inputs=inputs, output_dimension=8, input_type="document")
     assert np.array(found["embeddings"]["float"]).shape == (2, 8) and "texts" not in found
     asked = await vectors(app, input=f"{TEXTS[1]} </s>", add_special_tokens=False, dimensions=8)
+    np.testing.assert_allclose(found["embeddings"]["float"][1], asked[0], atol=1e-4)
+    found = await embed(inputs=inputs, input_type="query")
+    asked = await vectors(app, input=f"w3 {QUERY_PROMPT} {TEXTS[1]} </s>", add_special_tokens=False)
     np.testing.assert_allclose(found["embeddings"]["float"][1], asked[0], atol=1e-4)
 
 
@@ -319,7 +327,18 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v2/embed", {"texts": [""]}, "texts", "texts is empty"),
         ("/v2/embed", {"texts": ["w5"], "images": ["data:,"]}, "images", "but it is not supported"),
         ("/v2/embed", {"texts": ["w5"], "input_type": "x"}, "input_type", "Unsupported input_type 'x'"),
-        ("/v2/embed", {"texts": ["w5 " * 97], "truncate": "NONE"}, "prompt", "prompt is too long: 98 tokens"),
+        ("/v2/embed", {"texts": ["w5 " * 97], "truncate": "NONE"}, "texts", "prompt is too long: 98 tokens"),
+        ("/v2/embed", {"texts": ["w5"] * 9}, "texts", "texts holds 9 prompts; allowed: 1 to 8"),
+        ("/v2/embed", {"inputs": [INPUT] * 9}, "inputs", "inputs holds 9 prompts; allowed: 1 to 8"),
+        ("/v2/embed", {"inputs": [INPUT] * 10_001}, "inputs", "at most 10000 entries are allowed"),
+        (
+            "/v2/embed",
+            {"inputs": [INPUT, {**INPUT, "role": "system"}]},
+            "inputs",
+            "allowed: objects with `content` alone",
+        ),
+        ("/v2/embed", {"inputs": [{"content": [PICTURE]}]}, "inputs", "allowed: objects with `content` alone"),
+        ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": 5}]}]}, "inputs", "text"),
         ("/v2/embed", {"texts": ["w5 w6"], "truncate": "NONE", "max_tokens": 2}, "max_tokens", "input has 3"),
         ("/v2/embed", {"texts": ["w5"], "output_dimension": 5}, "output_dimension", "allowed: 4, 8"),
         ("/v2/embed", {"texts": ["w5"], **HALF_BYTES}, "embedding_types", "a multiple of 8"),
@@ -391,8 +410,13 @@ async def test_a_conversation_is_one_prompt(scoring_app, classifier, monkeypatch
 async def test_encode_streams_one_output_and_leaves_nothing(embedder):
     outputs = [each async for each in embedder.encode(TEXTS[0], PoolingParams(dimensions=4), "mine")]
     assert [(each.request_id, each.finished, each.outputs.data.shape) for each in outputs] == [("mine", True, (4,))]
-    (late,) = [each async for each in embedder.encode(TEXTS[2], timeout=1e-9)]
+    with pytest.raises(RequestError, match=r"has no answer: abort \(timeout\)"):
+        await anext(embedder.encode(TEXTS[2], timeout=1e-9))
+    (late,) = [each async for each in embedder.pool(TEXTS[2], options=RequestOptions(timeout=1e-9))]
     assert (late.finish_reason, late.stop_reason, late.outputs.data.size) == ("abort", "timeout", 0)
+    abandoned = embedder.encode(TEXTS[0])
+    await anext(abandoned)
+    await abandoned.aclose()
     answer = await post(create_app(embedder, ServerConfig()), "/v1/embeddings", input=TEXTS[2], timeout=1e-9)
     assert answer.status == 504
     assert not embedder.core.has_unfinished and not len(embedder.core._processor)

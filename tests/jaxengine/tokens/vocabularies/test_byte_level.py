@@ -54,6 +54,7 @@ def write(folder: Path, first: tuple[str, ...], files: dict[str, Any], merges: s
             ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
             {
                 "config.json": {"model_type": "roberta"},
+                "tokenizer_config.json": {"add_bos_token": True},  # has no effect: texts are enclosed anyway
                 "special_tokens_map.json": {"mask_token": {"content": "<mask>", "lstrip": True}},
             },
         ),
