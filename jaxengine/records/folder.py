@@ -94,11 +94,12 @@ class StepFolder:
         return self._about["weights"].index(entry)
 
     def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
-        """Write a step, delete the oldest ones as the limits require, and return the step's number. If the arrays alone
-        exceed the limit of bytes, count the step in `num_too_large` and return None.
+        """Delete the oldest steps as the limits of steps and bytes require, write a new one, and return its number. If
+        the arrays alone exceed the limit of bytes, count the step in `num_too_large`, change no file and return None.
 
-        Raises OSError, and KeyError for a dtype that step_file.py does not list. In both cases no step was added, but
-        old ones may have been deleted. about: description of the step, of plain JSON values.
+        about: description of the step, plain JSON values; "step", its number, is added in the file. Raises OSError, and
+        KeyError for a dtype that step_file.py does not list. Then no step was added, but old ones may have been
+        deleted.
         """
         size = num_bytes(arrays)
         if size > self._max_bytes:
@@ -176,7 +177,8 @@ def _has_others(folder: Path) -> bool:
 
 
 def _locked(folder: Path) -> int:
-    """Lock a folder for this process; return the lock file's descriptor, which holds the lock until it is closed.
+    """Lock a folder without waiting; return the lock file's descriptor, which holds the lock until it is closed. The
+    lock file is created if it is missing, and stays.
 
     Raises RecordError if another engine holds the lock, and OSError.
     """

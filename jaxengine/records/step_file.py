@@ -60,9 +60,10 @@ class RecordedStep(NamedTuple):
     digests: dict[str, Any]
 
     def damaged(self) -> list[tuple[str, list[int]]]:
-        """Return (name, indices of damaged entries) of each array that no longer has its recorded digest.
+        """Return (name, indices of damaged entries) of each array whose digest is not the recorded one, or is not
+        recorded.
 
-        The indices are empty for an array with a single digest.
+        The indices are empty for an array that was recorded with a single digest, or with none.
         """
         found = []
         for name, array in self.arrays.items():

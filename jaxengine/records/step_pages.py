@@ -53,7 +53,8 @@ def page_tables(layout: StepLayout, message: np.ndarray, tables: np.ndarray) -> 
 def pages_of(
     table: np.ndarray, rows: Sequence[StepRow], window: int | None, page_size: int, *, written: bool = False
 ) -> list[int]:
-    """Return the pages that the rows of a step read or write, each once.
+    """Return the pages that the rows of a step read or write, each once, in the order of the rows and, within a row, of
+    positions.
 
     table: i32[R, columns], page table of one cache group, a row for each slot. window: number of keys that a token of
     the group sees; None for all. page_size: tokens per page. written: return only the pages that the rows write.

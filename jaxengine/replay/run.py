@@ -125,9 +125,10 @@ class _Run:
         return found
 
     def _message(self) -> np.ndarray:
-        """Return the message i32[replicas, size] with pages renumbered, 0 for pages that are not in the record.
+        """Return the message i32[replicas, size] with the pages of paged cache groups renumbered, 0 for those that are
+        not in the record.
 
-        Raises RecordError for another shape.
+        Raises RecordError for a recorded message of another shape.
         """
         layout, message = self._programs.packer.layouts[self._bucket], self._arrays["message"].copy()
         if message.shape != (self._num_ranks, layout.size):
@@ -179,8 +180,8 @@ class _Run:
         return jax.tree.unflatten(tree, own)
 
     def _page_table(self) -> np.ndarray:
-        """Return the recorded page table with pages renumbered, 0 for pages that are not in the record. Raises
-        RecordError for another shape or dtype.
+        """Return a copy of the recorded page table with the pages of paged cache groups renumbered, 0 for those that
+        are not in the record. Raises RecordError for another shape or dtype.
         """
         table = self._arrays["state/page_table"].copy()
         _check(table, self._programs.state_shapes.slots.page_table)

@@ -14,11 +14,12 @@ from jaxengine.config.engine_config import ConfigError
 
 
 def given_middleware(names: Sequence[str]) -> list[Middleware]:
-    """Import what each name, module.NAME, is and return it for an application, the outermost first: the last name, as
-    in vLLM.
+    """Return an application's middlewares, imported by name, the outermost first. That is the last of `names`, as in
+    vLLM.
 
-    An ASGI middleware is a class; a coroutine function with the arguments (request, call_next) becomes one. Raises
-    ConfigError for a name that cannot be imported or is neither. Other errors of the module's code propagate.
+    names: "module.NAME" of a class, an ASGI middleware, or of a coroutine function with the arguments (request,
+    call_next), which is wrapped as one. Raises ConfigError for a name that cannot be imported or is neither. Other
+    errors of the module's code propagate.
     """
     return [_imported(name) for name in reversed(names)]
 

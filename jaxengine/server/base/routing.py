@@ -178,8 +178,8 @@ class Replicas:
 
         Args:
           request_digests: short digests of the prompt's full pages, in order; empty if they are not known.
-          session: conversation that the request continues; None for none.
-          adapter: name of the adapter; None for none.
+          session: id of the conversation that the request continues; None if it continues none.
+          adapter: name of the adapter; None if the request uses none.
           key: decides ties of requests without adapter and digests, such as the request's id.
           imbalance: number of requests that a whole prompt in the cache is worth, at least 0.
         """

@@ -153,8 +153,9 @@ class BatchService:
             await asyncio.to_thread(self._fail, owner, batch_id, problem)
 
     async def _run(self, owner: str, batch_id: str) -> None:
-        """Answer a batch and store its final state; do nothing if its record does not exist. A file that cannot be read
-        as requests ends it as failed.
+        """Answer a batch and store its final state; do nothing if its record does not exist. An input file that is
+        gone, is not made of requests for the batch's endpoint or has none ends it as failed. Otherwise the record gets
+        the total count, and the status in_progress if it was validating, before the first request is answered.
 
         Raises OSError, EngineDeadError, and ConfigError if the partial results are of another input file or in use by
         another process.
@@ -227,10 +228,10 @@ class BatchService:
 
     def _finish(self, owner: str, batch_id: str, lines: list[BatchLine], results: Results, status: str) -> None:
         """Store the output and error files of a batch that has ended, with its final state. The output file has the
-        results of requests that succeeded. The error file has those of failed requests and, if the status is "expired",
-        a line for each request without a result.
+        results of requests that succeeded. The error file has those of failed requests and then, if the status is
+        "expired", a line for each request without a result. Both files are in the order of `lines`.
 
-        status: "completed", "cancelled" or "expired".
+        status: "completed", "cancelled" or "expired". Raises OSError.
         """
 
         def finalise(record: Record) -> None:

@@ -222,9 +222,9 @@ class BatchStore:
         (self._live / batch_id).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove expired files, except inputs of batches that have not ended; batches that have ended and were created
-        `retention` seconds ago or earlier; files and batches with a damaged record; and files that killed processes
-        left, once these are an hour old.
+        """Remove files that have expired or whose record is damaged, except inputs of batches that have not ended.
+        Remove batches that have ended and were created `retention` seconds ago or earlier, and those whose record is
+        damaged. Remove what killed processes left, once it is an hour old.
         """
         now = time.time()
         for folder in self._records.owners():

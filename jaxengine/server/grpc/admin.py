@@ -103,6 +103,8 @@ class AdminService(WeightMethods):
     async def UnloadLoraAdapter(
         self, request: pb.UnloadLoraAdapterRequest, context: Context
     ) -> pb.UnloadLoraAdapterResponse:
-        """Unload an adapter. Raises RequestError for an unknown name, and EngineDeadError."""
+        """Close an adapter to further requests; those that run with it continue to their ends. Raises RequestError for
+        an unknown name, and EngineDeadError.
+        """
         await unload(self._engine, request.lora_name)
         return pb.UnloadLoraAdapterResponse()

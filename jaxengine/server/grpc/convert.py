@@ -119,7 +119,7 @@ class RequestReader:
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
         """Convert a request to generate: check it, tokenize its prompt and read its media. stream: whether the answer
-        is sent in chunks. Raises RequestError, OverloadedError.
+        is sent in chunks. Raises RequestError for an invalid request, OverloadedError if too many calls wait.
         """
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
@@ -352,7 +352,8 @@ def _with_integers(value: Any) -> Any:
 def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
     """Convert a part of a message to the form that media.parts takes.
 
-    where: path of the part, for errors. Raises RequestError for an empty part.
+    where: path of the part, for errors. Raises RequestError for an empty part, for media without data and url, and for
+    image embeddings without data.
     """
     kind = part.WhichOneof("part")
     if kind is None:
@@ -472,7 +473,9 @@ def _plain(field: str, value: Any, param: str, longest: int) -> Any:
 
 
 def _wanted(response: pb.ResponseOptions) -> Wanted:
-    """Return the parts of an output that a request selects. The text is included unless output_text is false."""
+    """Return the parts of an output that a request selects. The text is included unless output_text is false;
+    candidates are included for output_candidates and for logprob_token_ids.
+    """
     return Wanted(
         text=response.output_text if response.HasField("output_text") else True,
         token_ids=response.output_token_ids,

@@ -90,8 +90,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, Any]:
-        """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns how many
-        were given, as `aborted`. Raises EngineDeadError.
+        """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns the
+        status "aborted", and as `aborted` how many ids were given. Raises EngineDeadError.
         """
         for request_id in body.request_ids:
             await engine.abort(request_id)
@@ -115,11 +115,12 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/server_info")
     async def server_info(config_format: Literal["json"] = "json") -> dict[str, Any]:
-        """Return the settings in use, without keys, and formats of stored and multiplied matrices. Raises
+        """Return `engine` and `server`, their settings in use, without keys, and the following fields. Raises
         EngineDeadError.
 
-        adapter_forms: how products apply adapters. mm_cache: where preprocessed images are cached. vllm_config: what
-        trainers look up in vLLM's answer, by its names. config_format: vLLM's other format, a text, is refused.
+        weights: formats of stored and multiplied matrices. adapter_forms: how products apply adapters. mm_cache: where
+        preprocessed images are cached. vllm_config: what trainers look up in vLLM's answer, by its names.
+        config_format: vLLM's other format, a text, is refused.
         """
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
@@ -133,7 +134,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 def _vllm_config(engine: EngineClient) -> dict[str, Any]:
     """Return the sections of vLLM's configuration, by vLLM's names, from which trainers (TRL) choose how they send
-    weights. weight_transfer_config is None, as in a vLLM without a transport of weights between devices.
+    weights: model_config, parallel_config and lora_config, which is None without enable_lora. weight_transfer_config is
+    None, as in a vLLM without a transport of weights between devices.
     """
     config = engine.inputs.config
     model = {"model": config.model, "dtype": f"torch.{config.dtype}", "max_model_len": config.max_model_len}

@@ -211,8 +211,9 @@ class _Completion:
 
 
 def _without_output(output: CompletionOutput) -> CompletionOutput:
-    """Return a copy of an output without the sampled token and everything that belongs to it, which is the answer for
-    max_tokens=0. The finish reason "stop" becomes "length".
+    """Return a copy of an output without the sampled token, its text and its scores, which is the answer for
+    max_tokens=0. The finish reason "stop" becomes "length", the stop reason None, and the first weight span, if there
+    are any, an empty one at 0. Captured activations stay.
     """
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
     spans = [WeightSpan(each.version, 0, 0) for each in (output.weight_versions or ())[:1]] or None

@@ -94,7 +94,8 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Convert the blocks of a message to chat messages: one for each tool result, then one with all other blocks. The
-    latter is omitted if there are only tool results, or if no block of a system message is left.
+    latter is omitted if there are only tool results, or if no block of a system message is left. Left out are the
+    assistant's blocks of a type in _LEFT_OUT, and accounting lines of a system message.
 
     role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.

@@ -465,7 +465,7 @@ class TextRequest(GenerationRequest):
 
 def usage_in_stream(asked: StreamOptions | None, config: ServerConfig) -> tuple[bool, bool]:
     """Return (whether a stream ends with an event with the token counts, whether every event has token counts), from a
-    request's stream_options, `asked`, and enable_force_include_usage.
+    request's stream_options, `asked`, and enable_force_include_usage. The second is True only if the first is.
     """
     options = asked or StreamOptions()
     last = bool(options.include_usage) or config.enable_force_include_usage

@@ -245,10 +245,12 @@ class _Responses:
     async def _make(
         self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
-        """Return a new response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored. By
-        default a response is stored if it is small enough. held: takes the bytes of the conversation; the caller
-        releases it after an error. Raises RequestError, also for a request_id in use and for a conversation that is too
-        large to be stored as requested, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
+        """Return a new response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
+
+        Without `store` in the request, a response is stored if its conversation is small enough; one that is made in
+        the background or continues a stored one must be. held: takes the bytes of the conversation; the caller releases
+        it after an error. Raises RequestError, also for a request_id in use and for a conversation that must be stored
+        and is too large, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
@@ -286,8 +288,8 @@ class _Responses:
         return messages, found.num_bytes["conversation"]
 
     async def _whole(self, making: _Making, keeper: Keeper | None) -> Response:
-        """Generate a response to its end, store it if there is a keeper, and return it. Releases its memory in every
-        case. Raises the errors of `making.events`.
+        """Generate a response to its end, store it if there is a keeper (a failure of that is only logged), and return
+        it. Releases its memory in every case. Raises the errors of `making.events`.
         """
         with making:
             async with contextlib.aclosing(making.events()) as events:

@@ -183,8 +183,9 @@ class Callables:
 
     @classmethod
     def of(cls, tools: Sequence[Any]) -> Callables:
-        """Return the converted tools of a request. tools: ResponseTools. Raises RequestError for names that occur twice
-        or are too long, and for more than MAX_TOOLS functions and custom tools, those of namespaces included.
+        """Return the converted tools of a request. tools: ResponseTools, of which those that the server cannot run are
+        only named in `left_out`, by type. Raises RequestError for names that occur twice or are too long, and for more
+        than MAX_TOOLS functions and custom tools, those of namespaces included.
         """
         found = cls()
         for tool in tools:
