@@ -118,7 +118,7 @@ class StepFolder:
         return number
 
     def _write_about(self) -> None:
-        """Write the description to `engine.json`, in place of an earlier file. Raises OSError."""
+        """Write the description to `engine.json`, in place of an earlier file. Raises OSError if that fails."""
         write_whole(self.path / ENGINE_FILE, iter([json.dumps(self._about, indent=1).encode()]))
 
 

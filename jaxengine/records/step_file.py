@@ -51,7 +51,7 @@ class RecordedStep(NamedTuple):
 
     Attributes:
       about: plain JSON values: `step`, `bucket`, `weights`, `time`.
-      arrays: by name.
+      arrays: the step's arrays by name.
       digests: SHA-256 of each array as recorded: a text, or for the arrays of BY_ENTRY a list with one per entry.
     """
 
@@ -101,7 +101,7 @@ def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
     """Write `chunks` to the file `path`, readable by its owner alone, completely or not at all, and flush it to the
     disk; return its size in bytes.
 
-    Raises OSError, or what `chunks` raises; an earlier file of that name is then unchanged.
+    Raises OSError if it cannot be written, or what `chunks` raises; an earlier file of that name is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

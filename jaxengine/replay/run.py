@@ -41,7 +41,7 @@ _BY_PLACE = {
 def run_step(stage: StageRunner, step: RecordedStep, platform: str) -> dict[str, np.ndarray]:
     """Run a step on the devices, and return its results under the names that the record uses.
 
-    platform: the one in whose layout pages were recorded. Raises RecordError for a step whose bucket or shapes this
+    platform: platform in whose layout pages were recorded. Raises RecordError for a step whose bucket or shapes this
     engine does not have, and for arrays that are missing or do not fit together.
     """
     try:
@@ -72,7 +72,7 @@ class _Run:
     def __init__(self, stage: StageRunner, step: RecordedStep, platform: str):
         """Prepare the run of `step` on `stage`: find its bucket, and number its pages anew.
 
-        platform: the one in whose layout pages were recorded. Raises RecordError if the stage has no such bucket,
+        platform: platform in whose layout pages were recorded. Raises RecordError if the stage has no such bucket,
         KeyError for missing arrays.
         """
         self._stage, self._programs, self._arrays = stage, stage.programs, step.arrays

@@ -114,8 +114,8 @@ class DynamoEngine(_backend.LLMEngine):
         """Yield a request's tokens in Dynamo's chunks as they are generated. The last chunk of each output has its
         finish_reason, and completion_usage over all outputs so far.
 
-        request: Dynamo's, with token_ids. context: its id() becomes the request's id. Raises RequestError for an option
-        that is not supported, and the errors of AsyncLLM.generate.
+        request: Dynamo's request, with token_ids. context: call's context, whose id() becomes the request's id. Raises
+        RequestError for an option that is not supported, and the errors of AsyncLLM.generate.
         """
         assert self.engine is not None, "Dynamo calls `start` first"
         params = self._params(request)

@@ -119,7 +119,9 @@ class OtherModels:
         Path(path).unlink(missing_ok=True)
 
     def _update(self, subfolder: str, files: list[os.DirEntry[str]]) -> None:
-        """Replace the files that are known of a subfolder; none for one that is gone."""
+        """Replace the files that are known of a subfolder by `files`, [] for a subfolder that is gone. Files that were
+        known before keep their size. num_bytes is left to the caller.
+        """
         before, own = self._files.pop(subfolder, {}), dict[str, int]()
         for file in files:
             if file.path in before:
@@ -156,7 +158,7 @@ def remove(path: Path) -> None:
 
 def _page_files(folder: Path) -> tuple[list[os.DirEntry[str]], bool]:
     """Return the page files of a subfolder, and whether it has unfinished files that may still be written; older ones
-    are removed. Raises OSError.
+    are removed. Raises OSError for a subfolder that cannot be read.
     """
     files, has_unfinished = [], False
     with os.scandir(folder) as found:

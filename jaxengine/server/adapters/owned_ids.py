@@ -79,7 +79,7 @@ class OwnedEngine(EngineWrapper):
 
     async def abort(self, request_id: str) -> None:
         """Abort the requests of all owners that have this id, given as clients know it or as it is in the engine. An
-        unknown id has no effect. Raises EngineDeadError.
+        unknown id has no effect. Raises EngineDeadError if the engine cannot answer.
         """
         # A copy, as a request that ends meanwhile is removed from the list.
         for engine_id in tuple(self._running.get(request_id, (request_id,))):

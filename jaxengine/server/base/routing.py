@@ -50,8 +50,8 @@ class Replicas:
     def add(self, name: str) -> int:
         """Add a replica without requests, adapters and pages, and return its number, the lowest that is free.
 
-        name: must be the same in all routers, because ties are decided by a hash of it. Raises ValueError if a replica
-        of this name has been added already.
+        name: unique name, the same in all routers, because ties are decided by a hash of it. Raises ValueError if a
+        replica of this name has been added already.
         """
         if name in self._number_of:
             raise ValueError(f"name is {name!r}; a replica of this name is there already")

@@ -69,7 +69,7 @@ class LineError(ConfigError):
 
     Attributes:
       number: number of the line, from 1; None for the file as a whole.
-      problem: what is wrong, without the name of the file.
+      problem: description of what is wrong, without the name of the file.
     """
 
     number: int | None

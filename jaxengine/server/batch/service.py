@@ -51,7 +51,7 @@ class SpareSlots:
 
     async def __aenter__(self) -> None:
         """Take a slot as soon as there is one, in the order of the calls. Queries the engine's load if the last answer
-        is older than 0.1 s or left no slot. Raises EngineDeadError.
+        is older than 0.1 s or left no slot. Raises EngineDeadError if the engine cannot answer.
         """
         async with self._turn:
             while self._num_spare <= 0 or time.monotonic() - self._looked > _LOAD_SECONDS:
@@ -217,7 +217,7 @@ class BatchService:
         """Return a request's HTTP status and answer. Waits for a spare slot of the engine; a request with status 429 or
         503 is sent again after a second, as often as needed.
 
-        holder: digest of the owner's key. Raises EngineDeadError.
+        holder: digest of the owner's key. Raises EngineDeadError if the engine cannot answer.
         """
         while True:
             async with self._slots:
@@ -231,7 +231,7 @@ class BatchService:
         results of requests that succeeded. The error file has those of failed requests and then, if the status is
         "expired", a line for each request without a result. Both files are in the order of `lines`.
 
-        status: "completed", "cancelled" or "expired". Raises OSError.
+        status: "completed", "cancelled" or "expired". Raises OSError for files that cannot be written.
         """
 
         def finalise(record: Record) -> None:

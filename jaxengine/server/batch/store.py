@@ -257,8 +257,8 @@ class BatchStore:
     def keep(self, folder: Path, path: str, size: int, filename: str, purpose: str, lifetime: float | None) -> Record:
         """Store a received file under a new id, and return its record.
 
-        folder: its owner's folder. path: its content, which is moved. size: in bytes. lifetime: seconds until it
-        expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the
+        folder: folder of its owner. path: file with its content, which is moved. size: bytes. lifetime: seconds until
+        it expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the
         file, with nothing moved; OSError if its record cannot be stored, with the content removed.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
@@ -348,7 +348,7 @@ def _new_id() -> str:
 
 
 def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
-    """Return OpenAI's object for a file that is created now and expires after `lifetime` seconds. size: in bytes."""
+    """Return OpenAI's object for a file that is created now and expires after `lifetime` seconds. size: bytes of it."""
     now = int(time.time())
     about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
     return {

@@ -77,7 +77,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/unload_lora_adapter", response_class=Response)
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
         """Close an adapter to further requests, and answer in plain text; running requests continue. Raises
-        UnknownAdapterError for an unknown name, EngineDeadError.
+        UnknownAdapterError for an unknown name, EngineDeadError if the engine cannot answer.
         """
         return await remove(body.lora_name)
 

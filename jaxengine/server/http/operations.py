@@ -84,14 +84,14 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
         """Drop cached images and videos, preprocessed and encoded; running requests keep theirs. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
         """
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, Any]:
         """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns the
-        status "aborted", and as `aborted` how many ids were given. Raises EngineDeadError.
+        status "aborted", and as `aborted` how many ids were given. Raises EngineDeadError if the engine cannot answer.
         """
         for request_id in body.request_ids:
             await engine.abort(request_id)
@@ -116,7 +116,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/server_info")
     async def server_info(config_format: Literal["json"] = "json") -> dict[str, Any]:
         """Return `engine` and `server`, their settings in use, without keys, and the following fields. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
 
         weights: formats of stored and multiplied matrices. adapter_forms: how products apply adapters. mm_cache: where
         preprocessed images are cached. vllm_config: what trainers look up in vLLM's answer, by its names.

@@ -56,7 +56,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(Done)
     async def areal_pause_generation(body: Nothing) -> dict[str, bool | str]:
         """Do as /pause with mode "abort": end running requests, and drop cached prefixes, images and videos. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
         """
         await weights.pause(engine, "abort", clear_cache=True)
         await engine.utility("reset_mm_cache")

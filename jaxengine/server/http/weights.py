@@ -79,7 +79,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Let no request run until /resume, and answer once none does. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
-        clear_cache: drop cached prefixes. Raises EngineDeadError.
+        clear_cache: drop cached prefixes. Raises EngineDeadError if the engine cannot answer.
         """
         await weights.pause(engine, mode, clear_cache=clear_cache)
         return {"status": "paused"}
@@ -92,7 +92,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
-        """Return whether the engine is paused. Raises EngineDeadError."""
+        """Return whether the engine is paused. Raises EngineDeadError if the engine cannot answer."""
         return {"is_paused": (await weights.state(engine))["is_paused"]}
 
     @routes.post("/sleep")
@@ -133,7 +133,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        """Return whether any part sleeps. Raises EngineDeadError."""
+        """Return whether any part sleeps. Raises EngineDeadError if the engine cannot answer."""
         return {"is_sleeping": bool((await weights.state(engine))["asleep"])}
 
     _add_update(routes, engine, config)
@@ -174,6 +174,6 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
     @routes.get("/weight_info")
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
         """Return the version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
         """
         return await weights.info(engine, checksum=checksum)

@@ -93,8 +93,8 @@ class RemoteEngine:
     async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
         """Return a client once the engine has answered, however long that takes, and its tokenizer has been opened.
 
-        address: ZeroMQ address of the engine's socket. index: number of this API process. Raises ConfigError,
-        ModelFileError.
+        address: ZeroMQ address of the engine's socket. index: number of this API process. Raises ConfigError and
+        ModelFileError if the tokenizer cannot be opened here.
         """
         engine = cls(address, config, index)
         welcome = await engine._welcomed
@@ -188,7 +188,7 @@ class RemoteEngine:
     async def abort(self, request_id: str) -> None:
         """Order the engine to end a request, whose stream then yields a last output with finish_reason "abort".
 
-        Does not wait for that. An unknown id has no effect. Raises EngineDeadError.
+        Does not wait for that. An unknown id has no effect. Raises EngineDeadError if the engine cannot answer.
         """
         self._check_alive()
         if request_id in self._streams:

@@ -147,7 +147,8 @@ class EngineServer:
         """Handle all orders and messages that have arrived; if nothing is running, wait up to about a second for one.
         Return False on the order to stop, else True.
 
-        Regularly reports "alive". A message that cannot be decoded is logged and dropped.
+        Regularly reports "alive", and lets `_send` send the load to all API processes even if it is unchanged. A
+        message that cannot be decoded is logged and dropped.
         """
         now = time.monotonic()
         if now >= self._alive_at:

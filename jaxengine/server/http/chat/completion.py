@@ -90,7 +90,7 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
 
-        Each item has the events for one output of the engine: any number of them, b"" for none. The first events of a
+        Each item has the events for one output of the engine, any number of them; it may be b"". The first events of a
         choice have its role and the text for `echo`. If the request asks for usage, each event has the token counts of
         its choice so far, or a last event has those of all choices, with the request's times if the server measures
         them. Raises the errors of ChatRun.pieces.

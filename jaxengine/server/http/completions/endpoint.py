@@ -69,8 +69,8 @@ class _Completion:
         self._num_cached_tokens: dict[int, int] = {}
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters. For echo with max_tokens 0, one token is sampled. Raises
-        RequestError.
+        """Return the engine's sampling parameters. For echo with max_tokens 0, one token is sampled; echo also asks for
+        log-probabilities of the prompt if `logprobs` is given. Raises RequestError for values that are not allowed.
         """
         body = self.body
         changes: dict[str, Any] = {"max_tokens": body.max_tokens}
@@ -155,7 +155,7 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the prompts and yield the response as server-sent events, without [DONE]. Each item has the events for
-        one output of the engine: any number of them, b"" for none.
+        one output of the engine: any number of them, b"" if there is nothing to send.
 
         If the request asks for usage, a last event has the token counts, with the request's times if the server
         measures them, or each event has those of its choice so far.

@@ -153,8 +153,8 @@ class Conversation(RequestModel):
     """The fields that /v1/messages/count_tokens and /v1/messages share.
 
     Attributes:
-      messages: of roles user, assistant and system; content is a text or a list of blocks: text, image, thinking,
-        tool_use, tool_result. If the last message is the assistant's, the model continues it.
+      messages: messages of roles user, assistant and system; content is a text or a list of blocks: text, image,
+        thinking, tool_use, tool_result. If the last message is the assistant's, the model continues it.
       system: the system message, a text or a list of text blocks.
       tools: functions. Tools that Anthropic defines are left out of the prompt, and are refused if tool_choice forces
         them.

@@ -101,8 +101,8 @@ async def _scores(
     """Return the score of each pair, in order, with the token counts of both texts. A text that is in several pairs is
     counted in each, although an embedding model computes it once.
 
-    body: its truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine. Raises the
-    errors of PoolingServer.encode_pairs and `answers`.
+    body: request whose truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine.
+    Raises the errors of PoolingServer.encode_pairs and `answers`.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     if not reads_apart(model):

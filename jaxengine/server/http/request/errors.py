@@ -65,8 +65,8 @@ class ApiError(HTTPException):
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
-      headers: the response's headers; None for none.
-      param: the invalid field, as the caller spells it; None for none.
+      headers: further headers of the response, or None.
+      param: the invalid field, as the caller spells it; None if no field is at fault.
       kept: part of the message that quotes the caller; paths are not removed from it.
     """
 
@@ -86,7 +86,7 @@ class ApiError(HTTPException):
 
 def abort_error(finish_reason: str | None, stop_reason: Any) -> ApiError:
     """Return (not raise) the error of a request that has no complete answer: 504 for a timeout, 409 for another abort,
-    otherwise 500. finish_reason, stop_reason: those of its output.
+    otherwise 500. finish_reason, stop_reason: the reasons of its output.
     """
     if stop_reason == "timeout":
         return ApiError(504, "the request took longer than its timeout")

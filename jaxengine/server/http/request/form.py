@@ -140,7 +140,7 @@ class _Body:
 
 
 def _names(head: bytes) -> tuple[str, str]:
-    """Return the field name and the file name, "" for none, from a part's header. Raises ApiError (400) for a part
+    """Return the field name and the file name ("" without one) in a part's header. Raises ApiError (400) for a part
     without a field name.
     """
     for line in head.decode("utf-8", "replace").split("\r\n"):

@@ -157,8 +157,8 @@ class _Making:
         return found
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer so far as a chat message: content ("" for none), and reasoning and tool_calls if there are
-        any.
+        """Return the answer so far as a chat message: content ("" without a text), and reasoning and tool_calls if
+        there are any.
         """
         parsed = message_of(self.writer.parts)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}

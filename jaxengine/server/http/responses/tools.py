@@ -152,7 +152,7 @@ class Origin:
     Attributes:
       is_custom: whether it is a custom tool and not a function.
       name: the tool's name in the request.
-      namespace: namespace of the tool; None for none.
+      namespace: namespace of the tool, or None.
     """
 
     is_custom: bool
