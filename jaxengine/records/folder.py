@@ -94,8 +94,9 @@ class StepFolder:
         return self._about["weights"].index(entry)
 
     def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
-        """Delete the oldest steps as the limits of steps and bytes require, write a new one, and return its number. If
-        the arrays alone exceed the limit of bytes, count the step in `num_too_large`, change no file and return None.
+        """Delete the oldest steps as the limits of steps and bytes require, write a new one, count it in `num_recorded`
+        and return its number. If the arrays alone exceed the limit of bytes, count the step in `num_too_large`, change
+        no file and return None.
 
         about: description of the step, plain JSON values; "step", its number, is added in the file. Raises OSError, and
         KeyError for a dtype that step_file.py does not list. Then no step was added, but old ones may have been
@@ -194,9 +195,10 @@ def _locked(folder: Path) -> int:
 
 
 def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Return `about` with the weights that the folder's `engine.json` lists, if there is one.
+    """Return `about` with the weights that the folder's `engine.json` lists; `about` itself for a folder that is empty
+    or has nothing but the lock file and unfinished files.
 
-    Raises RecordError if that file describes another engine, or cannot be read (`read_about`).
+    Raises RecordError if `engine.json` describes another engine, is missing or cannot be read (`read_about`).
     """
     if not _has_others(folder):
         return about

@@ -97,7 +97,9 @@ class OtherModels:
         self.num_bytes = sum(size for files in self._files.values() for size in files.values())
 
     def oldest(self) -> float | None:
-        """Return the time of last use, in seconds, of the file that was used least recently; None without files."""
+        """Return the time of last use, in seconds, of the file that was used least recently; None without files. Files
+        that are gone are removed from the index.
+        """
         while self._by_time:
             known, subfolder, path = self._by_time[0]
             if path in self._files.get(subfolder, ()):

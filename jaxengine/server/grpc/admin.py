@@ -31,7 +31,7 @@ class AdminService(WeightMethods):
         self._calls = calls
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
-        """Return versions, parallel sizes and limits of the engine. Raises EngineDeadError if the engine cannot answer."""
+        """Return versions, parallel sizes and limits of the engine. Raises EngineDeadError if it cannot answer."""
         config = self._engine.inputs.config
         status = await self._engine.utility("status")
         return pb.ServerInfo(

@@ -75,8 +75,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
         """Drop all cached prefixes, those in host memory too; files stay. Running requests keep their pages, or, with
-        reset_running_requests, are computed again from their first token. Raises RequestError if reset_external is
-        true, EngineDeadError.
+        reset_running_requests, are computed again from their first token. Returns `success`. Raises RequestError if
+        reset_external is true, EngineDeadError.
         """
         utility = prefix_reset(reset_running_requests, reset_external, "reset_external")
         return {"success": bool(await engine.utility(utility))}

@@ -79,7 +79,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Let no request run until /resume, and answer once none does. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
-        clear_cache: drop cached prefixes. Raises EngineDeadError if the engine cannot answer.
+        clear_cache: drop cached prefixes. Returns the status "paused". Raises EngineDeadError if the engine cannot
+        answer.
         """
         await weights.pause(engine, mode, clear_cache=clear_cache)
         return {"status": "paused"}
@@ -107,15 +108,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         Level 0 gives up nothing and only pauses. mode: what becomes of running requests: "abort" ends them, "wait" lets
         them finish first, and "keep" continues them after /wake_up. tags: give up "weights" or "kv_cache" alone; by
         default, both. keep_kv: with kv_offloading_size, cached pages stay in host memory and are found after /wake_up.
-        Raises RequestError for arguments that `LLM.sleep` refuses, EngineDeadError.
+        Returns the status "sleeping", and the level. Raises RequestError for arguments that `LLM.sleep` refuses,
+        EngineDeadError.
         """
         await weights.sleep(engine, level, mode, tags, keep_kv=keep_kv)
         return {"status": "sleeping", "level": level}
 
     @routes.post("/release_kv_cache_memory")
     async def release_kv_cache_memory() -> dict[str, Any]:
-        """Free the pages of a paused engine until /wake_up. Kept requests are recomputed. Raises RequestError if the
-        engine is not paused, EngineDeadError.
+        """Free the pages of a paused engine until /wake_up. Kept requests are recomputed. Returns the status
+        "kv_cache_released". Raises RequestError if the engine is not paused, EngineDeadError.
         """
         await weights.release_kv_cache_memory(engine)
         return {"status": "kv_cache_released"}

@@ -283,8 +283,8 @@ class EngineServer:
         return self.core.utility("reset_mm_cache")
 
     def _mm_cache(self) -> dict[str, Any]:
-        """Return where images are cached, for this server's number of API processes, and `engine_bytes`, the size of
-        the caches in this process. Replaces EngineCore's utility "mm_cache".
+        """Return where images are cached, the configuration's mm_cache_placement for this server's number of API
+        processes, and `engine_bytes`, the size of the caches in this process. Replaces EngineCore's utility "mm_cache".
         """
         placement = self.core.config.mm_cache_placement(self._num_api_processes)
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}

@@ -31,8 +31,9 @@ class AskedTranscript(Transcript):
         self._variables = variables
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound of a file and render the prompt, both on threads. Raises RequestError for translations,
-        formats with times, an unknown language and a file that cannot be used; OverloadedError if too many calls wait.
+        """Read the sound of a file and render the prompt, both on threads, for `pieces`. Raises RequestError for
+        translations, formats with times, an unknown language and a file that cannot be used; OverloadedError if too
+        many calls wait.
         """
         media = self.engine.inputs.media
         processor = transcriber(media)

@@ -59,9 +59,9 @@ class _Transcript(Transcript):
         self._language = body.language
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound of a file and, if the request gives no language, detect it by a request to the engine. Raises
-        RequestError for fields that the model cannot serve and for a file that cannot be used, OverloadedError, and the
-        errors of `last`.
+        """Read the sound of a file and, if the request gives no language, detect it by a request to the engine. A
+        model without languages has "en". Raises RequestError for fields that the model cannot serve and for a file that
+        cannot be used, OverloadedError, and the errors of `last`.
         """
         media = self.engine.inputs.media
         assert media is not None

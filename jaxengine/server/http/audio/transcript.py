@@ -94,8 +94,8 @@ class Transcript:
         }
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len. Closing this generator
-        early aborts the request.
+        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len, and store the finish
+        reason of the last one. Closing this generator early aborts the request.
 
         Raises ApiError if the request was aborted, such as by its timeout (504) or an operator (409), or has failed
         (500); and the errors of EngineClient.stream.

@@ -87,8 +87,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/files/{file_id}")
     @answers(FileDeleted)
     async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
-        """Remove a file. Raises RequestError for the input of a batch that has not ended, ApiError (404) for an unknown
-        file.
+        """Remove a file, and return OpenAI's object for a deleted one. Raises RequestError for the input of a batch
+        that has not ended, ApiError (404) for a file that the client does not have.
         """
         deleted = await asyncio.to_thread(store.delete_file, request.state.owner, file_id)
         there(deleted or None, "file", file_id)

@@ -117,7 +117,7 @@ class ChatAnswer:
             yield event({**self._head, "choices": [], "usage": self._usage(), **stream_times(times)})
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields with the prompt's token ids and text; each is None unless it was requested."""
+        """Return prompt_token_ids and prompt_text, each None unless it was requested."""
         body = self._body
         return {
             "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,

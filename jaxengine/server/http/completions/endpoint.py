@@ -158,8 +158,7 @@ class _Completion:
         one output of the engine: any number of them, b"" if there is nothing to send.
 
         If the request asks for usage, a last event has the token counts, with the request's times if the server
-        measures them, or each event has those of its choice so far.
-        Raises the errors of `outputs`.
+        measures them, or each event has those of its choice so far. Raises the errors of `outputs`.
         """
         num_tokens: Counter[int] = Counter()
         times = None
