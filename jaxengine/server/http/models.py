@@ -83,7 +83,7 @@ class ModelList(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes that list models and describe one."""
+    """Return the routes /v1/models, which lists models, and /v1/models/{model}, which describes one."""
     routes = APIRouter(tags=["models"])
     names = served_names(engine, config)
     routes_to_adapters = LoraRoutes.of(config, names).names

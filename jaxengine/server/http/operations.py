@@ -33,7 +33,7 @@ class Load(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes about health, version and load, which every server has."""
+    """Return the routes /health and /ping, /live, /version and /load, which every server has."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get("/health", response_class=Response)
@@ -67,7 +67,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes for operators; a router without routes unless enable_admin is set."""
+    """Return the routes for operators: /reset_prefix_cache, /reset_mm_cache, /abort_requests, /server_info and, with
+    profiler_config, /start_profile and /stop_profile. Return a router without routes unless enable_admin is set.
+    """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes

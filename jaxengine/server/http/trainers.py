@@ -45,8 +45,9 @@ class Ok(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes for trainers; a router without routes unless enable_admin is set. They raise the errors of the
-    functions in jaxengine.server.weights.weights.
+    """Return the routes for trainers: /areal_pause_generation, /areal_continue_generation, /areal_update_weights and,
+    with enable_lora, /load_lora_adapter. Return a router without routes unless enable_admin is set. The routes raise
+    the errors of the functions in jaxengine.server.weights.weights.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:

@@ -66,8 +66,9 @@ class UpdateWeights(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the operators' routes that pause the engine, put it to sleep and replace its weights; a router without
-    routes unless enable_admin is set. They raise the errors of the functions in jaxengine.server.weights.weights:
+    """Return the operators' routes that pause the engine (/pause, /resume, /is_paused), put it to sleep (/sleep,
+    /release_kv_cache_memory, /wake_up, /is_sleeping) and replace its weights (`_add_update`). Return a router without
+    routes unless enable_admin is set. The routes raise the errors of the functions in jaxengine.server.weights.weights:
     RequestError and EngineDeadError.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)

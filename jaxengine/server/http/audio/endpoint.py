@@ -276,7 +276,9 @@ def _kind(engine: EngineClient, config: ServerConfig) -> Callable[..., Transcrip
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of transcriptions and translations. They raise RequestError if the model cannot transcribe."""
+    """Return the routes /v1/audio/transcriptions and /v1/audio/translations. They raise RequestError if the model
+    cannot transcribe.
+    """
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
 

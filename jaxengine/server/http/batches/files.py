@@ -60,8 +60,8 @@ class FileDeleted(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of files; a router without routes unless enable_batch_api is set. Raises ConfigError if
-    batch_storage_dir cannot be used.
+    """Return the routes of files (/v1/files: create, list, retrieve, read, delete); a router without routes unless
+    enable_batch_api is set. Raises ConfigError if batch_storage_dir cannot be used.
     """
     routes = APIRouter(tags=["batches"])
     if not config.enable_batch_api:
@@ -98,7 +98,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _add_reads(routes: APIRouter, store: BatchStore) -> None:
-    """Add the routes that list and return the files of `store` to `routes`."""
+    """Add to `routes` those that list the files of `store`, return a file's record, and return its content."""
 
     @routes.get("/v1/files")
     @answers(FileList)

@@ -144,7 +144,7 @@ class _Message:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of messages. Raises ConfigError for an unknown parser."""
+    """Return the routes /v1/messages and /v1/messages/count_tokens. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["messages"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)

@@ -25,7 +25,7 @@ from jaxengine.server.http.request.limits import JsonRoute
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of score and rerank, each under all its paths."""
+    """Return the routes /score and /v1/score, and /rerank, /v1/rerank and /v2/rerank."""
     routes = APIRouter(tags=["scores"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 

@@ -411,7 +411,9 @@ def _store(request: Request) -> Responses:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of responses. Raises ConfigError for an unknown parser."""
+    """Return the routes /v1/responses, /v1/responses/input_tokens, and /v1/responses/{id} with /input_items and
+    /cancel. Raises ConfigError for an unknown parser.
+    """
     routes = APIRouter(tags=["responses"], route_class=JsonRoute)
     responses = _Responses(engine, config)
 
