@@ -348,7 +348,7 @@ def _new_id() -> str:
 
 
 def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
-    """Return OpenAI's object for a file that is created now and expires after `lifetime` seconds. size: bytes of it."""
+    """Return OpenAI's object for a file of `size` bytes that is created now and expires after `lifetime` seconds."""
     now = int(time.time())
     about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
     return {

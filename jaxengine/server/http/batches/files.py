@@ -109,8 +109,8 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
         limit: Annotated[int, Query(ge=1, le=10000)] = 1000,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        """List the client's files, the newest first unless `order` is "asc": at most `limit`, of the purpose, those
-        that follow the one with id `after`. Raises RequestError for an unknown `after`.
+        """List the client's files, the newest first unless `order` is "asc": at most `limit`, only those of `purpose`
+        if it is given, and those that follow the file with id `after`. Raises RequestError for an unknown `after`.
         """
 
         def listed() -> dict[str, Any]:

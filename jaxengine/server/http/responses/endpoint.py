@@ -453,8 +453,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """Cancel a response that is made in the background, and return its final state once that is stored. Raises
-        RequestError for one made otherwise, ApiError (404) without a response.
+        """Cancel a response that is made in the background, and return its final state once that is stored. One that
+        has ended already is returned as it is. Raises RequestError for one made otherwise, ApiError (404) without a
+        response.
         """
         owner, store = _owner(request), _store(request)
         if not there(await store.find(response_id, owner), "response", response_id).background:
