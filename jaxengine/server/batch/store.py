@@ -257,9 +257,9 @@ class BatchStore:
     def keep(self, folder: Path, path: str, size: int, filename: str, purpose: str, lifetime: float | None) -> Record:
         """Store a received file under a new id, and return its record.
 
-        folder: folder of its owner. path: file with its content, which is moved. size: bytes. lifetime: seconds until
-        it expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the
-        file, with nothing moved; OSError if its record cannot be stored, with the content removed.
+        folder: folder of its owner. path: file with its content, which is moved. size: size in bytes. lifetime: seconds
+        until it expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room
+        for the file, with nothing moved; OSError if its record cannot be stored, with the content removed.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
         record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)

@@ -212,8 +212,8 @@ class _RequestSpan:
 
 
 def _latencies(output: RequestOutput) -> dict[str, float]:
-    """Return latency attributes in seconds by name. Latencies whose start or end is unknown are left out; {} for an
-    output without metrics.
+    """Return the attributes gen_ai.latency.* of a span, in seconds, by name. Latencies whose start or end is unknown
+    are left out; {} for an output without metrics.
     """
     metrics = output.metrics
     if metrics is None:

@@ -50,8 +50,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """Return the top_n documents by their relevance to a query, the best first. Raises RequestError, also for an
-        empty query, EngineDeadError, and ApiError for an unknown model (404) or a document without a result.
+        """Return the top_n documents (all without top_n) by their relevance to a query, the best first. Raises
+        RequestError, also for an empty query, EngineDeadError, and ApiError for an unknown model (404) or a document
+        without a result.
         """
         model = check_model(body.model or None, names)
         name = body.register("rerank", request)
