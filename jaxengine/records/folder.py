@@ -94,11 +94,13 @@ class StepFolder:
         return self._about["weights"].index(entry)
 
     def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
-        """Write a step, delete the oldest ones as the limits require, and return the step's number. If the arrays alone
-        exceed the limit of bytes, count the step in `num_too_large` and return None.
+        """Delete the oldest steps as the limits of steps and bytes require, write a new one, count it in `num_recorded`
+        and return its number. If the arrays alone exceed the limit of bytes, count the step in `num_too_large`, change
+        no file and return None.
 
-        Raises OSError, and KeyError for a dtype that step_file.py does not list. In both cases no step was added, but
-        old ones may have been deleted. about: description of the step, of plain JSON values.
+        about: description of the step, plain JSON values; "step", its number, is added in the file. Raises OSError, and
+        KeyError for a dtype that step_file.py does not list. Then no step was added, but old ones may have been
+        deleted.
         """
         size = num_bytes(arrays)
         if size > self._max_bytes:
@@ -117,7 +119,7 @@ class StepFolder:
         return number
 
     def _write_about(self) -> None:
-        """Write the description to `engine.json`, in place of an earlier file. Raises OSError."""
+        """Write the description to `engine.json`, in place of an earlier file. Raises OSError if that fails."""
         write_whole(self.path / ENGINE_FILE, iter([json.dumps(self._about, indent=1).encode()]))
 
 
@@ -176,7 +178,8 @@ def _has_others(folder: Path) -> bool:
 
 
 def _locked(folder: Path) -> int:
-    """Lock a folder for this process; return the lock file's descriptor, which holds the lock until it is closed.
+    """Lock a folder without waiting; return the lock file's descriptor, which holds the lock until it is closed. The
+    lock file is created if it is missing, and stays.
 
     Raises RecordError if another engine holds the lock, and OSError.
     """
@@ -192,9 +195,10 @@ def _locked(folder: Path) -> int:
 
 
 def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Return `about` with the weights that the folder's `engine.json` lists, if there is one.
+    """Return `about` with the weights that the folder's `engine.json` lists; `about` itself for a folder that is empty
+    or has nothing but the lock file and unfinished files.
 
-    Raises RecordError if that file describes another engine, or cannot be read (`read_about`).
+    Raises RecordError if `engine.json` describes another engine, is missing or cannot be read (`read_about`).
     """
     if not _has_others(folder):
         return about

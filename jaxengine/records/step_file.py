@@ -51,7 +51,7 @@ class RecordedStep(NamedTuple):
 
     Attributes:
       about: plain JSON values: `step`, `bucket`, `weights`, `time`.
-      arrays: by name.
+      arrays: the step's arrays by name.
       digests: SHA-256 of each array as recorded: a text, or for the arrays of BY_ENTRY a list with one per entry.
     """
 
@@ -60,9 +60,10 @@ class RecordedStep(NamedTuple):
     digests: dict[str, Any]
 
     def damaged(self) -> list[tuple[str, list[int]]]:
-        """Return (name, indices of damaged entries) of each array that no longer has its recorded digest.
+        """Return (name, indices of damaged entries) of each array whose digest is not the recorded one, or is not
+        recorded.
 
-        The indices are empty for an array with a single digest.
+        The indices are empty for an array that was recorded with a single digest, or with none.
         """
         found = []
         for name, array in self.arrays.items():
@@ -100,7 +101,7 @@ def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
     """Write `chunks` to the file `path`, readable by its owner alone, completely or not at all, and flush it to the
     disk; return its size in bytes.
 
-    Raises OSError, or what `chunks` raises; an earlier file of that name is then unchanged.
+    Raises OSError if it cannot be written, or what `chunks` raises; an earlier file of that name is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -28,7 +28,8 @@ class StepRow(NamedTuple):
 def step_rows(layout: StepLayout, message: np.ndarray, num_computed: np.ndarray) -> list[StepRow]:
     """Return the rows of one replica's message i32[size], without padding rows.
 
-    layout: of the message. num_computed: i32[R], tokens computed before the step of the sequence in each of R slots.
+    layout: layout of the message. num_computed: i32[R], tokens computed before the step of the sequence in each of R
+    slots.
     """
     slots, counts, starts, samples, _ = layout.view(message, "rows")
     return [
@@ -41,7 +42,7 @@ def step_rows(layout: StepLayout, message: np.ndarray, num_computed: np.ndarray)
 def page_tables(layout: StepLayout, message: np.ndarray, tables: np.ndarray) -> np.ndarray:
     """Return one replica's page tables i32[slots, columns] with the new entries that its message carries.
 
-    layout: of `message`, i32[size]. tables: the tables before the step, not changed.
+    layout: layout of `message`, i32[size]. tables: page tables before the step, not changed.
     """
     tables = tables.copy()
     rows, columns, pages = layout.view(message, "deltas")
@@ -53,7 +54,8 @@ def page_tables(layout: StepLayout, message: np.ndarray, tables: np.ndarray) -> 
 def pages_of(
     table: np.ndarray, rows: Sequence[StepRow], window: int | None, page_size: int, *, written: bool = False
 ) -> list[int]:
-    """Return the pages that the rows of a step read or write, each once.
+    """Return the pages that the rows of a step read or write, each once, in the order of the rows and, within a row, of
+    positions.
 
     table: i32[R, columns], page table of one cache group, a row for each slot. window: number of keys that a token of
     the group sees; None for all. page_size: tokens per page. written: return only the pages that the rows write.

@@ -103,8 +103,8 @@ def compared(
 def _sampled(
     arrays: Mapping[str, np.ndarray], both: Mapping[str, Any], features: int, is_sampled: np.ndarray, tolerance: float
 ) -> Iterator[Difference]:
-    """Yield Differences of the sampler's results for rows that sample: of token ids, and if a request asks for logprobs
-    also of scores.
+    """Yield Differences of the sampler's results for rows that sample, in the order of `both`: of token ids, and if a
+    request asks for logprobs also of scores.
 
     both: (recorded, found) of each result by name. is_sampled: bool[rows]. arrays: the record's. features: feature bits
     of the step. tolerance: share of an array's largest magnitude.
@@ -118,10 +118,12 @@ def _sampled(
 
 
 def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Difference:
-    """Compare a recorded array with the one found.
+    """Return the Difference between a recorded array and the one found.
 
-    is_within is True if all bits are equal, and False for different shapes or dtypes. pair: (recorded, found).
-    tolerance: share of the largest finite recorded magnitude; integers and booleans must be equal.
+    Its is_same says that all bits are equal. Its is_within is True then, or if no number differs by more than the
+    tolerance; it is False for different shapes or dtypes. Its place of the largest difference is left out in both of
+    these cases. pair: (recorded, found). tolerance: share of the largest finite recorded magnitude. With 0, and for
+    integers and booleans, only equal bits are within it.
     """
     recorded, found = pair
     shape, dtype = recorded.shape, str(recorded.dtype)

@@ -64,8 +64,8 @@ def replay(
     has been changed (digests), the step is not run and the report says so.
 
     Args:
-      folder: of the recorded steps.
-      number: of the step; None for the last one.
+      folder: folder of the recorded steps.
+      number: number of the step; None for the last one.
       backend: one of BACKENDS. kernels: see `choose_backend`.
       model: model to load instead of the one that the record names.
       tolerance: share of an array's largest magnitude by which it may differ; None for 0 with the recorded kernels, and
@@ -101,7 +101,8 @@ def replay(
 
 
 def _run(about: Mapping[str, Any], step: RecordedStep, backend: Backend, *, layers: bool, **options: Any) -> _Ran:
-    """Load the step's model for a backend, and run the step. about, layers, options: arguments of open_stage.
+    """Load the step's model for a backend, run the step, and return its results, the names of the weights that differ
+    from the record (`_other_weights`) and the stage. about, layers, options: arguments of open_stage.
 
     Raises RecordError for a step that cannot be run here, and the errors of open_stage.
     """
@@ -169,8 +170,8 @@ def _between(
 
 
 def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
-    """Return lines of text about all differences: how many arrays are the same, differ within the tolerance, and beyond
-    it.
+    """Return lines of text about all differences: how many arrays were compared, are the same and differ within the
+    tolerance, and which are the first _MAX_NAMES beyond it.
     """
     same = sum(each.is_same for each in differences)
     lines = [f"{len(differences)} arrays compared, {same} with all bits equal"]
@@ -185,8 +186,8 @@ def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
 
 
 def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRunner) -> list[str]:
-    """Return the names of weights of `stage` whose checksums differ from the record's. If the two sets of names differ,
-    returns the names that only one of them has.
+    """Return the names of weights of `stage` whose checksums differ from the record's. If the stage and the record have
+    different names, return only, sorted, the names that one of the two lacks.
 
     about: content of engine.json. Raises RecordError if it has no checksums of the step's weights.
     """

@@ -41,7 +41,7 @@ _BY_PLACE = {
 def run_step(stage: StageRunner, step: RecordedStep, platform: str) -> dict[str, np.ndarray]:
     """Run a step on the devices, and return its results under the names that the record uses.
 
-    platform: the one in whose layout pages were recorded. Raises RecordError for a step whose bucket or shapes this
+    platform: platform in whose layout pages were recorded. Raises RecordError for a step whose bucket or shapes this
     engine does not have, and for arrays that are missing or do not fit together.
     """
     try:
@@ -72,7 +72,7 @@ class _Run:
     def __init__(self, stage: StageRunner, step: RecordedStep, platform: str):
         """Prepare the run of `step` on `stage`: find its bucket, and number its pages anew.
 
-        platform: the one in whose layout pages were recorded. Raises RecordError if the stage has no such bucket,
+        platform: platform in whose layout pages were recorded. Raises RecordError if the stage has no such bucket,
         KeyError for missing arrays.
         """
         self._stage, self._programs, self._arrays = stage, stage.programs, step.arrays
@@ -125,9 +125,10 @@ class _Run:
         return found
 
     def _message(self) -> np.ndarray:
-        """Return the message i32[replicas, size] with pages renumbered, 0 for pages that are not in the record.
+        """Return the message i32[replicas, size] with the pages of paged cache groups renumbered, 0 for those that are
+        not in the record.
 
-        Raises RecordError for another shape.
+        Raises RecordError for a recorded message of another shape.
         """
         layout, message = self._programs.packer.layouts[self._bucket], self._arrays["message"].copy()
         if message.shape != (self._num_ranks, layout.size):
@@ -179,8 +180,8 @@ class _Run:
         return jax.tree.unflatten(tree, own)
 
     def _page_table(self) -> np.ndarray:
-        """Return the recorded page table with pages renumbered, 0 for pages that are not in the record. Raises
-        RecordError for another shape or dtype.
+        """Return a copy of the recorded page table with the pages of paged cache groups renumbered, 0 for those that
+        are not in the record. Raises RecordError for another shape or dtype.
         """
         table = self._arrays["state/page_table"].copy()
         _check(table, self._programs.state_shapes.slots.page_table)

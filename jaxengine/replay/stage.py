@@ -30,8 +30,9 @@ def open_stage(
 ) -> StageRunner:
     """Load the model of a record into a StageRunner that can compile its steps. Call it within the backend's context.
 
-    about: content of engine.json. model: model to load instead of the recorded one. layers: make forward passes return
-    the hidden states after each layer. plugins, compile_cache_dir: as the engine's options.
+    about: content of engine.json. model: model to load instead of the recorded one, without its revision; dummy weights
+    are then read from files. layers: make forward passes return the hidden states after each layer. plugins,
+    compile_cache_dir: as the engine's options; nothing is cached for interpreted kernels.
 
     Raises RecordError if the model's configuration is not the recorded one, for options or a platform that this version
     does not have, and for missing devices; ConfigError and ModelFileError for a model that cannot be opened.

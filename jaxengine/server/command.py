@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_together(server: ServerConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError for server options that need an engine option which is not given, and for invalid lora_dirs,
-    lora_hub_owners and lora_routes.
+    """Raise ConfigError for server options that need an engine option which is not given (batch_priority: priority
+    scheduling; lora_dirs, lora_hub_owners and lora_routes: enable_lora), and for invalid values of the latter three.
     """
     from jaxengine.server.adapters.adapter_sources import AdapterSources
     from jaxengine.server.adapters.lora_routes import LoraRoutes

@@ -114,8 +114,8 @@ class DynamoEngine(_backend.LLMEngine):
         """Yield a request's tokens in Dynamo's chunks as they are generated. The last chunk of each output has its
         finish_reason, and completion_usage over all outputs so far.
 
-        request: Dynamo's, with token_ids. context: its id() becomes the request's id. Raises RequestError for an option
-        that is not supported, and the errors of AsyncLLM.generate.
+        request: Dynamo's request, with token_ids. context: call's context, whose id() becomes the request's id. Raises
+        RequestError for an option that is not supported, and the errors of AsyncLLM.generate.
         """
         assert self.engine is not None, "Dynamo calls `start` first"
         params = self._params(request)
@@ -157,7 +157,9 @@ class DynamoEngine(_backend.LLMEngine):
         """Return the sampling parameters of a request. Outputs have new tokens only, without texts.
 
         A prefill worker generates one token and hands its pages over; a decode worker gets the kv_transfer_params of
-        the request's prefill_result. Raises RequestError for an option that is not supported.
+        the request's prefill_result. An option that is None, has a value without effect (_NEUTRAL) or concerns the
+        frontend alone (_FRONTENDS) is left out. Raises RequestError for another one that is not supported, and for
+        invalid values.
         """
         sampling, stops = (dict(request.get(name) or {}) for name in ("sampling_options", "stop_conditions"))
         guided = {name: one for name, one in (sampling.pop("guided_decoding", None) or {}).items() if one is not None}
@@ -191,8 +193,11 @@ class DynamoEngine(_backend.LLMEngine):
         return SamplingParams(**options)
 
     def _chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Yield one of Dynamo's chunks for each of a request's outputs that has new tokens or has ended. finish_reason
-        "abort" becomes Dynamo's "cancelled".
+        """Yield one of Dynamo's chunks for each of a request's outputs that has new tokens or has ended.
+
+        It has token_ids and index; with logprobs also log_probs and top_logprobs, a list for each token; at the end
+        also finish_reason, in which "abort" becomes "cancelled", and disaggregated_params if the output has
+        kv_transfer_params.
         """
         assert self.engine is not None
         for one in output.outputs:

@@ -200,7 +200,7 @@ class DiskTier:
 
     def _write(self, key: bytes, block: np.ndarray) -> None:
         """Write the file of a block and count it. Does nothing if the key's file is known, if the key was dropped, or
-        if there is no room. Raises OSError, after removing the incomplete file.
+        if there is no room. Raises OSError if the file cannot be written, after removing what is incomplete.
         """
         if key in self._known or key in self._unwanted:
             return

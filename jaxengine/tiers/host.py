@@ -56,8 +56,10 @@ class HostTier:
 
     def put(self, key: bytes, block: np.ndarray) -> bool:
         """Store a block, the array itself, under a key, evicting others if necessary. Does nothing if the key has a
-        block already. Returns whether the key has a block afterwards; it has none if the block does not fit in addition
-        to the pinned ones.
+        block already, which is no use of it.
+
+        Returns whether the key has a block afterwards. It has none if the block exceeds the capacity, for which nothing
+        is evicted, or does not fit in addition to the pinned ones, for which the others are evicted in vain.
         """
         if key in self:
             return True
@@ -114,8 +116,8 @@ class HostTier:
         return False
 
     def _make_room(self, size: int) -> bool:
-        """Evict blocks until `size` bytes are free. Returns False if that is impossible, in which case some may have
-        been evicted.
+        """Evict blocks until `size` bytes are free. Returns False without evicting any if `size` exceeds the capacity.
+        Returns False also if pinned blocks leave no room; all others have then been evicted.
         """
         if size > self.capacity:
             return False

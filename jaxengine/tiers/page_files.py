@@ -97,7 +97,9 @@ class OtherModels:
         self.num_bytes = sum(size for files in self._files.values() for size in files.values())
 
     def oldest(self) -> float | None:
-        """Return the time of last use, in seconds, of the file that was used least recently; None without files."""
+        """Return the time of last use, in seconds, of the file that was used least recently; None without files. Files
+        that are gone are removed from the index.
+        """
         while self._by_time:
             known, subfolder, path = self._by_time[0]
             if path in self._files.get(subfolder, ()):
@@ -119,7 +121,9 @@ class OtherModels:
         Path(path).unlink(missing_ok=True)
 
     def _update(self, subfolder: str, files: list[os.DirEntry[str]]) -> None:
-        """Replace the files that are known of a subfolder; none for one that is gone."""
+        """Replace the files that are known of a subfolder by `files`, [] for a subfolder that is gone. Files that were
+        known before keep their size. num_bytes is left to the caller.
+        """
         before, own = self._files.pop(subfolder, {}), dict[str, int]()
         for file in files:
             if file.path in before:
@@ -156,7 +160,7 @@ def remove(path: Path) -> None:
 
 def _page_files(folder: Path) -> tuple[list[os.DirEntry[str]], bool]:
     """Return the page files of a subfolder, and whether it has unfinished files that may still be written; older ones
-    are removed. Raises OSError.
+    are removed. Raises OSError for a subfolder that cannot be read.
     """
     files, has_unfinished = [], False
     with os.scandir(folder) as found:

@@ -101,7 +101,7 @@ class FolderTransport(Transport):
 
     def offer(self, key: bytes, block: np.ndarray | None) -> None:
         """Queue a block u8[n] to be written to its file by a thread, or, if the file exists, set its time of last use.
-        None is ignored.
+        A block is dropped if too many wait (DiskTier.write). None is ignored.
         """
         if block is not None and not self._disk.touch(key):
             self._disk.write(key, block)

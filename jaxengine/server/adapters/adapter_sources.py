@@ -88,9 +88,9 @@ class AdapterSources:
         return path is not None
 
     def _path_of(self, name: str) -> Path | None:
-        """Return the folder of an adapter: one in lora_dirs, or a downloaded one if the name is OWNER/REPOSITORY of a
-        configured owner. Return None if there is none, or if the download fails, which is logged. Blocks during the
-        download.
+        """Return the folder of an adapter: that in the first of lora_dirs that has one with the adapter's configuration
+        file, or else a downloaded one if the name is OWNER/REPOSITORY of a configured owner. Return None if there is
+        none, or if the download fails, which is logged. Blocks during the download.
         """
         for folder in self._folders:
             found = (folder / name).resolve()

@@ -99,7 +99,7 @@ async def load_from_root(
 
 async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:
     """Return name, path, number and rank of each adapter that requests may name; [] if LoRA is disabled. Raises
-    EngineDeadError.
+    EngineDeadError if the engine cannot answer.
     """
     return await engine.utility("adapters") if engine.inputs.config.enable_lora else []
 

@@ -26,7 +26,7 @@ def route_key(session: str, request_id: str) -> str:
     """Return the key by which a request is routed: "session SESSION" if it has a valid session id, so that all requests
     of a conversation get one adapter, else "request REQUEST_ID".
 
-    session: value of the header X-Session-ID; "" for none.
+    session: value of the header X-Session-ID; "" without one.
     """
     return f"session {session}" if SESSION.fullmatch(session) else f"request {request_id}"
 

@@ -65,10 +65,11 @@ class OwnedEngine(EngineWrapper):
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a utility, one of the two of this class or the engine's, and return its result.
+        """Call a utility and return its result: "find_adapter" or "route_model", which this class has itself, or one of
+        the engine's.
 
-        "find_adapter" returns False without `sources`; "route_model" returns its argument without `routes`. Raises the
-        utility's errors.
+        "find_adapter" is AdapterSources.find of a name, False without `sources`. "route_model" is LoraRoutes.pick of a
+        name by the context's ROUTE_KEY, the name itself without `routes`. Raises the utility's errors.
         """
         if name == "find_adapter":
             return self._sources is not None and await self._sources.find(self._engine, *arguments)
@@ -78,7 +79,7 @@ class OwnedEngine(EngineWrapper):
 
     async def abort(self, request_id: str) -> None:
         """Abort the requests of all owners that have this id, given as clients know it or as it is in the engine. An
-        unknown id has no effect. Raises EngineDeadError.
+        unknown id has no effect. Raises EngineDeadError if the engine cannot answer.
         """
         # A copy, as a request that ends meanwhile is removed from the list.
         for engine_id in tuple(self._running.get(request_id, (request_id,))):
@@ -124,10 +125,12 @@ class OwnedEngine(EngineWrapper):
 
 
 def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngine:
-    """Return `engine` wrapped in an OwnedEngine, or `engine` itself if it is one.
+    """Return `engine` wrapped in an OwnedEngine. An engine that is one already is returned as it is, and `config` has
+    no effect.
 
-    config: options about the sources of adapters and the routes to them; None for neither. Raises ConfigError for a
-    folder of lora_dirs that is missing, and for invalid lora_routes.
+    config: options about the sources of adapters and the routes to them; None for neither. Sources are used only if
+    the engine has enable_lora. Raises ConfigError for a folder of lora_dirs that is missing if they are used, and for
+    invalid lora_routes.
     """
     if isinstance(engine, OwnedEngine):
         return engine

@@ -49,7 +49,7 @@ async def beam_search(
         """Return the finished output of one request: step `number` of the beam with this index. Waits until fewer than
         max_num_seqs requests run.
 
-        beam: its token ids, those of the prompt included.
+        beam: token ids of the beam, with those of the prompt.
         """
         own = {"prompt_token_ids": beam, "cache_salt": salt}
         async with slots:

@@ -24,7 +24,7 @@ def check_captured(
     max_captured_bytes, or if the engine was started without capture. A request without activations always passes.
 
     Each of a prompt's `n` outputs counts one row for every token of the prompt and of max_tokens, together at most
-    max_model_len.
+    max_model_len, which also stands for a max_tokens of None.
     """
     names = params.capture or ()
     if not (names or params.return_hidden_states):

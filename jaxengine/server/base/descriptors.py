@@ -21,8 +21,9 @@ def max_connections(config: ServerConfig) -> int:
 
 
 def raise_descriptor_limit(config: ServerConfig) -> None:
-    """Raise this process's soft limit of open files to the number that config.max_connections (10,000 if it is None)
-    need over HTTP and over gRPC each, or to the hard limit if that is lower. A soft limit that is higher already stays.
+    """Raise this process's soft limit of open files to 2 * n + 256, which n connections over HTTP and n over gRPC need,
+    or to the hard limit if that is lower. n is config.max_connections, or 10,000 if that is None. A soft limit that is
+    higher already stays.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2 * (config.max_connections or _CONNECTIONS) + _SPARE

@@ -15,13 +15,13 @@ from jaxengine.config.engine_config import ConfigError
 
 
 def given_middleware(names: Sequence[str]) -> list[Middleware]:
-    """Import what each name, module.NAME, is and return it for an application, the outermost first: the last name, as
-    in vLLM.
+    """Return an application's middlewares, imported by name, the outermost first. That is the last of `names`, as in
+    vLLM.
 
-    An ASGI middleware is a class; a coroutine function with the arguments (request, call_next) becomes one. The lines
-    of a batch, which are requests of this process, are not passed through it: they have no client's headers, and the
-    request that made the batch was passed. Raises ConfigError for a name that cannot be imported or is neither. Other
-    errors of the module's code propagate.
+    names: "module.NAME" of a class, an ASGI middleware, or of a coroutine function with the arguments (request,
+    call_next), which is wrapped as one. The lines of a batch, which are requests of this process, are not passed
+    through it: they have no client's headers, and the request that made the batch was passed. Raises ConfigError for a
+    name that cannot be imported or is neither. Other errors of the module's code propagate.
     """
     return [Middleware(_OfClients, _imported(name)) for name in reversed(names)]
 

@@ -73,8 +73,8 @@ NO_KEY = digest_of(b"")
 
 
 def bearer_key(values: Sequence[bytes]) -> bytes:
-    """Return KEY of the headers "authorization: Bearer KEY", whatever their case and white space; b"" for other values,
-    for no header, and for headers with different keys.
+    """Return KEY of the headers "authorization: Bearer KEY", without white space around it; b"" for other values, for
+    no header, and for headers with different keys. "Bearer" may have any case.
 
     values: the values of all headers of that name.
     """

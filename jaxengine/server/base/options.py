@@ -304,8 +304,9 @@ class ServerConfig:
                 object.__setattr__(self, "allowed_origins", tuple(json.loads(only)))
 
     def store_bounds(self) -> dict[str, int]:
-        """Return the bounds of the store of responses as keyword arguments of StoreBounds, sizes in bytes. An option
-        that is None is replaced by its default, which is computed from the other options.
+        """Return the bounds of the store of responses as keyword arguments of StoreBounds: `responses` and
+        `client_responses` in responses, `num_bytes`, `client_bytes` and `conversation_bytes` in bytes. An option that
+        is None is replaced by its default, which is computed from the other options.
         """
         most = self.api_memory_limit_bytes // 4 if self.api_memory_limit_bytes else _STORED_BYTES
         total = self.max_stored_bytes or min(_STORED_BYTES, most)
@@ -318,8 +319,9 @@ class ServerConfig:
         }
 
     def _check_store(self) -> None:
-        """Raise ConfigError if the limit of one client exceeds that of all clients together, or the limit of one
-        conversation's bytes exceeds one client's. Options that are None count with the defaults of `store_bounds`.
+        """Raise ConfigError if one client's limit of responses or bytes exceeds that of all clients together, or one
+        conversation's limit of bytes exceeds one client's. Options that are None count with the defaults of
+        `store_bounds`.
         """
         bounds = self.store_bounds()
         for name, inner, outer_name, outer in (

@@ -26,10 +26,10 @@ def read_prompts(
 ) -> list[str | list[int]]:
     """Return the prompts in a request's field `param`, in order: all of them texts, or all lists of token ids.
 
-    prompt: the field's value, of any type. inputs: those of the model whose vocabulary limits the ids. longest: largest
-    number of token ids in a prompt; None if prompts are truncated. Texts may have any length here. Raises RequestError
-    for a value of another form than FORMS, for no prompts or more than `max_prompts`, for lists that are too long, for
-    an empty prompt, and for ids out of range. The lists of the result are those of `prompt`, not copies.
+    prompt: the field's value, of any type. inputs: processor of the model whose vocabulary limits the ids. longest:
+    largest number of token ids in a prompt; None if prompts are truncated. Texts may have any length here. Raises
+    RequestError for a value of another form than FORMS, for no prompts or more than `max_prompts`, for lists that are
+    too long, for an empty prompt, and for ids out of range. The lists of the result are those of `prompt`, not copies.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
@@ -103,9 +103,9 @@ class PromptEncoder:
         """Return the token ids of each text. A thread computes them if the texts have more than _LONG_TEXT characters
         together.
 
-        texts: at least one. param: name of their field, for errors. cut_side: "left" or "right" if the caller then cuts
-        token ids on that side down to at most max_model_len: of a text that is certainly too long, only the other end
-        is encoded. None encodes whole texts. Raises RequestError, before any work on it, for a whole text with more
+        texts: one text or more. param: name of their field, for errors. cut_side: "left" or "right" if the caller then
+        cuts token ids on that side down to at most max_model_len: of a text that is certainly too long, only the other
+        end is encoded. None encodes whole texts. Raises RequestError, before any work on it, for a whole text with more
         characters than max_model_len tokens can have, and without a tokenizer; OverloadedError if too many calls wait
         for a thread. Texts of too many tokens are not refused here.
         """

@@ -50,8 +50,8 @@ class Replicas:
     def add(self, name: str) -> int:
         """Add a replica without requests, adapters and pages, and return its number, the lowest that is free.
 
-        name: must be the same in all routers, because ties are decided by a hash of it. Raises ValueError if a replica
-        of this name has been added already.
+        name: unique name, the same in all routers, because ties are decided by a hash of it. Raises ValueError if a
+        replica of this name has been added already.
         """
         if name in self._number_of:
             raise ValueError(f"name is {name!r}; a replica of this name is there already")
@@ -178,8 +178,8 @@ class Replicas:
 
         Args:
           request_digests: short digests of the prompt's full pages, in order; empty if they are not known.
-          session: conversation that the request continues; None for none.
-          adapter: name of the adapter; None for none.
+          session: id of the conversation that the request continues; None if it continues none.
+          adapter: name of the adapter; None if the request uses none.
           key: decides ties of requests without adapter and digests, such as the request's id.
           imbalance: number of requests that a whole prompt in the cache is worth, at least 0.
         """

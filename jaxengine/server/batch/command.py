@@ -98,7 +98,7 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
     """Answer `lines` with a new engine, adding each answer to `results`, and return how many requests failed, which is
     those with HTTP status 400 or above.
 
-    options: those of the engine, which is shut down at the end, also after an error. Raises ConfigError for invalid
+    options: options of the engine, which is shut down at the end, also after an error. Raises ConfigError for invalid
     options, OSError for results that cannot be written, and the engine's errors.
     """
     from tqdm import tqdm

@@ -127,7 +127,7 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> int:
     """Write a file that appears complete or not at all, replacing an earlier one, and return its size in bytes.
 
     lines: written one after the other, unchanged. The file is written and synced to disk as PATH.whole, then renamed;
-    PATH.whole is removed after an error. Raises OSError, and any error of `lines`.
+    PATH.whole is removed after an error. Raises OSError if writing fails, and any error of `lines`.
     """
     whole = path.with_name(f"{path.name}.whole")
     try:

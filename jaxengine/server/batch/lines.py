@@ -54,7 +54,8 @@ class BatchLine:
     @property
     def order(self) -> tuple[str, bytes]:
         """Sort key, (url, JSON of the tools and the prompt), that brings requests with the same beginning next to each
-        other, so that they share prefixes in the cache.
+        other, so that they share prefixes in the cache. The prompt is the first of the body's fields messages, prompt,
+        input, query and text_1.
         """
         fields = json.loads(self.body)
         start = next(
@@ -68,7 +69,7 @@ class LineError(ConfigError):
 
     Attributes:
       number: number of the line, from 1; None for the file as a whole.
-      problem: what is wrong, without the name of the file.
+      problem: description of what is wrong, without the name of the file.
     """
 
     number: int | None
@@ -94,8 +95,7 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
     lines are skipped.
 
     only_url: the url that every line must have; None for any of URLS, and then a line with another url, or that
-    requests a stream, is returned with its `problem`. most: largest number of requests; None for no
-    limit.
+    requests a stream, is returned with its `problem`. most: largest number of requests; None for no limit.
 
     Raises:
       LineError: a line is not a request, has the custom_id of an earlier one or, with `only_url`, another url or a
@@ -177,8 +177,8 @@ def expired_line(line: BatchLine) -> bytes:
 
 
 def _encoded(line: BatchLine, response: Any, error: Any) -> bytes:
-    """Return a result as a line of JSON, line break included, with a new random id. response, error: JSON values; None
-    for none.
+    """Return a result as a line of JSON with the keys id (new and random), custom_id, response and error, line break
+    included. response, error: JSON values of these keys, or None.
     """
     result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
     return json.dumps(result, ensure_ascii=False).encode() + b"\n"

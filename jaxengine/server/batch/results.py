@@ -145,7 +145,8 @@ class Results:
         """Write the output file with the results of `lines`, in their order, and remove the partial file. Lines without
         a result are skipped.
 
-        The output file appears complete or not at all (`write_whole`). Raises OSError.
+        The output file appears complete or not at all (`write_whole`). Raises OSError if it cannot be written; the
+        partial file then stays.
         """
         write_whole(self._path, self.lines(lines))
         self._partial.unlink()

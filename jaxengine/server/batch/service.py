@@ -51,7 +51,7 @@ class SpareSlots:
 
     async def __aenter__(self) -> None:
         """Take a slot as soon as there is one, in the order of the calls. Queries the engine's load if the last answer
-        is older than 0.1 s or left no slot. Raises EngineDeadError.
+        is older than 0.1 s or left no slot. Raises EngineDeadError if the engine cannot answer.
         """
         async with self._turn:
             while self._num_spare <= 0 or time.monotonic() - self._looked > _LOAD_SECONDS:
@@ -153,8 +153,9 @@ class BatchService:
             await asyncio.to_thread(self._fail, owner, batch_id, problem)
 
     async def _run(self, owner: str, batch_id: str) -> None:
-        """Answer a batch and store its final state; do nothing if its record does not exist. A file that cannot be read
-        as requests ends it as failed.
+        """Answer a batch and store its final state; do nothing if its record does not exist. An input file that is
+        gone, is not made of requests for the batch's endpoint or has none ends it as failed. Otherwise the record gets
+        the total count, and the status in_progress if it was validating, before the first request is answered.
 
         Raises OSError, EngineDeadError, and ConfigError if the partial results are of another input file or in use by
         another process.
@@ -216,7 +217,7 @@ class BatchService:
         """Return a request's HTTP status and answer. Waits for a spare slot of the engine; a request with status 429 or
         503 is sent again after a second, as often as needed.
 
-        holder: digest of the owner's key. Raises EngineDeadError.
+        holder: digest of the owner's key. Raises EngineDeadError if the engine cannot answer.
         """
         while True:
             async with self._slots:
@@ -227,10 +228,10 @@ class BatchService:
 
     def _finish(self, owner: str, batch_id: str, lines: list[BatchLine], results: Results, status: str) -> None:
         """Store the output and error files of a batch that has ended, with its final state. The output file has the
-        results of requests that succeeded. The error file has those of failed requests and, if the status is "expired",
-        a line for each request without a result.
+        results of requests that succeeded. The error file has those of failed requests and then, if the status is
+        "expired", a line for each request without a result. Both files are in the order of `lines`.
 
-        status: "completed", "cancelled" or "expired".
+        status: "completed", "cancelled" or "expired". Raises OSError for files that cannot be written.
         """
 
         def finalise(record: Record) -> None:

@@ -222,9 +222,9 @@ class BatchStore:
         (self._live / batch_id).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove expired files, except inputs of batches that have not ended; batches that have ended and were created
-        `retention` seconds ago or earlier; files and batches with a damaged record; and files that killed processes
-        left, once these are an hour old.
+        """Remove files that have expired or whose record is damaged, except inputs of batches that have not ended.
+        Remove batches that have ended and were created `retention` seconds ago or earlier, and those whose record is
+        damaged. Remove what killed processes left, once it is an hour old.
         """
         now = time.time()
         for folder in self._records.owners():
@@ -257,9 +257,9 @@ class BatchStore:
     def keep(self, folder: Path, path: str, size: int, filename: str, purpose: str, lifetime: float | None) -> Record:
         """Store a received file under a new id, and return its record.
 
-        folder: its owner's folder. path: its content, which is moved. size: in bytes. lifetime: seconds until it
-        expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the
-        file, with nothing moved; OSError if its record cannot be stored, with the content removed.
+        folder: folder of its owner. path: file with its content, which is moved. size: size in bytes. lifetime: seconds
+        until it expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room
+        for the file, with nothing moved; OSError if its record cannot be stored, with the content removed.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
         record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)
@@ -348,7 +348,7 @@ def _new_id() -> str:
 
 
 def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
-    """Return OpenAI's object for a file that is created now and expires after `lifetime` seconds. size: in bytes."""
+    """Return OpenAI's object for a file of `size` bytes that is created now and expires after `lifetime` seconds."""
     now = int(time.time())
     about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
     return {

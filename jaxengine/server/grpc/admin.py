@@ -31,7 +31,7 @@ class AdminService(WeightMethods):
         self._calls = calls
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
-        """Return versions, parallel sizes and limits of the engine. Raises EngineDeadError."""
+        """Return versions, parallel sizes and limits of the engine. Raises EngineDeadError if it cannot answer."""
         config = self._engine.inputs.config
         status = await self._engine.utility("status")
         return pb.ServerInfo(
@@ -66,7 +66,7 @@ class AdminService(WeightMethods):
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.Load:
         """Return the number of requests that run and that wait, the fraction of KV pages in use, 0 to 1, and the number
-        of open calls, this one included. Raises EngineDeadError.
+        of open calls, this one included. Raises EngineDeadError if the engine cannot answer.
         """
         status = await self._engine.utility("status")
         return pb.Load(
@@ -88,7 +88,9 @@ class AdminService(WeightMethods):
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
-        """Drop cached prefixes and images. `success` is whether both were dropped. Raises EngineDeadError."""
+        """Drop cached prefixes and images. `success` is whether both were dropped. Raises EngineDeadError if the engine
+        cannot answer.
+        """
         done = [await self._engine.utility(name) for name in ("reset_prefix_cache", "reset_mm_cache")]
         return pb.FlushCacheResponse(success=all(done))
 
@@ -103,6 +105,8 @@ class AdminService(WeightMethods):
     async def UnloadLoraAdapter(
         self, request: pb.UnloadLoraAdapterRequest, context: Context
     ) -> pb.UnloadLoraAdapterResponse:
-        """Unload an adapter. Raises RequestError for an unknown name, and EngineDeadError."""
+        """Close an adapter to further requests; those that run with it continue to their ends. Raises RequestError for
+        an unknown name, and EngineDeadError.
+        """
         await unload(self._engine, request.lora_name)
         return pb.UnloadLoraAdapterResponse()

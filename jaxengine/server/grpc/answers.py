@@ -29,7 +29,9 @@ class AnswerWriter:
         self._prompt_sent = False
 
     def response(self, output: RequestOutput) -> pb.GenerateResponse:
-        """Return the complete answer of a finished request. output: its only one, of kind FINAL_ONLY. Call it once."""
+        """Return the complete answer of a finished request. output: its only output, of kind FINAL_ONLY. Call it once
+        for each request.
+        """
         return pb.GenerateResponse(
             prompt_info=self.prompt_info(output),
             outputs=[self._sequence(completion) for completion in output.outputs],

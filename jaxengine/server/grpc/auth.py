@@ -31,8 +31,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Return the handler that `continuation` returns, or one that refuses the call; set OWNER for this task. grpc
-        calls this for each call, before its message is read.
+        """Return the handler that `continuation` returns, or one that ends the call as `_refusal` says. grpc calls this
+        for each call, before its message is read. Sets the context variable OWNER to Keys.turn_of the call's key, also
+        for a call that is refused.
         """
         method = str(handler_call_details.method)
         # The call runs in this task, so its images are read in this key's share.
@@ -43,7 +44,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     def _refusal(self, method: str, metadata: Any) -> tuple[grpc.StatusCode, str] | None:
         """Return the status and the message with which a call is refused; None if it is allowed.
 
-        method: full name, "/package.Service/Method". metadata: the call's.
+        Health checks are allowed without a key, all methods with an operator's key, and those of other services than
+        Admin to callers that Keys.admits. Others get PERMISSION_DENIED with a client's key, UNAUTHENTICATED without a
+        valid one. method: full name, "/package.Service/Method". metadata: the call's pairs of name and value, or None.
         """
         if method.startswith(HEALTH):
             return None

@@ -119,7 +119,7 @@ class RequestReader:
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
         """Convert a request to generate: check it, tokenize its prompt and read its media. stream: whether the answer
-        is sent in chunks. Raises RequestError, OverloadedError.
+        is sent in chunks. Raises RequestError for an invalid request, OverloadedError if too many calls wait.
         """
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
@@ -130,7 +130,7 @@ class RequestReader:
         """Convert a request to score to a generation of one token, of which the caller uses only the prompt's
         log-probabilities. These include candidates if the request has the field.
 
-        Raises RequestError, OverloadedError.
+        Raises RequestError for an invalid request, OverloadedError if too many calls wait.
         """
         request_id = read_request_id(request)
         asked = request.HasField("candidates")
@@ -155,7 +155,7 @@ class RequestReader:
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
         """Return the token ids of a conversation. Its images and videos are read, as the number of their placeholder
-        tokens depends on them. Raises RequestError, OverloadedError.
+        tokens depends on them. Raises RequestError for an invalid one, OverloadedError if too many calls wait.
         """
         token_ids, parts = await self._read_chat(chat)
         prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
@@ -352,7 +352,7 @@ def _with_integers(value: Any) -> Any:
 def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
     """Convert a part of a message to the form that media.parts takes.
 
-    where: path of the part, for errors. Raises RequestError for an empty part.
+    where: path of the part, for errors. Raises RequestError for an empty part or one without data.
     """
     kind = part.WhichOneof("part")
     if kind is None:
@@ -472,7 +472,7 @@ def _plain(field: str, value: Any, param: str, longest: int) -> Any:
 
 
 def _wanted(response: pb.ResponseOptions) -> Wanted:
-    """Return the parts of an output that a request selects. The text is included unless output_text is false."""
+    """Return the parts of an output that a request selects: texts by default, candidates also by logprob_token_ids."""
     return Wanted(
         text=response.output_text if response.HasField("output_text") else True,
         token_ids=response.output_token_ids,

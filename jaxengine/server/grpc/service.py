@@ -60,7 +60,7 @@ class OpenCalls:
 
     def enter(self, name: str, context: Any) -> None:
         """Count a call until its status has been sent, even if it is refused here; then log it with its status and
-        duration, if logging is on. name: its method, for the log.
+        duration, if logging is on. name: name of its method, for the log.
 
         Raises EngineDrainingError while draining, OverloadedError if more than `most` calls are open.
         """
@@ -118,7 +118,8 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
     """Return the handler of one method. It counts the call, parses its messages, sets ARRIVAL, ROUTE_KEY and the
     caller's trace context, calls `method`, and ends the call with a status for any exception.
 
-    name: for the log. request_type: type of the messages. streams: whether the client sends several messages.
+    name: name of the method, for the log. request_type: type of the messages. streams: whether the client sends several
+    messages.
     """
 
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:

@@ -56,7 +56,7 @@ class WeightMethods:
         return pb.ResumeResponse()
 
     async def IsPaused(self, request: pb.IsPausedRequest, context: Context) -> pb.IsPausedResponse:
-        """Return whether the engine is paused. Raises EngineDeadError."""
+        """Return whether the engine is paused. Raises EngineDeadError if the engine cannot answer."""
         return pb.IsPausedResponse(is_paused=(await weights.state(self._engine))["is_paused"])
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
@@ -75,7 +75,7 @@ class WeightMethods:
         return pb.WakeUpResponse(asleep=await weights.wake_up(self._engine, list(request.tags) or None))
 
     async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
-        """Return whether any part sleeps. Raises EngineDeadError."""
+        """Return whether any part sleeps. Raises EngineDeadError if the engine cannot answer."""
         return pb.IsSleepingResponse(is_sleeping=bool((await weights.state(self._engine))["asleep"]))
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
@@ -102,7 +102,9 @@ class WeightMethods:
         return _updated(await weights.update_from_pieces(self._engine, self._config, pieces, options))
 
     async def GetWeightInfo(self, request: pb.GetWeightInfoRequest, context: Context) -> pb.WeightInfo:
-        """Return the version of the weights, and checksums if requested. Raises EngineDeadError."""
+        """Return the version of the weights, and checksums if requested. Raises EngineDeadError if the engine cannot
+        answer.
+        """
         found = await weights.info(self._engine, checksum=request.checksum)
         return pb.WeightInfo(**_version(found["weight_version"]), checksums=found.get("checksums", {}))
 

@@ -57,8 +57,9 @@ class UnloadRequest(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes by which operators load and unload adapters; a router without routes unless enable_admin and
-    enable_lora are set.
+    """Return the routes by which operators load and unload adapters: /v1/load_lora_adapter, /v1/unload_lora_adapter,
+    and POST and DELETE of SageMaker's /adapters. Return a router without routes unless enable_admin and enable_lora are
+    set.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not (config.enable_admin and engine.inputs.config.enable_lora):
@@ -77,7 +78,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/unload_lora_adapter", response_class=Response)
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
         """Close an adapter to further requests, and answer in plain text; running requests continue. Raises
-        UnknownAdapterError for an unknown name, EngineDeadError.
+        UnknownAdapterError for an unknown name, EngineDeadError if the engine cannot answer.
         """
         return await remove(body.lora_name)
 

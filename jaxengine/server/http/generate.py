@@ -260,7 +260,8 @@ class _Writer:
 
     def pieces(self, output: RequestOutput) -> bytes:
         """Return server-sent events with the new parts of `output`, one for each completion that has new tokens or has
-        ended; b"" if there are none.
+        ended; b"" if there are none. The request's first event also has the prompt's token ids if they are requested.
+        Counts tokens, so call it once for each output.
         """
         self._count(output)
         found = b""

@@ -38,8 +38,8 @@ def page(records: Iterator[dict[str, Any]], after: str | None, limit: int) -> di
 def there(found: T | None, kind: str, given: str, param: str | None = None) -> T:
     """Return `found`, or raise ApiError (404) if it is None, because there is no such record or it is another client's.
 
-    kind: what it is, such as "response". given: the id that the caller gave. param: the field with the id; None for one
-    made of the kind, such as "response_id".
+    kind: kind of the record, such as "response". given: the id that the caller gave. param: name of the field with the
+    id, for the error; None for KIND_id, such as "response_id".
     """
     if found is None:
         shown = f"{kind.capitalize()} with id {show_value(given)} not found."

@@ -17,7 +17,8 @@ async def with_load(engine: EngineClient, request: Request, response: Response) 
     header with the engine's load to it: kv_cache_usage_perc, the fraction of KV pages in use, and num_requests_waiting,
     as floats.
 
-    Other values of that header are ignored, as it belongs to proxies. Raises EngineDeadError.
+    Other values of that header are ignored, as it belongs to proxies. Raises EngineDeadError if the engine cannot
+    answer.
     """
     form = request.headers.get(_ASKED, "").upper()
     if form not in ("TEXT", "JSON"):

@@ -83,7 +83,7 @@ class ModelList(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes that list models and describe one."""
+    """Return the routes /v1/models, which lists models, and /v1/models/{model}, which describes one."""
     routes = APIRouter(tags=["models"])
     names = served_names(engine, config)
     routes_to_adapters = LoraRoutes.of(config, names).names
@@ -105,14 +105,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         }
 
     async def adapter_cards() -> list[dict[str, Any]]:
-        """Return the cards of loaded adapters. Raises EngineDeadError."""
+        """Return the cards of loaded adapters. Raises EngineDeadError if the engine cannot answer."""
         return [card(each["name"], each["path"], names[0]) for each in await loaded_adapters(engine)]
 
     @routes.get("/v1/models")
     @answers(ModelList)
     async def list_models() -> dict[str, Any]:
         """List the names that a request may give as its model: the model's own, loaded adapters and lora_routes. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
         """
         routed = [card(name, names[0], names[0]) for name in routes_to_adapters]
         return {"object": "list", "data": [*map(card, names), *await adapter_cards(), *routed]}

@@ -33,7 +33,7 @@ class Load(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes about health, version and load, which every server has."""
+    """Return the routes /health and /ping, /live, /version and /load, which every server has."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get("/health", response_class=Response)
@@ -67,7 +67,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes for operators; a router without routes unless enable_admin is set."""
+    """Return the routes for operators: /reset_prefix_cache, /reset_mm_cache, /abort_requests, /server_info and, with
+    profiler_config, /start_profile and /stop_profile. Return a router without routes unless enable_admin is set.
+    """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
@@ -75,8 +77,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
         """Drop all cached prefixes, those in host memory too; files stay. Running requests keep their pages, or, with
-        reset_running_requests, are computed again from their first token. Raises RequestError if reset_external is
-        true, EngineDeadError.
+        reset_running_requests, are computed again from their first token. Returns `success`. Raises RequestError if
+        reset_external is true, EngineDeadError.
         """
         utility = prefix_reset(reset_running_requests, reset_external, "reset_external")
         return {"success": bool(await engine.utility(utility))}
@@ -84,14 +86,14 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
         """Drop cached images and videos, preprocessed and encoded; running requests keep theirs. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
         """
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, Any]:
-        """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns how many
-        were given, as `aborted`. Raises EngineDeadError.
+        """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns the
+        status "aborted", and as `aborted` how many ids were given. Raises EngineDeadError if the engine cannot answer.
         """
         for request_id in body.request_ids:
             await engine.abort(request_id)
@@ -115,11 +117,12 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/server_info")
     async def server_info(config_format: Literal["json"] = "json") -> dict[str, Any]:
-        """Return the settings in use, without keys, and formats of stored and multiplied matrices. Raises
-        EngineDeadError.
+        """Return `engine` and `server`, their settings in use, without keys, and the following fields. Raises
+        EngineDeadError if the engine cannot answer.
 
-        adapter_forms: how products apply adapters. mm_cache: where preprocessed images are cached. vllm_config: what
-        trainers look up in vLLM's answer, by its names. config_format: vLLM's other format, a text, is refused.
+        weights: formats of stored and multiplied matrices. adapter_forms: how products apply adapters. mm_cache: where
+        preprocessed images are cached. vllm_config: what trainers look up in vLLM's answer, by its names.
+        config_format: vLLM's other format, a text, is refused.
         """
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
@@ -133,7 +136,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 def _vllm_config(engine: EngineClient) -> dict[str, Any]:
     """Return the sections of vLLM's configuration, by vLLM's names, from which trainers (TRL) choose how they send
-    weights. weight_transfer_config is None, as in a vLLM without a transport of weights between devices.
+    weights: model_config, parallel_config and lora_config, which is None without enable_lora. weight_transfer_config is
+    None, as in a vLLM without a transport of weights between devices.
     """
     config = engine.inputs.config
     model = {"model": config.model, "dtype": f"torch.{config.dtype}", "max_model_len": config.max_model_len}

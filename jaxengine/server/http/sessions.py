@@ -29,8 +29,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/sessions/{session_id}")
     @answers(DroppedSession)
     async def drop_session(session_id: str, request: Request) -> dict[str, Any]:
-        """Drop the keys and values that the conversation alone keeps, on the devices and in the tiers. session_id: the
-        client's X-Session-Id. Raises ApiError (404) for a session that this client does not have, EngineDeadError.
+        """Drop the keys and values that the conversation alone keeps, on the devices and in the tiers. Returns its id,
+        and `deleted`, true. session_id: the client's X-Session-Id. Raises ApiError (404) for a session that this client
+        does not have, EngineDeadError.
         """
         owner = request.scope["state"]["owner_tag"]
         there(await engine.utility("drop_session", session_key(owner, session_id)) or None, "session", session_id)

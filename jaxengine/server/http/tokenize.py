@@ -100,7 +100,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/tokenize")
     @answers(TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """Return the token ids of a text, or of a conversation by the chat template. Raises RequestError for one that
+        """Return the token ids of a text, or of a conversation by the chat template, as `tokens`, with their `count`,
+        `max_model_len` and, if requested, `token_strs`, else None. Raises RequestError for a text or conversation that
         cannot be used, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
         """
         await choose_model(engine, body.model, names)
@@ -115,8 +116,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/detokenize")
     @answers(DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        """Return the text of token ids, special tokens included. Raises RequestError for more than MAX_DETOKENIZE ids,
-        for ids outside the vocabulary and without a tokenizer; ApiError (404) for an unknown model.
+        """Return, as `prompt`, the text of token ids, special tokens included. Raises RequestError for more than
+        MAX_DETOKENIZE ids, for ids outside the vocabulary and without a tokenizer; ApiError (404) for an unknown model.
         """
         await choose_model(engine, body.model, names)
         check_detokenize("tokens", body.tokens, inputs)

@@ -45,8 +45,9 @@ class Ok(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes for trainers; a router without routes unless enable_admin is set. They raise the errors of the
-    functions in jaxengine.server.weights.weights.
+    """Return the routes for trainers: /areal_pause_generation, /areal_continue_generation, /areal_update_weights and,
+    with enable_lora, /load_lora_adapter. Return a router without routes unless enable_admin is set. The routes raise
+    the errors of the functions in jaxengine.server.weights.weights.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
@@ -55,8 +56,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/areal_pause_generation")
     @answers(Done)
     async def areal_pause_generation(body: Nothing) -> dict[str, bool | str]:
-        """Do as /pause with mode "abort": end running requests, and drop cached prefixes, images and videos. Raises
-        EngineDeadError.
+        """Do as /pause with mode "abort": end running requests, and drop cached prefixes, images and videos. Returns
+        `success` and a `message`. Raises EngineDeadError if the engine cannot answer.
         """
         await weights.pause(engine, "abort", clear_cache=True)
         await engine.utility("reset_mm_cache")
@@ -72,8 +73,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/areal_update_weights")
     @answers(Done)
     async def areal_update_weights(body: ArealUpdate) -> dict[str, bool | str]:
-        """Do as /update_weights with mode "abort" and kv "drop". An earlier pause stays. Raises the errors of
-        `weights.update_from_path`.
+        """Do as /update_weights with mode "abort" and kv "drop". An earlier pause stays. Returns `success` and a
+        `message` with the new version. Raises the errors of `weights.update_from_path`.
         """
         done = await weights.update_from_path(engine, body.model_path, weights.UpdateOptions(mode="abort", kv="drop"))
         return _done(f"The weights have version {done['version']}")

@@ -66,8 +66,9 @@ class UpdateWeights(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the operators' routes that pause the engine, put it to sleep and replace its weights; a router without
-    routes unless enable_admin is set. They raise the errors of the functions in jaxengine.server.weights.weights:
+    """Return the operators' routes that pause the engine (/pause, /resume, /is_paused), put it to sleep (/sleep,
+    /release_kv_cache_memory, /wake_up, /is_sleeping) and replace its weights (`_add_update`). Return a router without
+    routes unless enable_admin is set. The routes raise the errors of the functions in jaxengine.server.weights.weights:
     RequestError and EngineDeadError.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
@@ -79,7 +80,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Let no request run until /resume, and answer once none does. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
-        clear_cache: drop cached prefixes. Raises EngineDeadError.
+        clear_cache: drop cached prefixes. Returns the status "paused". Raises EngineDeadError if the engine cannot
+        answer.
         """
         await weights.pause(engine, mode, clear_cache=clear_cache)
         return {"status": "paused"}
@@ -92,7 +94,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
-        """Return whether the engine is paused. Raises EngineDeadError."""
+        """Return whether the engine is paused. Raises EngineDeadError if the engine cannot answer."""
         return {"is_paused": (await weights.state(engine))["is_paused"]}
 
     @routes.post("/sleep")
@@ -107,15 +109,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         Level 0 gives up nothing and only pauses. mode: what becomes of running requests: "abort" ends them, "wait" lets
         them finish first, and "keep" continues them after /wake_up. tags: give up "weights" or "kv_cache" alone; by
         default, both. keep_kv: with kv_offloading_size, cached pages stay in host memory and are found after /wake_up.
-        Raises RequestError for arguments that `LLM.sleep` refuses, EngineDeadError.
+        Returns the status "sleeping", and the level. Raises RequestError for arguments that `LLM.sleep` refuses,
+        EngineDeadError.
         """
         await weights.sleep(engine, level, mode, tags, keep_kv=keep_kv)
         return {"status": "sleeping", "level": level}
 
     @routes.post("/release_kv_cache_memory")
     async def release_kv_cache_memory() -> dict[str, Any]:
-        """Free the pages of a paused engine until /wake_up. Kept requests are recomputed. Raises RequestError if the
-        engine is not paused, EngineDeadError.
+        """Free the pages of a paused engine until /wake_up. Kept requests are recomputed. Returns the status
+        "kv_cache_released". Raises RequestError if the engine is not paused, EngineDeadError.
         """
         await weights.release_kv_cache_memory(engine)
         return {"status": "kv_cache_released"}
@@ -133,7 +136,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        """Return whether any part sleeps. Raises EngineDeadError."""
+        """Return whether any part sleeps. Raises EngineDeadError if the engine cannot answer."""
         return {"is_sleeping": bool((await weights.state(engine))["asleep"])}
 
     _add_update(routes, engine, config)
@@ -174,6 +177,6 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
     @routes.get("/weight_info")
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
         """Return the version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
         """
         return await weights.info(engine, checksum=checksum)

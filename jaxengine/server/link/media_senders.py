@@ -129,7 +129,8 @@ class KeySender(KeepingSender):
         return digest in self._keys
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Return a message that omits cached pixels, and record the pixels in it as cached.
+        """Return a message that omits cached pixels, and record the pixels in it as cached, as far as they belong to
+        items of class PreparedItem, which the engine then caches.
 
         whole: include all pixels. Messages must be sent in the order in which they are made. Raises RuntimeError for
         pixels that must be sent and were dropped.

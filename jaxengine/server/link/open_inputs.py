@@ -16,7 +16,8 @@ def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSend
     """Return the input processor and the media sender of the API process `index`.
 
     welcome: the engine's message, whose model must be readable on this machine under the same path. Reads the tokenizer
-    and the chat template from disk, which takes a long time, but no weights. Raises ConfigError, ModelFileError.
+    and the chat template from disk, which takes a long time, but no weights. Raises ConfigError and ModelFileError for
+    a model that cannot be opened here.
     """
     config = ResolvedConfig(**welcome.config)
     # The weights are not read; the model is where the engine found it.

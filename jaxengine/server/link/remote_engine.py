@@ -93,8 +93,8 @@ class RemoteEngine:
     async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
         """Return a client once the engine has answered, however long that takes, and its tokenizer has been opened.
 
-        address: ZeroMQ address of the engine's socket. index: number of this API process. Raises ConfigError,
-        ModelFileError.
+        address: ZeroMQ address of the engine's socket. index: number of this API process. Raises ConfigError and
+        ModelFileError if the tokenizer cannot be opened here.
         """
         engine = cls(address, config, index)
         welcome = await engine._welcomed
@@ -188,7 +188,7 @@ class RemoteEngine:
     async def abort(self, request_id: str) -> None:
         """Order the engine to end a request, whose stream then yields a last output with finish_reason "abort".
 
-        Does not wait for that. An unknown id has no effect. Raises EngineDeadError.
+        Does not wait for that. An unknown id has no effect. Raises EngineDeadError if the engine cannot answer.
         """
         self._check_alive()
         if request_id in self._streams:
@@ -337,6 +337,7 @@ class RemoteEngine:
     def _receive(self, message: FromEngine) -> None:
         """Handle a message of the engine; the link calls this for each one. An Update is passed to `_update`. A
         Welcome, the first message of each connection, sets the engine's limits and load, and makes this client alive.
+        Every message updates when the engine was last heard and its longest recent silence.
         """
         now = time.monotonic()
         # Decays within a few hundred messages, as a step that was slow once need not be slow again.
@@ -354,7 +355,8 @@ class RemoteEngine:
 
     def _update(self, update: Update) -> None:
         """Handle the results of a step: pass outputs to their streams and replies to their callers, stop tracking
-        requests that have ended, confirm their ends to the engine, and resend requests whose pixels it lacks.
+        requests that have ended, confirm their ends to the engine, and resend requests whose pixels it lacks. Store the
+        engine's load, and clear the image cache of this process if the engine's has been reset.
 
         If an earlier update was lost, reopens the connection instead, which ends all streams.
         """

@@ -223,8 +223,8 @@ class SharedSender(KeepingSender):
             self._old.pop()[1].close()
 
     def _begin_epoch(self, arena: Arena | None) -> None:
-        """Forget all items and use this memory from now on; None for none. The old memory is closed, or, if unread
-        messages refer to it, kept in `_old` until the engine has read them.
+        """Forget all items and use this memory from now on, or no memory for None. The old memory is closed, or, if
+        unread messages refer to it, kept in `_old` until the engine has read them.
         """
         if self._arena is not None:
             if self._unread:
@@ -239,8 +239,9 @@ class SharedSender(KeepingSender):
     def _item(self, item: MediaItem, referred: list[_Entry], whole: bool) -> Item:
         """Return an item in the form of a message: by its location if it is cached, else with its pixels.
 
-        An item that is not cached is first written to the memory, cached, and added to `referred`, unless `whole` is
-        set, it is too large, or there is no room. Raises RuntimeError for pixels that are needed and were dropped.
+        A PreparedItem that is not cached is first written to the memory, cached, and added to `referred`, unless
+        `whole` is set, it is too large, or there is no memory or no room in it. Raises RuntimeError for pixels that are
+        needed and were dropped.
         """
         entry = None if whole else self._entries.get(item.digest)
         if entry is not None:
@@ -285,7 +286,7 @@ class SharedSender(KeepingSender):
 
 def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
     """Return a new sender for a kind of cache, which Welcome names: SharedSender for SHARED_MEMORY, KeySender for
-    KEY_REPLICATED, else a MediaSender, which caches nothing. config: has the sizes.
+    KEY_REPLICATED, else a MediaSender, which caches nothing. config: options with the sizes of caches.
     """
     size = config.mm_processor_cache_bytes
     if kind == SHARED_MEMORY:

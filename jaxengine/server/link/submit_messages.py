@@ -33,8 +33,8 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
       number: counts the Submits of an API process, from 1.
       members: the request's n sequences.
       prompt_token_ids: i32, as bytes.
-      lora: name of the adapter; None for none.
-      media: images and videos; None for none.
+      lora: name of the adapter, or None.
+      media: images and videos, or None.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
     """Return the Submit of a prepared request. The handles are the tags of its sequences.
 
-    number: the Submit's number. media: its encoded images; None for a request without images.
+    number: the Submit's number. media: the request's encoded images; None for a request without images.
     """
     first = prepared.requests[0]
     return Submit(

@@ -80,7 +80,8 @@ def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float
 
 def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable[Event]:
     """Yield the events of a step: slices of the host's work, a slice of the device's work with the times of `span`, in
-    seconds, and counters of tokens, pages and requests at its start. step: one of the "steps" of `Timeline.last`.
+    seconds, and counters of tokens, pages and requests at the beginning of `span`. step: one of the "steps" of
+    `Timeline.last`.
     """
     names = ["number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens"]
     if step["num_drafts"]:

@@ -41,7 +41,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/metrics", response_class=Response, responses={200: text})
     async def metrics(request: Request) -> Response:
         """Return the engine's counters, gauges and histograms, after adding this process's requests to them. Raises
-        EngineDeadError.
+        EngineDeadError if the engine cannot answer.
         """
         await report(engine, request.app.state.traffic)
         snapshot = await engine.utility("metrics")

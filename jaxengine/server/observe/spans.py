@@ -159,7 +159,7 @@ class _RequestSpan:
         """Record the start of a request. Its parent is the span of the current context.
 
         tracer: sends the span. model: the model's name; asked: sampling parameters by name; both become attributes.
-        arrival: in seconds of time.monotonic. delta: whether each output has only the new tokens.
+        arrival: time of arrival in seconds of time.monotonic. delta: whether each output has only the new tokens.
         """
         self._tracer = tracer
         self._parent = context.get_current()
@@ -212,8 +212,8 @@ class _RequestSpan:
 
 
 def _latencies(output: RequestOutput) -> dict[str, float]:
-    """Return latency attributes in seconds by name. Latencies whose start or end is unknown are left out; {} for an
-    output without metrics.
+    """Return the attributes gen_ai.latency.* of a span, in seconds, by name. Latencies whose start or end is unknown
+    are left out; {} for an output without metrics.
     """
     metrics = output.metrics
     if metrics is None:

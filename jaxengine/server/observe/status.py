@@ -41,8 +41,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/status.json")
     async def status(request: Request) -> dict[str, Any]:
-        """Return the state of the engine, for the page at /. Requests of other keys have numbers for ids. Raises
-        EngineDeadError.
+        """Return the state of the engine, the fields of its utility "status", with the model's name as `model` and the
+        server's `version`, for the page at /. Requests of other keys have numbers for ids. Raises EngineDeadError if
+        the engine cannot answer.
         """
         shown = Viewer(request.state.sees).status(await engine.utility("status"))
         return {"model": model, "version": __version__, **shown}
@@ -54,7 +55,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     ) -> Response:
         """Return the last `seconds` of the engine's steps and requests, for ui.perfetto.dev.
 
-        Requests of other keys have numbers in place of their ids. Raises EngineDeadError.
+        Requests of other keys have numbers in place of their ids. Raises EngineDeadError if the engine cannot answer.
         """
         viewer = Viewer(request.state.sees)
         timeline = await engine.utility("trace", seconds)

@@ -147,7 +147,8 @@ class EngineServer:
         """Handle all orders and messages that have arrived; if nothing is running, wait up to about a second for one.
         Return False on the order to stop, else True.
 
-        Regularly reports "alive". A message that cannot be decoded is logged and dropped.
+        Regularly reports "alive", and lets `_send` send the load to all API processes even if it is unchanged. A
+        message that cannot be decoded is logged and dropped.
         """
         now = time.monotonic()
         if now >= self._alive_at:
@@ -282,8 +283,8 @@ class EngineServer:
         return self.core.utility("reset_mm_cache")
 
     def _mm_cache(self) -> dict[str, Any]:
-        """Return where images are cached, for this server's number of API processes, and `engine_bytes`, the size of
-        the caches in this process. Replaces EngineCore's utility "mm_cache".
+        """Return where images are cached, the configuration's mm_cache_placement for this server's number of API
+        processes, and `engine_bytes`, the size of the caches in this process. Replaces EngineCore's utility "mm_cache".
         """
         placement = self.core.config.mm_cache_placement(self._num_api_processes)
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}

@@ -66,7 +66,7 @@ class _Child:
     """Child process: its role, its state, and the supervisor's ends of its pipes.
 
     Attributes:
-      module: of jaxengine.server.processes, its role.
+      module: name of a module of jaxengine.server.processes, its role.
       index: number of an API process; 0 for others.
       process, events: the process, and the pipe with its events.
       ready, served: whether it has started, and whether it has answered a request.
@@ -151,7 +151,8 @@ class Supervisor:
         The status is 0 after draining, 128 plus the number of a signal that ends the server at once, and 1 if processes
         fail repeatedly or do not end in time. If a process ends before all were ready, it is that process's status (2
         for unusable options or an unusable model), or 1 if a signal ended it or its status is 0. Installs handlers for
-        SIGTERM, SIGINT and SIGHUP, so it must run in the main thread. No child is left when it returns.
+        SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP, so it must run in the main thread. No child and no
+        socket file is left when it returns.
         """
         self._warn()
         awake, wake = socket.socketpair()
@@ -235,7 +236,7 @@ class Supervisor:
         """Start a child process, append it to the children, watch the pipe on which it reports events, and write its
         job as a line of JSON to its standard input. API processes also inherit the HTTP listener.
 
-        module: its role, see _Child.module. index: number of an API process; 0 for others.
+        module: role of the process, see _Child.module. index: number of an API process; 0 for others.
         """
         read, write = os.pipe()
         job = {

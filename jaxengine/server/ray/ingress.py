@@ -126,7 +126,8 @@ class Front:
         Requests without a valid key are forwarded without their body, as the replica answers with the error. Requests
         that create something, that come with an admin key, or whose large body is in parts are tried on one replica
         only. Answers lifespan events, and closes websockets with code 1008. Returns without an error when the client
-        leaves. Raises ApiError if no replica can answer or too many requests wait.
+        leaves. Raises ApiError if no replica can answer, if too many requests wait or upload, or for a body that is too
+        large, and RayTaskError for other errors in the replica.
         """
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)

@@ -38,7 +38,7 @@ class Piece(msgspec.Struct, omit_defaults=True):
     Attributes:
       body: bytes of the body.
       last: whether this is the response's last piece.
-      status, headers: those of the response in its first piece; None and empty in others.
+      status, headers: the response's status and headers in its first piece; None and empty in others.
     """
 
     body: bytes = b""
@@ -57,7 +57,7 @@ class Hint:
 
     Attributes:
       token_ids: those of the prompt, none if they are not known; cache_salt: the request's.
-      session, adapter: names, None for none.
+      session, adapter: names, or None.
       key: decides between equally good replicas; the request's id.
     """
 

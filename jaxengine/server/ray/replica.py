@@ -67,7 +67,9 @@ class Responder:
         said, left = asyncio.Queue[Message | None](_MOST_MESSAGES), asyncio.Event()
 
         async def receive() -> Message:
-            """Return the next message of the body, then wait for the caller to leave."""
+            """Return the next message of the body. After the last one, wait until the caller leaves, and return
+            http.disconnect.
+            """
             if (message := await anext(bodies, None)) is not None:
                 return message
             await left.wait()
@@ -221,8 +223,8 @@ def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
     """Start host `rank` of the engine in bundle `rank` of this replica's placement group, and return its actor handle
     without waiting for the host. The actor gets all resources of its bundle.
 
-    options: options of EngineConfig. key: the cluster's secret. An assertion fails if the replica has no placement
-    group.
+    options: options of EngineConfig, of which the host gets those of the cluster: nnodes, master_addr, master_port and
+    cluster_timeout. key: the cluster's secret. An assertion fails if the replica has no placement group.
     """
     words = ["--node-rank", str(rank)]
     for name in ("nnodes", "master_addr", "master_port", "cluster_timeout"):

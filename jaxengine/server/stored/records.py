@@ -103,8 +103,8 @@ class Responses(Protocol):
         nothing and return what is missing.
 
         worker: the process that generates the response; `stop` orders it to cancel. Not used for a finished response.
-        texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none. Raises OverloadedError
-        for a response that is too large, or if running ones take all the room.
+        texts: long texts, UTF-8, by digest, at least those that the store lacks; None stands for {}. Raises
+        OverloadedError for a response that is too large, or if running ones take all the room.
         """
         ...
 

@@ -136,7 +136,7 @@ class Share:
 
     def finished(self, *, but: str | None) -> Iterator[str]:
         """Return an iterator over the ids of finished responses, which may be evicted, oldest first. but: id of a
-        response to leave out; None for none.
+        response to leave out, or None.
         """
         return (name for name, kept in self.responses.items() if not kept.stored.is_running and name != but)
 

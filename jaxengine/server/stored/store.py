@@ -166,7 +166,7 @@ class ResponseStore:
         bounds = self._bounds
 
         def evict_from(other: Share) -> bool:
-            """Evict the oldest finished response of an owner; return whether there was one."""
+            """Evict the oldest finished response of an owner other than `newest`; return whether there was one."""
             oldest = next(other.finished(but=newest if other is share else None), None)
             if oldest is not None:
                 self._drop(other.responses[oldest].stored.owner, oldest)

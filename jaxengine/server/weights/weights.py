@@ -79,14 +79,14 @@ async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]
 
 async def state(engine: EngineClient) -> dict[str, Any]:
     """Return the engine's `is_paused`, `asleep` (list of the parts that sleep), and `weight_version`. Raises
-    EngineDeadError.
+    EngineDeadError if the engine cannot answer.
     """
     return await engine.utility("engine_pause")
 
 
 async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
     """Return `weight_version` and, if `checksum`, also `checksums`, which maps each weight's name to its SHA-256.
-    Raises EngineDeadError.
+    Raises EngineDeadError if the engine cannot answer.
     """
     found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
     return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
@@ -98,7 +98,7 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
     to any other pause.
 
     Raises RequestError for an empty path and for invalid options, and one that lists all faults if the new weights are
-    unusable; the old weights then stay. Raises EngineDeadError.
+    unusable; the old weights then stay. Raises EngineDeadError if the engine cannot answer.
     """
     version, mode, kv, strict, chunk_bytes = options
     if not path:

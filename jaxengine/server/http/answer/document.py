@@ -54,8 +54,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
-    """Add the types of all responses to the framework's document, in place. Remove the framework's schemas of
-    validation errors, and from descriptions the sentences about Python exceptions.
+    """Add the types of all responses, errors included, to the framework's document, in place. Remove the framework's
+    schemas of validation errors, and from descriptions the sentences about Python exceptions.
 
     Raises TypeError if a request type and an answer type share a name.
     """

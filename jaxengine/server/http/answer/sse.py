@@ -113,7 +113,9 @@ async def stream_events(
 
 
 async def _kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """Yield the events, and a comment each time that none has come for `seconds`. Closes the events."""
+    """Yield the events, and a comment each time that none has come for `seconds`. Closes the events, and raises their
+    error.
+    """
     coming: asyncio.Future[bytes | None] | None = None
     try:
         while True:

@@ -23,7 +23,7 @@ class AskedTranscript(Transcript):
     """Transcript of a model without timestamps. The model writes the text, after its language if the request gives
     none.
 
-    variables: the chat template's; None for none. others: arguments of Transcript.
+    variables: variables of the chat template, or None. others: arguments of Transcript.
     """
 
     def __init__(self, variables: Mapping[str, Any] | None, *others: Any):
@@ -31,8 +31,9 @@ class AskedTranscript(Transcript):
         self._variables = variables
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound of a file and render the prompt, both on threads. Raises RequestError for translations,
-        formats with times, an unknown language and a file that cannot be used; OverloadedError if too many calls wait.
+        """Read the sound of a file and render the prompt, both on threads, for `pieces`. Raises RequestError for
+        translations, formats with times, an unknown language and a file that cannot be used; OverloadedError if too
+        many calls wait.
         """
         media = self.engine.inputs.media
         processor = transcriber(media)
@@ -56,7 +57,8 @@ class AskedTranscript(Transcript):
         """Return the token ids of a conversation, rendered by the model's chat template without further special tokens.
         If the last message is the assistant's, the model continues it; otherwise a generation prompt is added.
 
-        placeholder: argument of Tokenizer.apply_chat_template. Raises RequestError, OverloadedError.
+        placeholder: the argument of that name of Tokenizer.apply_chat_template. Raises RequestError for messages that
+        the template refuses, OverloadedError if too many templates are being rendered.
         """
         begun = messages[-1]["role"] == "assistant"
         text = self.tokenizer.apply_chat_template(

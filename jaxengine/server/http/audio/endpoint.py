@@ -59,9 +59,9 @@ class _Transcript(Transcript):
         self._language = body.language
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound of a file and, if the request gives no language, detect it by a request to the engine. Raises
-        RequestError for fields that the model cannot serve and for a file that cannot be used, OverloadedError, and the
-        errors of `last`.
+        """Read the sound of a file and, if the request gives no language, detect it by a request to the engine. A
+        model without languages has "en". Raises RequestError for fields that the model cannot serve and for a file that
+        cannot be used, OverloadedError, and the errors of `last`.
         """
         media = self.engine.inputs.media
         assert media is not None
@@ -276,7 +276,9 @@ def _kind(engine: EngineClient, config: ServerConfig) -> Callable[..., Transcrip
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of transcriptions and translations. They raise RequestError if the model cannot transcribe."""
+    """Return the routes /v1/audio/transcriptions and /v1/audio/translations. They raise RequestError if the model
+    cannot transcribe.
+    """
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
 

@@ -48,13 +48,14 @@ class Transcript:
         """Yield the text of a stream in pieces as it is generated; update the token counts. Call it after `begin`."""
 
     async def events(self, model: str) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token
-        counts unless the request excludes them. model: its name in the events.
+        """Yield the server-sent events of a stream: a delta for each piece of text that is not empty, then the whole
+        text. The latter has the token counts unless stream_include_usage is false; with stream_continuous_usage_stats
+        each delta has those so far. model: the model's name in the events.
 
-        Each event has OpenAI's keys and vLLM's, whose clients read `choices`. The last one has an empty choice, with
-        the finish reason; if the request says that it wants the counts, that choice comes before, and the last event
-        has none. White space at the beginning is dropped, and in the whole text also at the end. Raises the errors of
-        `pieces`.
+        Each event has OpenAI's keys and vLLM's, whose clients read `choices`. The last event has a choice with an empty
+        text and the finish reason. If stream_include_usage is true, an event of its own has that choice, and the last
+        event has no choices. White space at the beginning is dropped, and in the whole text also at the end. Raises the
+        errors of `pieces`.
         """
         kind = "transcription.chunk" if self.task == "transcribe" else "translation.chunk"
         head = {"id": self._name, "object": kind, "created": int(time.time()), "model": model}
@@ -93,8 +94,8 @@ class Transcript:
         }
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len. Closing this generator
-        early aborts the request.
+        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len, and store the finish
+        reason of the last one. Closing this generator early aborts the request.
 
         Raises ApiError if the request was aborted, such as by its timeout (504) or an operator (409), or has failed
         (500); and the errors of EngineClient.stream.

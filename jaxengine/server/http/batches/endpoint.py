@@ -116,8 +116,8 @@ class BatchList(Listed):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of batches; a router without routes unless enable_batch_api is set. Raises ConfigError if
-    batch_storage_dir cannot be used.
+    """Return the routes of batches (/v1/batches: create, list, retrieve, cancel); a router without routes unless
+    enable_batch_api is set. Raises ConfigError if batch_storage_dir cannot be used.
     """
     routes = APIRouter(tags=["batches"], route_class=JsonRoute)
     if not config.enable_batch_api:

@@ -60,8 +60,8 @@ class FileDeleted(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of files; a router without routes unless enable_batch_api is set. Raises ConfigError if
-    batch_storage_dir cannot be used.
+    """Return the routes of files (/v1/files: create, list, retrieve, read, delete); a router without routes unless
+    enable_batch_api is set. Raises ConfigError if batch_storage_dir cannot be used.
     """
     routes = APIRouter(tags=["batches"])
     if not config.enable_batch_api:
@@ -87,8 +87,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/files/{file_id}")
     @answers(FileDeleted)
     async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
-        """Remove a file. Raises RequestError for the input of a batch that has not ended, ApiError (404) for an unknown
-        file.
+        """Remove a file, and return OpenAI's object for a deleted one. Raises RequestError for the input of a batch
+        that has not ended, ApiError (404) for a file that the client does not have.
         """
         deleted = await asyncio.to_thread(store.delete_file, request.state.owner, file_id)
         there(deleted or None, "file", file_id)
@@ -98,7 +98,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _add_reads(routes: APIRouter, store: BatchStore) -> None:
-    """Add the routes that list and return the files of `store` to `routes`."""
+    """Add to `routes` those that list the files of `store`, return a file's record, and return its content."""
 
     @routes.get("/v1/files")
     @answers(FileList)
@@ -109,8 +109,8 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
         limit: Annotated[int, Query(ge=1, le=10000)] = 1000,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        """List the client's files, the newest first unless `order` is "asc": at most `limit`, of the purpose, those
-        that follow the one with id `after`. Raises RequestError for an unknown `after`.
+        """List the client's files, the newest first unless `order` is "asc": at most `limit`, only those of `purpose`
+        if it is given, and those that follow the file with id `after`. Raises RequestError for an unknown `after`.
         """
 
         def listed() -> dict[str, Any]:

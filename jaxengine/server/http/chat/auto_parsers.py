@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
     """Return the config in which parsers named "auto" are replaced by those that fit the chat template, and log the
-    choice. inputs: has the chat template.
+    choice. inputs: processor with the chat template.
 
     A parser becomes None if the template is not recognised; if that is the parser of tool calls,
     enable_auto_tool_choice becomes False.

@@ -72,7 +72,8 @@ class _Batch:
         """Create a ChatAnswer for each conversation; runs nothing.
 
         name: id of the request; if there are several conversations, number i runs under NAME-i. model: model name in
-        the response. options: scheduling options of each conversation. Raises RequestError.
+        the response. options: scheduling options of each conversation. Raises RequestError for values that are not
+        allowed.
         """
         self._server = server
         requests = body.conversations(server.config.max_prompts)

@@ -90,7 +90,7 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
 
-        Each item has the events for one output of the engine: any number of them, b"" for none. The first events of a
+        Each item has the events for one output of the engine, any number of them; it may be b"". The first events of a
         choice have its role and the text for `echo`. If the request asks for usage, each event has the token counts of
         its choice so far, or a last event has those of all choices, with the request's times if the server measures
         them. Raises the errors of ChatRun.pieces.
@@ -117,7 +117,7 @@ class ChatAnswer:
             yield event({**self._head, "choices": [], "usage": self._usage(), **stream_times(times)})
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields with the prompt's token ids and text; each is None unless it was requested."""
+        """Return prompt_token_ids and prompt_text, each None unless it was requested."""
         body = self._body
         return {
             "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,

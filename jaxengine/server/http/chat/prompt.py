@@ -62,7 +62,8 @@ class ChatRenderer:
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
         """Return the token ids of a conversation, with the placeholders of its images. They are not truncated and may
-        exceed the model's context. Raises RequestError, OverloadedError.
+        exceed the model's context. Raises RequestError for a conversation that cannot be rendered or whose images
+        cannot be used, OverloadedError if too many templates, texts or images wait.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, ids = await self._encode(body, messages)
@@ -78,8 +79,8 @@ class ChatRenderer:
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Return the text of a conversation, rendered on a thread, and its token ids.
 
-        messages: those of `body`, with their media collected. Raises RequestError, also for a text that cannot fit into
-        max_model_len, and OverloadedError.
+        messages: messages of `body`, with their media collected. Raises RequestError, also for a text that cannot fit
+        into max_model_len, and OverloadedError.
         """
         # Checked before the template copies them.
         self._encoder.verify_length(max(map(_num_chars, messages), default=0), "messages")

@@ -125,8 +125,8 @@ class ChatRequest(TextRequest, ConversationRequest):
     def of(cls, fields: dict[str, Any], text_forms: Mapping[str, Mapping[str, str]] | None = None) -> ChatRequest:
         """Return a chat request with `fields`, by their names in this class.
 
-        text_forms: value of the property of that name; None for none. Raises RequestError for a value that is not
-        allowed, also for too many messages.
+        text_forms: value of the request's property `text_forms`; None for an empty one. Raises RequestError for a value
+        that is not allowed, also for too many messages.
         """
         try:
             body = cls.model_validate(fields)

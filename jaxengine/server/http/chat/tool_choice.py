@@ -119,8 +119,8 @@ def tool_use(
 def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
     """Return the ToolUse of a forced call if the call may be of a tool in body.text_forms, else None.
 
-    body: its tool_choice is "required" or names a tool. Such a tool's text is written outside of JSON, as no grammar
-    can constrain a text within JSON. Raises RequestError.
+    body: request whose tool_choice is "required" or names a tool. Such a tool's text is written outside of JSON, as no
+    grammar can constrain a text within JSON. Raises RequestError for functions that no grammar can call.
     """
     if isinstance(body.choice, NamedTool):
         name = body.choice.function.name
@@ -144,8 +144,8 @@ def _forced_in_own_way(
 ) -> ToolUse:
     """Return the ToolUse of a forced call in the model's own format, constrained by a grammar of the whole output.
 
-    body: its tool_choice is "required" or names a tool. tool_format: a format with a forced_grammar. Raises
-    RequestError.
+    body: request whose tool_choice is "required" or names a tool. tool_format: a format with a forced_grammar. Raises
+    RequestError for functions that no grammar can call.
     """
     functions = [tool.function for tool in body.tools or ()]
     if isinstance(body.choice, NamedTool):

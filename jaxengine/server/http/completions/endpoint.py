@@ -69,8 +69,8 @@ class _Completion:
         self._num_cached_tokens: dict[int, int] = {}
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters. For echo with max_tokens 0, one token is sampled. Raises
-        RequestError.
+        """Return the engine's sampling parameters. For echo with max_tokens 0, one token is sampled; echo also asks for
+        log-probabilities of the prompt if `logprobs` is given. Raises RequestError for values that are not allowed.
         """
         body = self.body
         changes: dict[str, Any] = {"max_tokens": body.max_tokens}
@@ -155,11 +155,10 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the prompts and yield the response as server-sent events, without [DONE]. Each item has the events for
-        one output of the engine: any number of them, b"" for none.
+        one output of the engine: any number of them, b"" if there is nothing to send.
 
         If the request asks for usage, a last event has the token counts, with the request's times if the server
-        measures them, or each event has those of its choice so far.
-        Raises the errors of `outputs`.
+        measures them, or each event has those of its choice so far. Raises the errors of `outputs`.
         """
         num_tokens: Counter[int] = Counter()
         times = None
@@ -211,8 +210,9 @@ class _Completion:
 
 
 def _without_output(output: CompletionOutput) -> CompletionOutput:
-    """Return a copy of an output without the sampled token and everything that belongs to it, which is the answer for
-    max_tokens=0. The finish reason "stop" becomes "length".
+    """Return a copy of an output without the sampled token, its text and its scores, which is the answer for
+    max_tokens=0. The finish reason "stop" becomes "length", the stop reason None, and the first weight span, if there
+    are any, an empty one at 0. Captured activations stay.
     """
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
     spans = [WeightSpan(each.version, 0, 0) for each in (output.weight_versions or ())[:1]] or None

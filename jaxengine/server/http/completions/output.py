@@ -71,8 +71,8 @@ class ChoiceWriter:
 
     @staticmethod
     def says_something(choice: dict[str, Any]) -> bool:
-        """Whether a chunk's choice has content. It has none while a partial character or the beginning of a stop string
-        is held back.
+        """Whether a chunk's choice has text, a finish reason, scores, token ids or activations. It has none of them
+        while a partial character or the beginning of a stop string is held back.
         """
         names = ("text", "finish_reason", "logprobs", "token_ids", "sampling_log_mass", "captured")
         return any(choice.get(name) for name in names)
@@ -89,10 +89,11 @@ class ChoiceWriter:
     def _legacy_logprobs(
         self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offsets: list[int]
     ) -> dict[str, Any]:
-        """Return log-probabilities in the format of OpenAI's completions.
+        """Return log-probabilities in the format of OpenAI's completions: lists text_offset, token_logprobs, tokens and
+        top_logprobs.
 
-        positions: log-probabilities of each token, None for a token without them. offsets: of each token, in
-        characters.
+        positions: log-probabilities of each token, None for a token without them, whose entries in token_logprobs and
+        top_logprobs are then None. offsets: offset of each token in the text, in characters.
         """
         tokens, values, tops = [], [], []
         for token_id, position in zip(token_ids, positions, strict=True):

@@ -144,7 +144,7 @@ class _Message:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of messages. Raises ConfigError for an unknown parser."""
+    """Return the routes /v1/messages and /v1/messages/count_tokens. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["messages"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
@@ -167,8 +167,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", response_class=Response)
     @answers(MessageTokens)
     async def count_message_tokens(body: Conversation, request: Request) -> Response:
-        """Count the tokens of a conversation, which may exceed the context; nothing is generated. Raises RequestError,
-        ApiError (404) for an unknown model, OverloadedError.
+        """Return, as `input_tokens`, the number of tokens of a conversation, which may exceed the context. Raises
+        RequestError, ApiError (404) for an unknown model, OverloadedError.
         """
         await choose_model(engine, body.model, names)
         request.state.ignored_fields += _ignored(server, body, request)

@@ -44,9 +44,10 @@ def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, A
 
 
 def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield, once each, the names of parts of blocks that have no effect: "messages.cache_control" or
-    "messages.is_error", "messages.TYPE" for a type of block that is left out, and "messages." with _ACCOUNTS; "system."
-    in place of "messages." for blocks of `system`. Arguments are those of `read_messages`.
+    """Yield, once each, names of what has no effect: first "messages." with _ACCOUNTS for accounting lines of system
+    messages, then, for parts of blocks, "messages.cache_control", "messages.is_error" and "messages.TYPE", where TYPE
+    is that of a block that is left out. Names of what is in `system` begin with "system." instead. Arguments are those
+    of `read_messages`.
     """
     blocks = [("system", block) for block in system or ()] if isinstance(system, list) else []
     instructions: list[tuple[str, Any]] = [("system", system), *blocks]
@@ -94,7 +95,8 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Convert the blocks of a message to chat messages: one for each tool result, then one with all other blocks. The
-    latter is omitted if there are only tool results, or if no block of a system message is left.
+    latter is omitted if there are only tool results, or if no block of a system message is left. Left out are the
+    assistant's blocks of a type in _LEFT_OUT, and accounting lines of a system message.
 
     role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.

@@ -74,8 +74,8 @@ class MessageWriter:
         return [*said, self._say("content_block_start", content_block=self._block)]
 
     def _close(self) -> list[Said]:
-        """End the open block and append it to `content`; return the event, or [] if no block is open. A tool call also
-        sets `is_cut`.
+        """End the open block and append it to `content`; return the event, or [] if no block is open. For a tool call,
+        also set `is_cut` to whether its arguments are incomplete JSON.
         """
         if self._block is None:
             return []

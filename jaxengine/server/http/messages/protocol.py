@@ -153,8 +153,8 @@ class Conversation(RequestModel):
     """The fields that /v1/messages/count_tokens and /v1/messages share.
 
     Attributes:
-      messages: of roles user, assistant and system; content is a text or a list of blocks: text, image, thinking,
-        tool_use, tool_result. If the last message is the assistant's, the model continues it.
+      messages: messages of roles user, assistant and system; content is a text or a list of blocks: text, image,
+        thinking, tool_use, tool_result. If the last message is the assistant's, the model continues it.
       system: the system message, a text or a list of text blocks.
       tools: functions. Tools that Anthropic defines are left out of the prompt, and are refused if tool_choice forces
         them.
@@ -184,8 +184,9 @@ class Conversation(RequestModel):
             raise as_messages_error(error) from None
 
     def _chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the equivalent chat request, by name. Raises RequestError for messages, blocks or a
-        tool_choice that are not allowed.
+        """Return the fields of the equivalent chat request, by name. If the last message is the assistant's, the model
+        continues it. Tools that this server cannot run are left out, and so is thinking of type "adaptive". Raises
+        RequestError for messages, blocks or a tool_choice that are not allowed.
         """
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
         functions = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]

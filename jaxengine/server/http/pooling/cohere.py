@@ -98,8 +98,8 @@ async def _ended(prompts: list[list[int]], most: int | None, server: PoolingServ
 
 
 def _response(body: CohereEmbedRequest, name: str, found: list[PooledAnswer]) -> Response:
-    """Return the response with the embeddings in each of embedding_types. name: its id. Raises RequestError for bits of
-    a vector whose length is not a multiple of 8.
+    """Return the response with the embeddings in each of embedding_types, or as "float" if there are none. name: id of
+    the response. Raises RequestError for bits of a vector whose length is not a multiple of 8.
     """
     vectors = np.array([each.outputs.data for each in found])
     given: dict[str, Any] = {}

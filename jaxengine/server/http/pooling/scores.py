@@ -25,7 +25,7 @@ from jaxengine.server.http.request.limits import JsonRoute
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of score and rerank, each under all its paths."""
+    """Return the routes /score and /v1/score, and /rerank, /v1/rerank and /v2/rerank."""
     routes = APIRouter(tags=["scores"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
@@ -50,8 +50,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """Return the top_n documents by their relevance to a query, the best first. Raises RequestError, also for an
-        empty query, EngineDeadError, and ApiError for an unknown model (404) or a document without a result.
+        """Return the top_n documents (all without top_n) by their relevance to a query, the best first. Raises
+        RequestError, also for an empty query, EngineDeadError, and ApiError for an unknown model (404) or a document
+        without a result.
         """
         model = check_model(body.model or None, names)
         name = body.register("rerank", request)
@@ -101,8 +102,8 @@ async def _scores(
     """Return the score of each pair, in order, with the token counts of both texts. A text that is in several pairs is
     counted in each, although an embedding model computes it once.
 
-    body: its truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine. Raises the
-    errors of PoolingServer.encode_pairs and `answers`.
+    body: request whose truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine.
+    Raises the errors of PoolingServer.encode_pairs and `answers`.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     if not reads_apart(model):

@@ -67,7 +67,9 @@ class LimitsMiddleware:
         deadline: float | None = None
 
         async def counted() -> Message:
-            """Receive a part of the body. Raises ApiError: 408 if late; unless streamed, 413 or 429 beyond a size."""
+            """Receive a part of the body. Raises ApiError: 408 for a late one; unless the body is streamed, 413 if it
+            exceeds max_request_bytes, and 429 if all bodies that are held exceed _MOST_BODIES times that.
+            """
             nonlocal num_read, num_held, whole, deadline
             if whole:
                 return await receive()
@@ -96,7 +98,9 @@ class LimitsMiddleware:
             return message
 
         async def released(message: Message) -> None:
-            """Send a message of the response. The body stops counting; a refusal in _DRAINED first reads its rest."""
+            """Send a message of the response, and count the request's body no longer as held. Before the end of a
+            response with a status in _DRAINED, drop the rest of a body that is still arriving (`_drain`).
+            """
             nonlocal num_held, drains
             self._num_held -= num_held
             num_held = 0

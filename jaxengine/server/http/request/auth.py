@@ -62,7 +62,7 @@ class AuthMiddleware:
 
 def require_admin(request: Request) -> None:
     """Dependency of routes that change the server. Raises ApiError unless the key is an operator's: 403 for another
-    key, 401 for none.
+    key, 401 without one.
     """
     if request.scope["state"]["is_admin"]:
         return

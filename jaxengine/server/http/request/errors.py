@@ -65,8 +65,8 @@ class ApiError(HTTPException):
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
-      headers: the response's headers; None for none.
-      param: the invalid field, as the caller spells it; None for none.
+      headers: further headers of the response, or None.
+      param: the invalid field, as the caller spells it; None if no field is at fault.
       kept: part of the message that quotes the caller; paths are not removed from it.
     """
 
@@ -86,7 +86,7 @@ class ApiError(HTTPException):
 
 def abort_error(finish_reason: str | None, stop_reason: Any) -> ApiError:
     """Return (not raise) the error of a request that has no complete answer: 504 for a timeout, 409 for another abort,
-    otherwise 500. finish_reason, stop_reason: those of its output.
+    otherwise 500. finish_reason, stop_reason: the reasons of its output.
     """
     if stop_reason == "timeout":
         return ApiError(504, "the request took longer than its timeout")
@@ -199,15 +199,18 @@ class _ErrorResponse(Response):
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Install handlers for the expected exceptions of `app`; others are left to the outermost middleware.
+    """Install handlers for the expected exceptions of `app`: HTTPException, RequestValidationError, RequestError and
+    EngineDeadError, with their subclasses. Others are left to the outermost middleware.
 
     routes: all routes of the application. The list may be extended later. The header Allow of a response 405 has the
     methods of all routes with its path.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        """Return the response to an exception. A path without a route gets 404, whose message says what to use instead.
-        405 has the header Allow with the methods of all routes of its path.
+        """Return the response to an exception, as `as_api_error` says.
+
+        A path without a route gets 404. If `about_missing` knows the path, the message says what to use instead, also
+        for a wrong method, which otherwise gets 405 and the header Allow with the methods of all routes of its path.
         """
         known = as_api_error(error, getattr(request.state, "given_fields", ()))
         # Raised by the framework and not by a route: there is no route for the path, or none with this method.

@@ -41,8 +41,9 @@ class Form(NamedTuple):
 async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> Form:
     """Parse the body of a request as a form, and pass the content of its file to `write`, piece by piece.
 
-    Raises ApiError: 415 for another content type, 400 for a form that is damaged or has too many parts. Raises
-    RequestError for a text field that is too long or not UTF-8 and for a second file, and the errors of `write`.
+    Raises ApiError: 415 for another content type or without a boundary of 1 to 70 characters, 400 for a form that is
+    damaged or has too many parts. Raises RequestError for a text field that is too long or not UTF-8 and for a second
+    file, and the errors of `write`.
     """
     boundary = _param(request.headers.get("content-type", ""), "multipart/form-data", "boundary")
     if boundary is None or not 1 <= len(boundary) <= 70:
@@ -139,7 +140,7 @@ class _Body:
 
 
 def _names(head: bytes) -> tuple[str, str]:
-    """Return the field name and the file name, "" for none, from a part's header. Raises ApiError (400) for a part
+    """Return the field name and the file name ("" without one) in a part's header. Raises ApiError (400) for a part
     without a field name.
     """
     for line in head.decode("utf-8", "replace").split("\r\n"):

@@ -230,7 +230,7 @@ class NamedRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
-        """Return this request. Raises RequestError for an invalid request_id, timeout, cache_salt or user."""
+        """Return this request. Raises RequestError for an invalid request_id, cache_salt or user, timeout <= 0."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed: 1 to 128 letters, digits, '-' and '_'",
@@ -465,7 +465,7 @@ class TextRequest(GenerationRequest):
 
 def usage_in_stream(asked: StreamOptions | None, config: ServerConfig) -> tuple[bool, bool]:
     """Return (whether a stream ends with an event with the token counts, whether every event has token counts), from a
-    request's stream_options, `asked`, and enable_force_include_usage.
+    request's stream_options, `asked`, and enable_force_include_usage. The second is True only if the first is.
     """
     options = asked or StreamOptions()
     last = bool(options.include_usage) or config.enable_force_include_usage

@@ -157,8 +157,8 @@ class _Making:
         return found
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer so far as a chat message: content ("" for none), and reasoning and tool_calls if there are
-        any.
+        """Return the answer so far as a chat message: content ("" without a text), and reasoning and tool_calls if
+        there are any.
         """
         parsed = message_of(self.writer.parts)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
@@ -245,10 +245,12 @@ class _Responses:
     async def _make(
         self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
-        """Return a new response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored. By
-        default a response is stored if it is small enough. held: takes the bytes of the conversation; the caller
-        releases it after an error. Raises RequestError, also for a request_id in use and for a conversation that is too
-        large to be stored as requested, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
+        """Return a new response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
+
+        Without `store` in the request, a response is stored if its conversation is small enough; one that is made in
+        the background or continues a stored one must be. held: takes the bytes of the conversation; the caller releases
+        it after an error. Raises RequestError, also for a request_id in use and for a conversation that must be stored
+        and is too large, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
@@ -286,8 +288,8 @@ class _Responses:
         return messages, found.num_bytes["conversation"]
 
     async def _whole(self, making: _Making, keeper: Keeper | None) -> Response:
-        """Generate a response to its end, store it if there is a keeper, and return it. Releases its memory in every
-        case. Raises the errors of `making.events`.
+        """Generate a response to its end, store it if there is a keeper (a failure of that is only logged), and return
+        it. Releases its memory in every case. Raises the errors of `making.events`.
         """
         with making:
             async with contextlib.aclosing(making.events()) as events:
@@ -409,7 +411,9 @@ def _store(request: Request) -> Responses:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of responses. Raises ConfigError for an unknown parser."""
+    """Return the routes /v1/responses, /v1/responses/input_tokens, and /v1/responses/{id} with /input_items and
+    /cancel. Raises ConfigError for an unknown parser.
+    """
     routes = APIRouter(tags=["responses"], route_class=JsonRoute)
     responses = _Responses(engine, config)
 
@@ -449,8 +453,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """Cancel a response that is made in the background, and return its final state once that is stored. Raises
-        RequestError for one made otherwise, ApiError (404) without a response.
+        """Cancel a response that is made in the background, and return its final state once that is stored. One that
+        has ended already is returned as it is. Raises RequestError for one made otherwise, ApiError (404) without a
+        response.
         """
         owner, store = _owner(request), _store(request)
         if not there(await store.find(response_id, owner), "response", response_id).background:

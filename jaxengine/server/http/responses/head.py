@@ -13,8 +13,9 @@ from jaxengine.server.http.responses.protocol import ResponsesRequest
 def response_head(
     body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams
 ) -> dict[str, Any]:
-    """Return the fields of a response that do not change while it is generated. store: whether the response is stored.
-    params: the engine's sampling parameters, which supply temperature, top_p and penalties.
+    """Return the fields of a response that are known before it is generated. Some are None until its end: error,
+    incomplete_details, input_messages and output_messages. store: whether the response is stored. params: the engine's
+    sampling parameters, which supply temperature, top_p and penalties.
     """
     plain = {"format": {"type": "text"}}
     text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)

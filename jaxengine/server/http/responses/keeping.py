@@ -216,7 +216,7 @@ class Keeper:
       owner: the client, identified by its key.
       worker: object that generates the response, which the store asks to cancel it.
       asked: documents that the response adds to the conversation of `previous`.
-      previous: id of the stored response that it continues; None for none.
+      previous: id of the stored response that it continues; None if it continues none.
       background: whether it is generated in the background, so that it may be cancelled.
     """
 

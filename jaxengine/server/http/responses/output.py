@@ -50,8 +50,9 @@ class ResponseWriter:
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
         """Add parser events to the response; return the stream events for them.
 
-        logprobs: those of the tokens from which the events come, in the form that `token_logprobs` returns; None for
-        none. They are attached to the first text of the message among the events.
+        logprobs: log-probabilities of the tokens from which the events come, in the form that `token_logprobs` returns,
+        or None. They are attached to the first text of the message among the events. If there is none, they are added
+        to the message that is open after the events, or dropped if no message is.
         """
         self.parts += events
         said: list[Said] = []

@@ -152,7 +152,7 @@ class Origin:
     Attributes:
       is_custom: whether it is a custom tool and not a function.
       name: the tool's name in the request.
-      namespace: namespace of the tool; None for none.
+      namespace: namespace of the tool, or None.
     """
 
     is_custom: bool
@@ -183,8 +183,9 @@ class Callables:
 
     @classmethod
     def of(cls, tools: Sequence[Any]) -> Callables:
-        """Return the converted tools of a request. tools: ResponseTools. Raises RequestError for names that occur twice
-        or are too long, and for more than MAX_TOOLS functions and custom tools, those of namespaces included.
+        """Return the converted tools of a request. tools: ResponseTools, of which those that the server cannot run are
+        only named in `left_out`, by type. Raises RequestError for names that occur twice or are too long, and for more
+        than MAX_TOOLS functions and custom tools, those of namespaces included.
         """
         found = cls()
         for tool in tools:
