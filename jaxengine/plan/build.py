@@ -113,8 +113,8 @@ class _Stages:
         self.stages: list[Any] = []
 
     def meshes(self, layout: Any, split: Any) -> Sequence[Any]:
-        """Return the mesh of each pipeline stage over the devices. layout: mesh layout of one stage; split: has the
-        number of stages.
+        """Return the mesh of each pipeline stage over the devices. layout: mesh layout of one stage; split: Split, of
+        which `pipeline`, the number of stages, is used.
         """
         from jaxengine.sharding.mesh import make_mesh
         from jaxengine.sharding.stages import devices_of_stages

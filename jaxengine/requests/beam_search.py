@@ -149,8 +149,8 @@ class BeamSearch:
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Extend the beams by one token; the search is complete once no beam runs. found: logprobs of the next token of
-        each of `prompts`, in their order.
+        """Extend the beams by one token; the search is complete once no beam runs or max_tokens tokens have been added.
+        found: logprobs of the next token of each of `prompts`, in their order.
 
         A beam with an end-of-sequence token ends, unless ignore_eos. Keeps the beam_width best running beams and the
         beam_width best ended ones. Raises ValueError if `found` has another length than the beams.
@@ -201,7 +201,7 @@ class BeamSearch:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         """Return a number that orders beams like cum_logprob / length ** length_penalty: length_penalty * log(length) -
-        log(-cum_logprob); infinity for a cum_logprob of 0.
+        log(-cum_logprob); infinity for a cum_logprob of 0 and for a length of 0.
 
         The length does not count a last end-of-sequence token. The quotient itself would leave the range of a float for
         long prompts.

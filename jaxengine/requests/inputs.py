@@ -126,7 +126,8 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the prompt of a conversation, for `prepare`: its text, token ids and any images and videos.
+        """Return the prompt of a conversation, for `prepare`: "prompt" (its text), "prompt_token_ids" and, where they
+        are not empty, "multi_modal_data" and "mm_processor_kwargs" as given.
 
         messages, multi_modal_data: results of `media_reader.read`. mm_processor_kwargs: options of the media processor.
         chat_template: None for the engine's option, or else the model's. The other arguments are those of
@@ -351,7 +352,8 @@ class InputProcessor:
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> dict[str, Any]:
         """Return the fields of scheduler.Request that the n requests of one caller's request share, without those of
-        its options.
+        its options: prompt_token_ids, params, max_tokens (at most what max_model_len or the trace leaves room for),
+        eos_token_ids (none with ignore_eos or a trace), stop_token_ids (those included), per_step and text_ends.
 
         token_ids: token ids of the prompt. bad_words: token ids of params.bad_words. Raises RequestError for parameters
         that TokenParams cannot express and for steering that the engine does not support.
@@ -420,8 +422,9 @@ class InputProcessor:
 
 
 def _option_fields(options: RequestOptions) -> dict[str, Any]:
-    """Return the fields of scheduler.Request that come from the options. The deadline is in seconds of time.monotonic,
-    and infinite without a timeout.
+    """Return the fields of scheduler.Request that come from the options: priority, client ("" for none), lora, session
+    (its key for the owner), arrival_time and deadline, in seconds of time.monotonic, which is infinite without a
+    timeout.
     """
     return {
         "priority": options.priority,

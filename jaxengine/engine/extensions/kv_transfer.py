@@ -57,7 +57,7 @@ class Elsewhere(Place):
         """Read the blocks of these keys from the other engine, at most MAX_KEYS per request, and yield (key, block) for
         those that it has.
 
-        An OSError ends the iteration; it is counted in the stats and logged, not raised.
+        An OSError ends the iteration; it is logged, not raised. Counts the blocks and the failure in the stats.
         """
         reader = self._transport.open(self._source)
         try:

@@ -130,8 +130,9 @@ class MediaInputs:
         """Preprocess loaded items, or take them from the cache. Return the prompt's token ids with a placeholder for
         every embedding, and its Media (None without items).
 
-        token_ids: with one placeholder for each item. values: loaded items by modality; options: mm_processor_kwargs or
-        None. Raises RequestError, also for more embeddings than max_model_len has room for.
+        token_ids: token ids of the prompt, with one placeholder for each item. values: loaded items by modality.
+        options: mm_processor_kwargs or None. Raises RequestError, also for more embeddings than max_model_len has room
+        for.
         """
         options = self._options(options)
         if not any(values.values()):
@@ -298,10 +299,10 @@ def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[T
 
 
 def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
-    """Return the SHA-256 of decoded pixels and of everything that affects their preprocessing.
+    """Return the SHA-256 of a decoded image, video or sound and of everything that affects its preprocessing.
 
-    value: an array, or a NamedTuple or dataclass of arrays and plain values. options: mm_processor_kwargs; settings: of
-    the processor, as text.
+    value: an array, or a NamedTuple or dataclass of arrays and plain values. options: mm_processor_kwargs. settings:
+    settings of the processor, as text.
     """
     digest = hashlib.sha256(json.dumps([modality, settings, options], sort_keys=True, default=str).encode())
     parts: Sequence[Any] = [value]

@@ -105,7 +105,7 @@ def _number(row: Row) -> Rule:
 
 
 def _temperature(name: str, value: Any) -> float:
-    """Return a temperature, raised with a warning to MIN_TEMPERATURE if between 0 and that; else raise RequestError."""
+    """Return a valid temperature, raised with a warning if in (0, MIN_TEMPERATURE); RequestError for an invalid one."""
     temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)

@@ -249,7 +249,9 @@ def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _few(owner: str, name: str, value: Any) -> Any:
-    """Return a list of 1 to MAX_WORDS entries unchanged. Raises RequestError, about owner.name, for other values."""
+    """Return a list or tuple of 1 to MAX_WORDS entries unchanged. Raises RequestError, about owner.name, for other
+    values.
+    """
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
         allowed = f"a string, or a list of 1 to {MAX_WORDS} strings or lists of strings"
         raise _invalid(name, value, allowed, owner)

@@ -206,7 +206,8 @@ class _Folder(NamedTuple):
         """Write a file: the payload's digest, the authentication code, and the payload; it replaces an earlier file
         atomically.
 
-        No reader sees half of it, and a failed write leaves nothing. Needs `key`. Raises OSError.
+        No reader sees half of it, and a failed write leaves nothing. Needs `key`. Raises OSError if it cannot be
+        written.
         """
         assert self.key is not None
         digest = hashlib.sha256(payload).digest()
@@ -303,7 +304,8 @@ def _open_folder(path: Path) -> _Folder:
     """Open a folder, and create it if it is missing: the user's own, with its key read or made, or root's, without a
     key.
 
-    The caller closes its descriptor. Raises OSError, and NotTrusted if others may have written to it.
+    The caller closes its descriptor. Raises OSError if the folder cannot be opened or made, or its key cannot be read
+    or made, and NotTrusted if others may have written to it.
     """
     user = os.geteuid()
     at, sealed = _walk(path, user)
@@ -371,7 +373,8 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
 
 def _step(at: int, part: str) -> int:
     """Return a descriptor (O_PATH) of the entry `part` in the folder with the descriptor `at`: a link itself, not its
-    target. A missing entry is created as a folder. The caller closes it. Raises OSError.
+    target. A missing entry is created as a folder. The caller closes it. Raises OSError if it can neither be opened nor
+    created.
     """
     look: Callable[[], int] = functools.partial(os.open, part, os.O_PATH | os.O_NOFOLLOW, dir_fd=at)
     try:

@@ -85,8 +85,8 @@ class PageLoads:
         return bool(self._loading)
 
     def start(self, load: Load, found: Mapping[bytes, Block], generation: int) -> None:
-        """Begin a load on a thread. found: for each key, in order, its content or the store that has it. generation:
-        value of Loading.generation.
+        """Begin a load on a thread. found: for each key, in order, what `Tiers.find` returned for it. generation: value
+        of Loading.generation.
         """
         self._loading.append(loading := Loading(load, generation))
         is_far = any(getattr(each, "is_far", False) for each in found.values())

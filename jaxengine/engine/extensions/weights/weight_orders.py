@@ -153,8 +153,8 @@ class WeightOrders:
         return _LEASE_SECONDS if self._reads else float("inf")
 
     def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any] | None:
-        """Replace the engine's weights by those of a read, end the pause of `hold_engine`, and return a WeightUpdate's
-        fields.
+        """Replace the engine's weights by those of a read, end the pause of `hold_engine`, drop the read, and return a
+        WeightUpdate's fields. If `Weights.switch` raises, the pause is ended and the read dropped as well.
 
         Returns None, with nothing changed, while that pause is not complete: call again. version, kv: see
         `Weights.switch`. Raises RequestError for an unknown number, if the read is not complete, and without that

@@ -146,10 +146,11 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 
 def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """Return a head's source with its weights under the names that Eagle3 declares; unchanged if it has no weights.
+    """Return a head's source with its weights under the names that Eagle3 declares, and with the configuration that
+    these weights determine; unchanged if it has no weights.
 
     model: weights of the target model, some of which the head may share; None if they cannot be read by name. Raises
-    ModelFileError, after closing the head's source.
+    ModelFileError, after closing the head's source, for weights that cannot be used.
     """
     if head.weights is None:
         return head
