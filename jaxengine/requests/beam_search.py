@@ -44,9 +44,9 @@ class BeamSearchParams:
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
         """Raise RequestError for values that are invalid, or not allowed with these engine options.
 
-        max_logprobs: the engine's resolved option, not -1; a beam needs two logprobs. logprobs_mode: of the engine;
-        modes that report logits allow no beam search, and only processed_logprobs allows a temperature other than 0 and
-        1.
+        max_logprobs: the engine's resolved option, not -1; a beam needs two logprobs. logprobs_mode: the engine's
+        option. Modes that report logits allow no beam search, and only processed_logprobs allows a temperature other
+        than 0 and 1.
         """
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)

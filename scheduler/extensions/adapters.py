@@ -92,8 +92,8 @@ class AdapterSlots:
         """Return whether the first request in the queue may run as far as its adapter is concerned; if so, set its
         `adapter_slot`, and count this as a use of the slot.
 
-        A request that may not run is recorded as waiting; the caller keeps it outside the queue until `assign` returns
-        it.
+        A request that may not run gives up a slot that was promised to it and is recorded as waiting; the caller keeps
+        it outside the queue until `assign` returns it.
         """
         index = self._find(request.adapter)
         if index is not None:

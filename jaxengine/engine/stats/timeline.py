@@ -90,7 +90,7 @@ class Timeline:
     ) -> StepRecord:
         """Append the record of a dispatched step, and return it.
 
-        number: of the step. times: the fields `start` to `dispatched` of StepRecord. idle_since: see StepRecord.
+        number: number of the step. times: the fields `start` to `dispatched` of StepRecord. idle_since: see StepRecord.
         """
         bucket = message.bucket
         chunks = []

@@ -62,8 +62,8 @@ class ProcessorsExtension(DeviceExtension):
         """Return the logits f32[S, V / n] after the processors have been applied, one after the other.
 
         Processors that no row uses are skipped; rows that do not use one, and tokens with -inf, stay as they are.
-        slots: i32[S]; counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt) of each token; features:
-        i32[], of the step. Raises ValueError at tracing if a processor returns another shape or dtype.
+        slots: i32[S]. counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt) of each token. features:
+        i32[], features of the step. Raises ValueError at tracing if a processor returns another shape or dtype.
         """
         rows = tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0)
         token_ids = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)

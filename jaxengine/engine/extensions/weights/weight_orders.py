@@ -92,10 +92,10 @@ class WeightOrders:
     ) -> int:
         """Begin to read a folder of weights on a thread; return the read's number, the argument of `weights_are_read`.
 
-        version, mode, kv: of the planned update, only checked here. strict, chunk_bytes: see `LLM.update_weights`.
-        Raises RequestError for an invalid argument, and if MAX_READS reads are running, or complete but neither used
-        nor dropped; a dropped read counts until its thread has ended. Errors of the folder are raised by
-        `weights_are_read`.
+        version, mode, kv: arguments of the planned update, which are only checked here. strict, chunk_bytes: see
+        `LLM.update_weights`. Raises RequestError for an invalid argument, and if MAX_READS reads are running, or
+        complete but neither used nor dropped; a dropped read counts until its thread has ended. Errors of the folder
+        are raised by `weights_are_read`.
         """
         self._weights.check(version, mode, kv)
         check_chunk_bytes(chunk_bytes)
@@ -126,8 +126,8 @@ class WeightOrders:
     def hold_engine(self, number: int, mode: PauseMode) -> None:
         """Begin the pause of a weight update, in addition to the operator's pause and those of other updates.
 
-        number: of a read; switching to or dropping its weights ends the pause. mode: see `Weights.pause`, whose errors
-        this raises. Raises RequestError for an unknown number.
+        number: number of a read. Switching to its weights or dropping them ends the pause. mode: see `Weights.pause`,
+        whose errors this raises. Raises RequestError for an unknown number.
         """
         self._find(number)
         self._weights.hold(number, mode)

@@ -145,9 +145,9 @@ class Weights(Pauses):
         """Replace the weights while the engine is paused, and return what was replaced.
 
         Weights that slept are awake afterwards. Unfinished requests record the version with the number of their output
-        tokens. Without kv="keep" they are computed again. version: of the new weights; None for the last version plus
-        one or, if that is a text, for the number of switches including this one. kv: treatment of keys and values of
-        the old weights (KVMode).
+        tokens. Without kv="keep" they are computed again. version: version of the new weights; None for the last
+        version plus one or, if that is a text, for the number of switches including this one. kv: treatment of keys and
+        values of the old weights (KVMode).
 
         Weights of a draft model are replaced as `_switch_draft` describes: neither the version nor the requests'
         records change. Raises RequestError, with nothing changed, for an invalid argument, and for a version with a
