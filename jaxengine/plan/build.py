@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, key_file: str | None) -> dict[str, int]:
     """Compile the programs that an engine with this config loads when it starts, and write the bundle.
 
-    A bundle that is already there is replaced. devices: those of the chips. out: folder of the bundle. key_file: file
+    A bundle that is already there is replaced. devices: devices of the chips. out: folder of the bundle. key_file: file
     with the secret to sign with; None writes no signature. Returns the numbers "programs", "bytes" and KV "pages".
     Raises ConfigError for options that a bundle does not support, chips of several hosts and a model that does not fit,
     if possible before anything is compiled, and the errors of an engine start for a model that cannot be read.

@@ -131,8 +131,8 @@ class InputProcessor:
 
         messages, multi_modal_data: results of `media_reader.read`. mm_processor_kwargs: options of the media processor.
         chat_template: None for the engine's option, or else the model's. The other arguments are those of
-        Tokenizer.apply_chat_template. Raises RequestError, also without a tokenizer, and OverloadedError if too many
-        templates are being rendered.
+        Tokenizer.apply_chat_template. Raises RequestError without a tokenizer and for messages or arguments that the
+        template cannot render, and OverloadedError if too many templates are being rendered.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -231,8 +231,8 @@ class InputProcessor:
         """Check a request to a pooling model, tokenise and truncate its prompt, and return it prepared. `params` of the
         result is a PoolingRecipe.
 
-        Raises RequestError, also for a generating model, and for a prompt that is longer than max_model_len after
-        truncation.
+        Raises RequestError for an invalid prompt, parameter or option, for a generating model, and for a prompt that is
+        longer than max_model_len after truncation.
         """
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
@@ -304,8 +304,8 @@ class InputProcessor:
         """Return a prompt for `prepare` whose images and videos are preprocessed for the encoder, and whose embeddings
         are replaced by placeholder tokens and their Media. A prompt without media or embeddings is returned unchanged.
 
-        This is slow for media and must not be called on an event loop. Raises RequestError, also for media in a prompt
-        for a text model.
+        This is slow for media and must not be called on an event loop. Raises RequestError for a prompt, media or
+        embeddings that cannot be used, and for media in a prompt for a text model.
         """
         if isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None and READY not in prompt:
             from jaxengine.requests.media.prompt_embeds import embeds_prompt

@@ -170,7 +170,7 @@ def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
 def read_extra_args(
     given: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]]
 ) -> dict[int, tuple[float | int | bool, ...]]:
-    """Check a request's extra_args (`given`, None for none) for an engine with these processors.
+    """Check a request's extra_args (`given`, which may be None) for an engine with these processors.
 
     Returns a dict with, for the index of each processor that the request uses, the values of all its columns. A request
     uses a processor if it gives any of its columns; the others then have their defaults. Raises RequestError for a name

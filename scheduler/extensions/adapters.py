@@ -257,8 +257,8 @@ def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
 
 
 def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:
-    """Return bool [num_slots], whether running requests use each adapter slot. columns: for each replica, the adapter
-    slot of each of its slots, -1 for none.
+    """Return bool [num_slots], whether running requests use each adapter slot. columns: adapter slots of the slots of
+    each replica, -1 for a slot without an adapter.
     """
     running = np.zeros(num_slots + 1, np.bool_)
     for column in columns:

@@ -108,8 +108,8 @@ class ServerStats:
         self._processes: dict[str, dict[str, float]] = {}
 
     def report(self, process: str, rows: Rows, facts: dict[str, float]) -> None:
-        """Add the counts of a process since its last report, and replace its figures. rows: from `HttpCounts.take`.
-        facts: from `process_facts`.
+        """Add the counts of a process since its last report, and replace its figures. rows: result of
+        `HttpCounts.take`. facts: result of `process_facts`.
         """
         self._http.add(rows)
         self._processes[process] = facts

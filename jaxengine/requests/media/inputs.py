@@ -111,7 +111,8 @@ class MediaInputs:
         """Return a tokenized prompt with a Media object in place of its files and arrays.
 
         Blocks until they are loaded and preprocessed. text: None if the prompt has token ids alone; a processor with
-        `encode` tokenizes it again. Raises RequestError; too many items are refused before anything is loaded.
+        `encode` tokenizes it again. Raises RequestError for items that cannot be used; too many of them are refused
+        before anything is loaded.
         """
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)
@@ -131,8 +132,8 @@ class MediaInputs:
         every embedding, and its Media (None without items).
 
         token_ids: token ids of the prompt, with one placeholder for each item. values: loaded items by modality.
-        options: mm_processor_kwargs or None. Raises RequestError, also for more embeddings than max_model_len has room
-        for.
+        options: mm_processor_kwargs or None. Raises RequestError for items or options that cannot be used, and for more
+        embeddings than max_model_len has room for.
         """
         options = self._options(options)
         if not any(values.values()):
@@ -196,7 +197,7 @@ class MediaInputs:
         return len(token_ids), digest.digest()
 
     def _options(self, options: Any) -> dict[str, Any]:
-        """Return a request's mm_processor_kwargs (None for none), merged over the engine's. Raises RequestError for
+        """Return a request's mm_processor_kwargs, which may be None, merged over the engine's. Raises RequestError for
         values other than a dict, and for more than 16,384 characters of JSON.
         """
         if options is not None and not isinstance(options, Mapping):

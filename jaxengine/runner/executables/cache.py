@@ -66,8 +66,9 @@ _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
     """Compile a lowered program with the engine's compiler options for a backend; return the executable.
 
-    backend: as `jax.default_backend` names it. An option that this compiler release does not have is dropped for the
-    rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the compiler.
+    backend: name of the platform, as `jax.default_backend` returns it. An option that this compiler release does not
+    have is dropped for the rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the
+    compiler.
     """
     wanted = _COMPILER_OPTIONS.get(backend, {})
     while True:

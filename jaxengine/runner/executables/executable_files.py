@@ -260,9 +260,9 @@ class _Folder(NamedTuple):
     ) -> bytes:
         """Return the bytes of a file in this folder; with a key, also set its modification time to now.
 
-        flags: for os.open. most: largest allowed size in bytes; None for any. forbidden: permission bits that it must
-        not have. Raises OSError, also for a larger file, and NotTrusted if it is not a regular file or, with by_owner,
-        has another owner or forbidden permissions.
+        flags: flags of os.open. most: largest allowed size in bytes; None for any. forbidden: permission bits that it
+        must not have. Raises OSError if it cannot be read or is larger, and NotTrusted if it is not a regular file or,
+        with by_owner, has another owner or forbidden permissions.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
@@ -334,7 +334,8 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
     The path is walked step by step from the root, so that nothing can be exchanged between a check and the next step. A
     link is followed only if this user or root owns it: another user's could lead to a folder of theirs with this user's
     files. Folders above the user's own are not checked for writers, who could only put files there that are not the
-    user's or lack the key. Raises OSError, also for more than 40 links, and NotTrusted for another user's link.
+    user's or lack the key. Raises OSError if the folder can be neither opened nor made, or for more than 40 links, and
+    NotTrusted for another user's link.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)

@@ -100,7 +100,7 @@ class SlotColumns(HostExtension):
         """Return a request's row i32[1 + columns] for `set_columns`: bits of the processors that it uses, then the 32
         bits of each parameter of all processors. Processors that it does not use have their defaults.
 
-        values: for each processor that the request uses, by its number, the values of all its columns.
+        values: values of all columns of each processor that the request uses, by the processor's number.
         """
         words = [sum(1 << number for number in values)]
         for number, each in enumerate(self._processors):

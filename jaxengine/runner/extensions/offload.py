@@ -309,7 +309,7 @@ class PageMover(HostExtension):
         """Dispatch the copying of pages to the host, as they are after the newest dispatched step; return the copies in
         transit, each of at most SIZES[-1] pages of a replica.
 
-        ranks: for each replica, (key, page) of those to copy.
+        ranks: pairs (key, page) to copy of each replica.
         """
         found, most = [], max(map(len, ranks), default=0)
         for first in range(0, most, SIZES[-1]):
@@ -323,7 +323,7 @@ class PageMover(HostExtension):
         """Dispatch the copying of snapshots to the host, as they are after the newest dispatched step; return the
         copies in transit, each of at most one snapshot of a replica.
 
-        ranks: for each replica, (key, snapshot) of those to copy.
+        ranks: pairs (key, snapshot) to copy of each replica.
         """
         found = []
         for at in range(max(map(len, ranks), default=0)):
@@ -383,7 +383,7 @@ class PageMover(HostExtension):
         """Return (key, row of the copied arrays) of all entries, and their page or snapshot numbers i32[replicas *
         size], -1 for none.
 
-        ranks: for each replica, at most `size` pairs (key, page or snapshot).
+        ranks: at most `size` pairs (key, page or snapshot) of each replica.
         """
         ids = np.full(self._num_ranks * size, -1, np.int32)
         entries = []

@@ -207,8 +207,8 @@ class StepTaker(StageExtension):
         """Return whether the arrays so far, these pages and the states exceed record_steps_bytes; if so, increment
         num_too_large.
 
-        pages: for each replica, rows of its pool. of_row: bytes of a row's sampler inputs; 0 before a forward pass,
-        when it is unknown whether a sampler follows. Hidden states are counted with the sampler inputs.
+        pages: rows of each replica's pool. of_row: bytes of a row's sampler inputs; 0 before a forward pass, when it is
+        unknown whether a sampler follows. Hidden states are counted with the sampler inputs.
         """
         size = num_bytes(arrays) + sum(map(len, pages)) * _row_bytes([self._stage.pages.data])
         if STATES in self._copies:
@@ -230,7 +230,7 @@ class StepTaker(StageExtension):
         """Return, for each replica, (layer, page) of each page of a layer that the step reads, and its rows in the pool
         in the same order. written: only pages that the step writes.
 
-        arrays: as for `_find_rows`, which must have been called before.
+        arrays: argument of `_find_rows`, which must have been called before.
         """
         groups, size, num_slots = paged_groups(self._shape.groups), self._shape.config.block_size, self._shape.num_slots
         places: list[list[tuple[int, int]]] = []
@@ -271,8 +271,8 @@ class StepTaker(StageExtension):
         """Copy the wanted rows of each array to the host, and return them for each array, in the order of replicas;
         waits for them.
 
-        name: name of the program that copies them, `size` rows of each replica at a time. wanted: for each replica, its
-        own row numbers.
+        name: name of the program that copies them, `size` rows of each replica at a time. wanted: row numbers of each
+        replica, counted within it.
         """
         parts: list[list[list[np.ndarray]]] = [[[] for _ in wanted] for _ in arrays]
         for first in range(0, max(1, *map(len, wanted)), size):
@@ -377,7 +377,7 @@ def _by_rank(array: jax.Array, num_ranks: int) -> np.ndarray:
 def _places(name: str, of_ranks: Sequence[Sequence[tuple[int, ...]]], fields: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Return int32 columns, "NAME/rank" and a "NAME/FIELD" for each field, with a row for each element of `of_ranks`.
 
-    of_ranks: for each replica, tuples of the fields' values.
+    of_ranks: tuples of the fields' values for each replica.
     """
     rows = [(rank, *place) for rank, places in enumerate(of_ranks) for place in places]
     columns = np.array(rows, np.int32).reshape(len(rows), 1 + len(fields)).T

@@ -212,9 +212,10 @@ class AdapterStore:
         """Replace the matrices of the adapter with the given name from the next step on, or add an adapter under a new
         name. Return the identities of the old adapter (None for a new name) and of the new one.
 
-        given: from `read_given`. slots: the scheduler's adapter slots; the adapter keeps its pool slot if it has one.
-        If the pools are not on the devices (a sleeping engine), that slot is marked for reloading. Raises RequestError,
-        with nothing changed, for a new name or number that `known` refuses, and for a number other than the adapter's.
+        given: result of `read_given`. slots: the scheduler's adapter slots; the adapter keeps its pool slot if it has
+        one. If the pools are not on the devices (a sleeping engine), that slot is marked for reloading. Raises
+        RequestError, with nothing changed, for a new name or number that `known` refuses, and for a number other than
+        the adapter's.
         """
         name, number, weights = given
         old = self._named.get(name)
