@@ -70,7 +70,8 @@ class BeamSearchParams:
 
     def token_params(self) -> SamplingParams:
         """Return the sampling parameters of a request for one token after a beam, with logprobs of the 2 * beam_width
-        likeliest tokens. A temperature of 0 becomes 1, as processed logprobs would otherwise have only the best token.
+        likeliest tokens. End-of-sequence tokens do not end it, and its output is not detokenised. A temperature of 0
+        becomes 1, as processed logprobs would otherwise have only the best token.
         """
         # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0

@@ -151,7 +151,7 @@ class Slots:
         Args:
           slots: slot of each token.
           token_ids: i32[n].
-          known: number of its slot's known tokens up to and including each token, with the prompt's.
+          known: i64[n], number of known tokens of each token's slot up to and including the token, with the prompt's.
         """
         self._output[slots, known - self.num_prompt[slots] - 1] = token_ids
         self.num_known[slots] = known

@@ -401,7 +401,7 @@ def _of_tensors(
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     """Read tensors and put them on the devices one by one, and return each stage's new arrays by leaf index. strict,
-    donate, chunk_bytes: see `read_weights`, whose WeightUpdateError or ModelFileError is raised.
+    donate, chunk_bytes: see `read_weights`. Raises ModelFileError or WeightUpdateError for tensors that do not fit.
     """
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:

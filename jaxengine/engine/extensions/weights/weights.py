@@ -144,10 +144,10 @@ class Weights(Pauses):
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replace the weights while the engine is paused, and return what was replaced.
 
-        Weights that slept are awake afterwards. Unfinished requests record the version with the number of their output
-        tokens. Without kv="keep" they are computed again. version: version of the new weights; None for the last
-        version plus one or, if that is a text, for the number of switches including this one. kv: treatment of keys and
-        values of the old weights (KVMode).
+        Weights that slept are awake afterwards, unless other arrays, such as adapters, are still in host memory.
+        Unfinished requests record the version with the number of their output tokens. Without kv="keep" they are
+        computed again. version: version of the new weights; None for the last version plus one or, if that is a text,
+        for the number of switches including this one. kv: treatment of keys and values of the old weights (KVMode).
 
         Weights of a draft model are replaced as `_switch_draft` describes: neither the version nor the requests'
         records change. Raises RequestError, with nothing changed, for an invalid argument, and for a version with a
@@ -229,7 +229,8 @@ class Weights(Pauses):
             self._durations["sleep"].observe(time.monotonic() - start)
 
     def doze(self) -> None:
-        """Put an engine without requests to sleep at level 1, until a request or call needs it, and set `dozes`.
+        """Put an engine without requests to sleep at level 1, until a request or call needs it: begin the operator's
+        pause with mode "keep", release all parts, and set `dozes`.
 
         Raises MemoryError or jax's RuntimeError if copies cannot be made; the engine is then awake again, or sleeps on
         if waking fails, too.

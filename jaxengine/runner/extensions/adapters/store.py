@@ -357,7 +357,8 @@ class AdapterStore:
         return failed
 
     def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
-        """Write an uploaded adapter into its pool slot, unless the slot has another owner now. The upload must be done.
+        """Write an uploaded adapter into its pool slot, and mark the slot as loaded, unless it has another owner now.
+        The upload must be done.
 
         Returns the requests whose adapter could not be read, each with its error; they are removed from the slots'
         waiting requests.
