@@ -191,7 +191,7 @@ class RoutedExperts(LoopExtension):
 
     def _return_new(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
         """Add to `output` the experts of those tokens of a request that have not been returned yet, first those of a
-        prefix-cache hit, and update its progress.
+        prefix-cache hit, and update its progress. For a held request (`is_held`) the step's own are left out.
 
         rows: the request's tokens in the step. experts: [T, L, k], experts of the tokens of the request's replica.
         """

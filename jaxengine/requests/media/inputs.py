@@ -108,7 +108,8 @@ class MediaInputs:
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return a tokenized prompt with a Media object in place of its files and arrays.
+        """Return a prompt with "prompt" (the text or None), "prompt_token_ids" and, under READY, the Media (None
+        without items) in place of multi_modal_data and mm_processor_kwargs; its other keys stay.
 
         Blocks until they are loaded and preprocessed. text: None if the prompt has token ids alone; a processor with
         `encode` tokenizes it again. Raises RequestError for items that cannot be used; too many of them are refused

@@ -105,7 +105,7 @@ def _number(row: Row) -> Rule:
 
 
 def _temperature(name: str, value: Any) -> float:
-    """Return a valid temperature, one in (0, MIN_TEMPERATURE) raised to that with a warning; else raise RequestError."""
+    """Return a valid temperature, one in (0, MIN_TEMPERATURE) raised to that with a warning; or raise RequestError."""
     temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)

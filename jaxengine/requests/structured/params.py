@@ -203,7 +203,9 @@ class StructuredOutputsParams:
         return forbid_additional_properties(text) if self.disable_additional_properties else text
 
     def _guidance(self) -> dict[str, Any]:
-        """Return llguidance's options for the schema: lenient and white space."""
+        """Return llguidance's options for the schema: "lenient" if it is set, and either "whitespace_flexible" (False,
+        with disable_any_whitespace) or "whitespace_pattern".
+        """
         options: dict[str, Any] = {"lenient": True} if self.lenient else {}
         if self.disable_any_whitespace:
             return {**options, "whitespace_flexible": False}

@@ -338,8 +338,10 @@ class StepRecorder(HostExtension):
 
 
 def _short(state: Any) -> dict[str, dict[str, Any]]:
-    """Return the arrays of DeviceState that are copied whole, by name: those under "state" before a forward pass, those
-    under "sampling" before a sampler. state: DeviceState of arrays or of shapes.
+    """Return the arrays of DeviceState that are copied whole, by name: under "state" those before a forward pass
+    (page_table, num_computed, last_token and the slots' sections without recurrent states), under "sampling" those
+    before a sampler (each "params/NAME", logprob_ids and the tokens' sections). state: DeviceState of arrays or of
+    shapes.
     """
     slots, sampling = state.slots, state.sampling
     found = {"page_table": slots.page_table, "num_computed": slots.num_computed, "last_token": state.tokens.last_token}

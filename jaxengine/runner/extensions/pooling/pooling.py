@@ -52,7 +52,7 @@ class PoolingExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """The pooling epilogue, by name, which ends each step in place of a sampler."""
+        """The pooling epilogue, under POOL, which ends each step in place of a sampler."""
         own = Epilogue(
             make_pool,
             arguments=("params", NAME),

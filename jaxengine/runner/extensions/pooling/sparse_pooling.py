@@ -47,7 +47,7 @@ class SparsePoolingExtension(PoolingExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """The pooling epilogue, by name, which ends each step; its size is the bucket's number of tokens."""
+        """The pooling epilogue, under POOL, which ends each step; its size is the bucket's number of tokens."""
         own = Epilogue(
             self.make_pool,
             arguments=("params", NAME),
