@@ -141,8 +141,9 @@ class Scheduler:
         (Wait.APART) is held outside the queue.
 
         Raises:
-          RequestError: the id is in use, the policy does not use priorities or clients, the prompt is empty or leaves
-            no room for a token, or the request may need more pages than a pool has. Nothing has changed then.
+          RequestError: the id is in use, a priority or client is given that the policy does not use, the prompt is
+            empty or leaves no room for a token, or the request may need more pages than a pool has. Nothing has
+            changed then.
         """
         config = self.config
         if request.request_id in self._requests:

@@ -82,8 +82,8 @@ class MeshLayout:
 
         Heads are split over as many devices as divide both the kv heads and `tensor`; the rest of `tensor` splits the
         sequences (axis attn), so that no key or value is stored twice. replicate: split heads over all of `tensor` and
-        store kv heads more than once instead. num_kv_heads: of the model. expert_parallel, all2all_backend: see
-        MeshLayout. Raises ValueError for sizes or a backend that MeshLayout refuses.
+        store kv heads more than once instead. num_kv_heads: number of KV heads of the model. expert_parallel,
+        all2all_backend: see MeshLayout. Raises ValueError for sizes or a backend that MeshLayout refuses.
         """
         model = tensor if replicate else math.gcd(num_kv_heads, tensor)
         return cls(data, tensor // model, model, expert_parallel, all2all_backend)

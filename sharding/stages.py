@@ -25,7 +25,8 @@ class Stage:
 
 
 def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, after: int = 0) -> list[Stage]:
-    """Return stages of consecutive layers such that the largest stage, in bytes, is as small as possible.
+    """Return stages of consecutive layers such that the largest stage, in bytes, is as small as possible. Earlier
+    stages are as full as that allows.
 
     Args:
       sizes: bytes of each layer.

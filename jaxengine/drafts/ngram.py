@@ -28,9 +28,9 @@ class Ngram:
     shortest: int
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Return `count` drafts for each row, the tokens that followed the latest of the longest matches, repeated from
-        the first if there are fewer than `count`; none for a row whose last tokens have no earlier match of at least
-        `shortest` tokens. Traced by jax.
+        """Return `count` drafts for each row, the tokens that followed the latest of the longest matches (up to
+        `longest` tokens), repeated from the first if there are fewer than `count`; none for a row whose last tokens
+        have no earlier match of at least `shortest` tokens. Traced by jax.
 
         history: i32[S, L], padded to the right. num_known: i32[S], at least 1.
         """

@@ -22,10 +22,16 @@ PAGE_STATES = ("free", "cached", "active", "shared")
 
 
 def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
-    """Return the engine's status as JSON values, with the entries of its extensions: times in seconds, sizes in bytes,
-    usage as a share of 1.
+    """Return the engine's status as JSON values: times in seconds ("time" of time.monotonic), sizes in bytes, usage as
+    a share of 1.
 
-    A percentile is None while nothing has been observed.
+    Counts and rates are "num_running", "num_waiting", "num_preemptions", "kv_usage", "prompt_tokens",
+    "generation_tokens", "prompt_throughput", "generation_throughput" (tokens per second), "prefix_cache" ("queries",
+    "hits"), "finished" (by reason) and "compilations_since_ready". "time_to_first_token" and "inter_token_latency" have
+    "p50" and "p99", None while nothing has been observed. "steps" has their "count" and seconds by part, "buckets" the
+    steps and tokens of each compiled shape, "requests" an entry (`_running`) for each of the longest running ones.
+    "pages" is the `page_map`, "memory" that of `_memory`. Each extension adds the entries of its `status`; "pictures"
+    is None without one for images.
     """
     scheduler, counts, requests = engine.scheduler, engine.stats, engine.request_stats
     prompt_rate, generation_rate = metrics.throughput()
@@ -122,8 +128,9 @@ def _longest_running(scheduler: Scheduler) -> list[Request]:
 
 
 def _running(scheduler: Scheduler, request: Request) -> dict[str, Any]:
-    """Return one running request as an entry of the status. "num_computed": tokens whose keys and values are computed
-    or being computed. "age": seconds since its arrival.
+    """Return one running request as an entry of the status: "id", the token counts "num_prompt", "num_computed" (tokens
+    whose keys and values are computed or being computed), "num_output" and "max_tokens", "num_preemptions", and "age",
+    the seconds since its arrival.
     """
     slots, slot = scheduler.ranks[request.rank].slots, request.slot
     return {

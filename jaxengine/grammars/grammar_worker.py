@@ -262,8 +262,8 @@ class GrammarWorker:
     def _pump(self) -> None:
         """Handle the process's messages and send pending ones, without waiting. Do nothing if there is no process.
 
-        A process that has ended, or that takes too long to start, to compile a grammar or to compute a mask, is
-        replaced.
+        A process that has ended, or that takes too long to compile a grammar or to compute a mask, is replaced. One
+        that takes too long to start is killed without replacement, and all sequences fail.
         """
         if self._process is None:
             return

@@ -132,9 +132,9 @@ class ReasoningWatch:
         """Read the output's next token. Return None while reasoning continues or may begin, and otherwise the tokens
         with which the grammar's text begins.
 
-        These are the token itself if it does not open reasoning. If it completes the end marker, they are the text
-        after the marker, without leading white space and tokenised again; () if there is none. The closing tokens of a
-        budget end the reasoning as well.
+        These are the token itself if it does not open reasoning; before the reasoning of a FREE grammar, white space is
+        skipped. If it completes the end marker, they are the text after the marker, without leading white space and
+        tokenised again; () if there is none. The last closing token of a budget ends the reasoning as well, with ().
         """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):

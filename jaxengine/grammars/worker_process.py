@@ -198,7 +198,7 @@ class Matchers:
     def open(self, message: Open) -> Mask | Failed:
         """Compile a sequence's grammar, unless it is cached, and return the first mask, after message.tokens. Return
         Failed and close the sequence if the grammar cannot be used or does not allow the trace or the tokens, or if the
-        sequence has been closed.
+        sequence has been closed. Raises TypeError for a "choice" that is not a list of strings.
         """
         start = time.perf_counter()
         try:
@@ -241,8 +241,8 @@ class Matchers:
         return Mask(message.key, False, num_tokens, forced, words, guessed, time.perf_counter() - start)
 
     def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
-        """Close a sequence, and return a Failed with at most _MAX_REASON characters of the error's text. opened:
-        whether it answers an Open.
+        """Close a sequence, and return a Failed with at most _MAX_REASON characters of the error's text, in which the
+        phrases of _PHRASES are replaced. opened: whether it answers an Open.
         """
         self.close(key)
         reason = str(error) or type(error).__name__

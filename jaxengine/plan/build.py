@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, key_file: str | None) -> dict[str, int]:
     """Compile the programs that an engine with this config loads when it starts, and write the bundle.
 
-    A bundle that is already there is replaced. devices: those of the chips. out: folder of the bundle. key_file: file
+    A bundle that is already there is replaced. devices: devices of the chips. out: folder of the bundle. key_file: file
     with the secret to sign with; None writes no signature. Returns the numbers "programs", "bytes" and KV "pages".
     Raises ConfigError for options that a bundle does not support, chips of several hosts and a model that does not fit,
     if possible before anything is compiled, and the errors of an engine start for a model that cannot be read.
@@ -113,8 +113,8 @@ class _Stages:
         self.stages: list[Any] = []
 
     def meshes(self, layout: Any, split: Any) -> Sequence[Any]:
-        """Return the mesh of each pipeline stage over the devices. layout: mesh layout of one stage; split: has the
-        number of stages.
+        """Return the mesh of each pipeline stage over the devices. layout: mesh layout of one stage; split: Split, of
+        which `pipeline`, the number of stages, is used.
         """
         from jaxengine.sharding.mesh import make_mesh
         from jaxengine.sharding.stages import devices_of_stages

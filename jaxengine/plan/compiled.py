@@ -24,8 +24,8 @@ from jaxengine.sharding.stages import devices_of_stages
 
 
 def compiler_of(chips: Chips, model: str | None, options: Mapping[str, Any]) -> CompiledNeeds:
-    """Return the source of compiled memory needs for some chips: OnCpu or Elsewhere. model, options: as given on the
-    command line.
+    """Return the source of compiled memory needs for some chips: OnCpu or Elsewhere. model, options: model and options
+    that the command line names.
 
     Raises ConfigError for chips whose compiler is not installed or that `jaxengine check` does not know, for a `model`
     of None except on CPUs, and for more CPU devices than OnCpu can get.

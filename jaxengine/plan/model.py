@@ -58,9 +58,10 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
     """Open the model that config.model names, as an engine does, or a shape that `jaxengine check` knows.
 
     Of a hub id only the configuration and the tokenizer are downloaded; a GGUF file of the hub is downloaded whole.
-    platform: default options of the chips. The caller closes the result. Raises the engine's ConfigError,
-    ModelConfigError and ModelFileError, also for weights that are wrong or missing as far as the headers of the files
-    show it.
+    Without weights, from the hub or in a folder, the plan follows from the configuration (load_format "dummy"), and its
+    `note` says so. platform: default options of the chips. The caller closes the result. Raises the engine's
+    ConfigError, ModelConfigError and ModelFileError, also for weights that are wrong or missing as far as the headers
+    of the files show it.
     """
     name = config.model
     if name is not None and name.lower() in SHAPES and not Path(name).exists():
@@ -86,8 +87,8 @@ def _check_weights(source: ModelSource, dtype: str) -> None:
     """Raise ModelFileError for weights of `source` that do not match the model, as far as headers show: names, shapes
     and, except in GGUF files, types.
 
-    dtype: of the model. A model that cannot be built raises nothing here. A folder in device layout, and a source
-    without weights, are not checked.
+    dtype: name of the model's dtype. A model that cannot be built raises nothing here. A folder in device layout, and a
+    source without weights, are not checked.
     """
     if source.weights is None or isinstance(source.weights, Path):
         return

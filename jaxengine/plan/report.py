@@ -170,9 +170,9 @@ def _short(each: Ranked) -> str:
 def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
     """Return one split as a row of JSON values.
 
-    The keys are its options, "fits" and "error" (None if it fits), then "weight_bytes" and "page_room_bytes" if it
-    could be planned, "longest", "sequences" of `length` tokens and "num_pages" if it fits, and
-    "decode_tokens_per_second" and "prefill_tokens_per_second" if its speed is known.
+    The keys are its options, "fits" and "error" (None if it fits), then "weight_bytes" and "page_room_bytes" of one
+    device of the tightest stage if it could be planned, "longest", "sequences" of `length` tokens and "num_pages" if it
+    fits, and "decode_tokens_per_second" and "prefill_tokens_per_second" if its speed is known.
     """
     row = {**each.split.options, "fits": each.fits, "error": None if each.error is None else str(each.error)}
     if (plan := each.plan) is None:
@@ -191,11 +191,13 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
     """Return the plan of the best split in full, as JSON values.
 
     The keys are the split's options and "mesh"; of one device "device_bytes", "budget_bytes", "parts_bytes" (by
-    purpose) and "estimated" (purposes whose bytes are an estimate); "stages" with "layers" and "arrays_bytes" each;
-    "num_pages", "page_size", "page_bytes", "kv_bytes_per_token", "windows", "longest", "sequences" (of `length`
-    tokens), "num_programs" and "options". Where the speed is known there are also "decode_tokens_per_second",
-    "prefill_tokens_per_second", "step_bytes", "step_flops" and "token_seconds", and with a price
-    "cost_per_million_decoded" and "cost_per_million_prompt". price: price of one device for an hour; None for no costs.
+    purpose) and "estimated" (purposes whose bytes are an estimate); "stages" with "layers" and "arrays_bytes" (by
+    purpose) each; "num_pages", "page_size" (tokens), "page_bytes" (of one device), "kv_bytes_per_token" (of all
+    devices), "windows", "longest", "sequences" (of `length` tokens; 0 if the plan does not fit), "num_programs" and
+    "options", the dtypes, limits and gpu_memory_utilization that were resolved. Where the speed is known there are also
+    "decode_tokens_per_second", "prefill_tokens_per_second", "step_bytes", "step_flops" and "token_seconds", and with a
+    price "cost_per_million_decoded" and "cost_per_million_prompt". price: price of one device for an hour; None for no
+    costs.
     """
     config = plan.config
     found: dict[str, Any] = {

@@ -41,9 +41,10 @@ def possible_splits(count: int, given: Mapping[str, object], *, has_experts: boo
 
     With all three sizes given, only that split is yielded, which may use fewer or more devices. Nothing is yielded if
     other given sizes do not divide `count`, or if expert parallelism is requested without experts. given: engine
-    options by name; sizes that it lacks, or that are None, are free. has_experts: the model has experts, so that splits
-    with expert parallelism are yielded too. drafts: the draft method has weights; then no pipeline is yielded unless
-    its size is given.
+    options by name; sizes that it lacks, or that are None, are free. has_experts: whether the model has experts; unless
+    enable_expert_parallel is given, splits of more than one tensor or data rank are then yielded with and without
+    expert parallelism. drafts: whether the draft method has weights; then no split with several stages is yielded
+    unless their number is given.
     """
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     wanted = [given.get(name) for name in names]
@@ -71,8 +72,9 @@ def rank_splits(
     """Plan every split that `possible_splits` yields, and return the plans, the best first; there is at least one.
 
     The order is that of `in_order`. length: tokens of a sequence. progress(what) is called before each split is
-    planned. compiled: source of compiled memory needs; None estimates them. Raises ConfigError if the given sizes do
-    not match the number of devices. Any other ConfigError becomes the `error` of its split.
+    planned. compiled: source of compiled memory needs; None estimates them. Raises ConfigError if there is no such
+    split, or if the given sizes need more devices than there are. Any other ConfigError becomes the `error` of its
+    split.
     """
     config = model.source.config
     drafting = model.config.speculative_config is not None and model.config.speculative_config.has_model

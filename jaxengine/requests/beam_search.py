@@ -44,9 +44,9 @@ class BeamSearchParams:
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
         """Raise RequestError for values that are invalid, or not allowed with these engine options.
 
-        max_logprobs: the engine's resolved option, not -1; a beam needs two logprobs. logprobs_mode: of the engine;
-        modes that report logits allow no beam search, and only processed_logprobs allows a temperature other than 0 and
-        1.
+        max_logprobs: the engine's resolved option, not -1; a beam needs two logprobs. logprobs_mode: the engine's
+        option. Modes that report logits allow no beam search, and only processed_logprobs allows a temperature other
+        than 0 and 1.
         """
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
@@ -70,7 +70,8 @@ class BeamSearchParams:
 
     def token_params(self) -> SamplingParams:
         """Return the sampling parameters of a request for one token after a beam, with logprobs of the 2 * beam_width
-        likeliest tokens. A temperature of 0 becomes 1, as processed logprobs would otherwise have only the best token.
+        likeliest tokens. End-of-sequence tokens do not end it, and its output is not detokenised. A temperature of 0
+        becomes 1, as processed logprobs would otherwise have only the best token.
         """
         # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0
@@ -149,8 +150,8 @@ class BeamSearch:
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Extend the beams by one token; the search is complete once no beam runs. found: logprobs of the next token of
-        each of `prompts`, in their order.
+        """Extend the beams by one token; the search is complete once no beam runs or max_tokens tokens have been added.
+        found: logprobs of the next token of each of `prompts`, in their order.
 
         A beam with an end-of-sequence token ends, unless ignore_eos. Keeps the beam_width best running beams and the
         beam_width best ended ones. Raises ValueError if `found` has another length than the beams.
@@ -201,7 +202,7 @@ class BeamSearch:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         """Return a number that orders beams like cum_logprob / length ** length_penalty: length_penalty * log(length) -
-        log(-cum_logprob); infinity for a cum_logprob of 0.
+        log(-cum_logprob); infinity for a cum_logprob of 0 and for a length of 0.
 
         The length does not count a last end-of-sequence token. The quotient itself would leave the range of a float for
         long prompts.

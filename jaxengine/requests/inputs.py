@@ -126,12 +126,13 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the prompt of a conversation, for `prepare`: its text, token ids and any images and videos.
+        """Return the prompt of a conversation, for `prepare`: "prompt" (its text), "prompt_token_ids" and, where they
+        are not empty, "multi_modal_data" and "mm_processor_kwargs" as given.
 
         messages, multi_modal_data: results of `media_reader.read`. mm_processor_kwargs: options of the media processor.
         chat_template: None for the engine's option, or else the model's. The other arguments are those of
-        Tokenizer.apply_chat_template. Raises RequestError, also without a tokenizer, and OverloadedError if too many
-        templates are being rendered.
+        Tokenizer.apply_chat_template. Raises RequestError without a tokenizer and for messages or arguments that the
+        template cannot render, and OverloadedError if too many templates are being rendered.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -230,8 +231,8 @@ class InputProcessor:
         """Check a request to a pooling model, tokenise and truncate its prompt, and return it prepared. `params` of the
         result is a PoolingRecipe.
 
-        Raises RequestError, also for a generating model, and for a prompt that is longer than max_model_len after
-        truncation.
+        Raises RequestError for an invalid prompt, parameter or option, for a generating model, and for a prompt that is
+        longer than max_model_len after truncation.
         """
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
@@ -303,8 +304,8 @@ class InputProcessor:
         """Return a prompt for `prepare` whose images and videos are preprocessed for the encoder, and whose embeddings
         are replaced by placeholder tokens and their Media. A prompt without media or embeddings is returned unchanged.
 
-        This is slow for media and must not be called on an event loop. Raises RequestError, also for media in a prompt
-        for a text model.
+        This is slow for media and must not be called on an event loop. Raises RequestError for a prompt, media or
+        embeddings that cannot be used, and for media in a prompt for a text model.
         """
         if isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None and READY not in prompt:
             from jaxengine.requests.media.prompt_embeds import embeds_prompt
@@ -351,7 +352,8 @@ class InputProcessor:
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> dict[str, Any]:
         """Return the fields of scheduler.Request that the n requests of one caller's request share, without those of
-        its options.
+        its options: prompt_token_ids, params, max_tokens (at most what max_model_len or the trace leaves room for),
+        eos_token_ids (none with ignore_eos or a trace), stop_token_ids (those included), per_step and text_ends.
 
         token_ids: token ids of the prompt. bad_words: token ids of params.bad_words. Raises RequestError for parameters
         that TokenParams cannot express and for steering that the engine does not support.
@@ -420,8 +422,9 @@ class InputProcessor:
 
 
 def _option_fields(options: RequestOptions) -> dict[str, Any]:
-    """Return the fields of scheduler.Request that come from the options. The deadline is in seconds of time.monotonic,
-    and infinite without a timeout.
+    """Return the fields of scheduler.Request that come from the options: priority, client ("" for none), lora, session
+    (its key for the owner), arrival_time and deadline, in seconds of time.monotonic, which is infinite without a
+    timeout.
     """
     return {
         "priority": options.priority,

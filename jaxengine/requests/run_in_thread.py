@@ -17,7 +17,8 @@ _LONG_TEXT = 8192  # characters
 
 async def make_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
     """Preprocess a prompt's media or embeddings, or tokenize a long text, in a thread; return the prompt for a fast
-    `inputs.prepare`. Other prompts are returned unchanged. Raises RequestError.
+    `inputs.prepare`. Other prompts are returned unchanged. Raises RequestError for media or embeddings that cannot be
+    used.
     """
     if has_media(prompt) or (isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None):
         return await inputs.media_reader.loader.process(inputs.make_ready, prompt)
@@ -35,7 +36,7 @@ async def with_media(
     """Load and preprocess the media of a chat prompt of token ids; return the prompt with them and their placeholders.
     Without media, returns a copy of the prompt.
 
-    parts: from `inputs.media_reader.collect`. options: mm_processor_kwargs, which a text model refuses. Raises
+    parts: result of `inputs.media_reader.collect`. options: mm_processor_kwargs, which a text model refuses. Raises
     RequestError, which names the field of the messages that the first part came from, or the options; and
     OverloadedError if too many parts are waiting.
     """

@@ -265,7 +265,8 @@ class ModelRunner:
         """Run the state change `name`, which takes `size` slots and their rows [size, width], as often as needed for
         all rows.
 
-        rows: (slot over all replicas, row [at most width]); shorter ones are padded with zeros; all have one dtype.
+        rows: pairs (slot over all replicas, row [at most width]), whose rows all have one dtype. Shorter rows are
+        padded with zeros.
         """
         for first in range(0, len(rows), size):
             slots = np.full(size, len(self._has_bias), np.int32)

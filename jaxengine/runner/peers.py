@@ -28,8 +28,8 @@ class Orders(Protocol):
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
         """Send an order to every other process; return a function that waits for their answers and returns them.
 
-        name, arguments: the order and its plain JSON arguments; arrays: sent with it. This method and the returned
-        function raise ClusterError if a process is lost.
+        name, arguments: name of the order and its plain JSON arguments. arrays: arrays to send with it. This method and
+        the returned function raise ClusterError if a process is lost.
         """
         ...
 
@@ -50,8 +50,8 @@ class Peers:
     def agree(self, num_pages: int, programs: str) -> int:
         """Return the smallest num_pages of all processes, after waiting for all; without other processes, `num_pages`.
 
-        num_pages: of this process. programs: digest that must be the same in all processes. Raises ClusterError if
-        another process has a different digest or is lost.
+        num_pages: number of pages of this process. programs: digest that must be the same in all processes. Raises
+        ClusterError if another process has a different digest or is lost.
         """
         return num_pages
 

@@ -15,8 +15,9 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"
 
 
 def about_engine(runner: ModelRunner) -> dict[str, Any]:
-    """Return a description of a runner's engine as plain JSON values: versions, platform, device, options, model,
-    kernels and forms of products.
+    """Return a description of a runner's engine as plain JSON values: "versions" by package, "platform", "device",
+    "options", "model" (its architecture, sizes and digest), "kernels" and "products" (the forms of products of
+    weights).
     """
     config, programs = runner.config, runner.last.programs
     model = programs.model.config

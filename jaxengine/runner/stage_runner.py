@@ -206,9 +206,9 @@ class StageRunner:
             each.release()
 
     def allocate_pools(self) -> None:
-        """Allocate empty pools of the size given to `plan_pool`, for the first time or after `release_pools`, and wait
-        for them. An 8-bit pool gets `kv_scales` if they are set. Raises jax's RuntimeError if there is not enough
-        memory.
+        """Allocate empty pools of the size given to `plan_pool`, and the extensions' arrays, for the first time or
+        after `release_pools`, and wait for them. An 8-bit pool gets `kv_scales` if they are set. Raises jax's
+        RuntimeError if there is not enough memory.
         """
         for each in self.extensions.values():
             each.allocate()
@@ -267,8 +267,9 @@ class StageRunner:
         """Dispatch an epilogue of this size on the results of the newest forward pass, and return its output on the
         devices.
 
-        The state that it changes is donated and replaced. An epilogue that was not compiled at start-up is compiled
-        first. Raises KeyError for a name that this stage lacks.
+        The state that it changes is donated and replaced. The extensions' `before_epilogue` runs before it, and their
+        `after_sample` after an epilogue that changes the token state. An epilogue that was not compiled at start-up is
+        compiled first. Raises KeyError for a name that this stage lacks.
         """
         epilogue = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager

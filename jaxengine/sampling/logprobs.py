@@ -125,10 +125,10 @@ def prompt_logprobs(
 
     hidden: [T, D], T >= 1. targets: i32[T]; -1 requests nothing, and such a row has logprob -inf, rank 0 and arbitrary
     other columns. logits_fn: hidden states [B, D] -> f32[B, V / n]. max_logprobs: best tokens listed for each row, at
-    most V. given_ids: i32[R, G], token ids to score in addition, -1 for none; slots: i32[T], the row of given_ids for
-    each token; both None for none at all. Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks
-    without a target are skipped. As nothing is sampled here, logprobs_mode "processed_*" reports the raw values; the
-    "*_logits" modes report logits.
+    most V. given_ids: i32[R, G], token ids to score in addition, -1 for none. slots: i32[T], the row of given_ids for
+    each token. Both are None if no token ids are to be scored in addition. Logits exist for PROMPT_BLOCK_ROWS rows at a
+    time, never [T, V], and blocks without a target are skipped. As nothing is sampled here, logprobs_mode "processed_*"
+    reports the raw values; the "*_logits" modes report logits.
     """
     num_tokens, width = hidden.shape
     if slots is None or given_ids is None:

@@ -286,7 +286,7 @@ def _adjust(
     these keep their logits bit for bit.
 
     token_counts: i32[R, V / n]. slots: i32[S]. assumed: i32[S, k], output tokens that the counts lack, -1 for none;
-    None if no row has any. process: (logits, slots, counts i32[S, V / n]) -> logits; None for none.
+    None if no row has any. process: (logits, slots, counts i32[S, V / n]) -> logits; None without processors.
     """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)

@@ -64,7 +64,8 @@ def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -
 def partition(rows: Any, vocab: Any) -> SamplingState:
     """Return a SamplingState that has a PartitionSpec in place of each array.
 
-    rows: for arrays that all devices of a replica have whole. vocab: for arrays with a column for each token.
+    rows: PartitionSpec of arrays that all devices of a replica have whole. vocab: PartitionSpec of arrays with a column
+    for each token.
     """
     params = RowParams(*[rows] * len(NEUTRAL))
     return SamplingState(params, logit_bias=vocab, token_mask=vocab, logprob_ids=rows)

@@ -59,8 +59,8 @@ class Column:
     def read(self, name: str, value: Any) -> float | int | bool:
         """Return a value in the parameter's type after checking it.
 
-        name: of the parameter, for messages. A bool does not count as a number. Raises RequestError with the value and
-        what is allowed.
+        name: name of the parameter, for messages. A bool does not count as a number. Raises RequestError with the value
+        and what is allowed.
         """
         if not self._allows(value):
             raise RequestError(f"{name} must be {self.allowed}, got {show_value(value)}", param=name, value=value)
@@ -170,7 +170,7 @@ def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
 def read_extra_args(
     given: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]]
 ) -> dict[int, tuple[float | int | bool, ...]]:
-    """Check a request's extra_args (`given`, None for none) for an engine with these processors.
+    """Check a request's extra_args (`given`, which may be None) for an engine with these processors.
 
     Returns a dict with, for the index of each processor that the request uses, the values of all its columns. A request
     uses a processor if it gives any of its columns; the others then have their defaults. Raises RequestError for a name

@@ -61,7 +61,8 @@ class Results:
     ) -> list[End]:
         """Apply the tokens that a step of this replica has sampled: append them to the outputs of its slots, add them
         to `result`, and return the requests that they end, which the caller must finish. Drafts that were not accepted
-        no longer count as computed.
+        no longer count as computed. The slots' last token times, and the first token times of requests that get their
+        first token, become `now`.
 
         Tokens after the one that ends a request are dropped. So are tokens of requests that have lost their slot,
         unless `expect_late` was called for them. A negative token id, which the sampler returns when it cannot sample,

@@ -149,9 +149,9 @@ class Slots:
         """Append sampled tokens to the outputs of slots, and set `num_known`. The tokens of a slot must be in order.
 
         Args:
-          slots: the slot of each token.
+          slots: slot of each token.
           token_ids: i32[n].
-          known: for each token, the number of its slot's known tokens up to and including it, with the prompt's.
+          known: i64[n], number of known tokens of each token's slot up to and including the token, with the prompt's.
         """
         self._output[slots, known - self.num_prompt[slots] - 1] = token_ids
         self.num_known[slots] = known

@@ -92,8 +92,8 @@ class AdapterSlots:
         """Return whether the first request in the queue may run as far as its adapter is concerned; if so, set its
         `adapter_slot`, and count this as a use of the slot.
 
-        A request that may not run is recorded as waiting; the caller keeps it outside the queue until `assign` returns
-        it.
+        A request that may not run gives up a slot that was promised to it and is recorded as waiting; the caller keeps
+        it outside the queue until `assign` returns it.
         """
         index = self._find(request.adapter)
         if index is not None:
@@ -257,8 +257,8 @@ def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
 
 
 def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:
-    """Return bool [num_slots], whether running requests use each adapter slot. columns: for each replica, the adapter
-    slot of each of its slots, -1 for none.
+    """Return bool [num_slots], whether running requests use each adapter slot. columns: adapter slots of the slots of
+    each replica, -1 for a slot without an adapter.
     """
     running = np.zeros(num_slots + 1, np.bool_)
     for column in columns:

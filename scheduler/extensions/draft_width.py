@@ -129,7 +129,7 @@ class DraftWidth:
         replica.
 
         Args:
-          width: of the step; with width 1, `accepted` is not used.
+          width: width of the step; with 1, `accepted` is not used.
           accepted: i64 [n], number of accepted drafts of each row with proposed drafts.
           seconds: duration of the step; None if unknown.
         """

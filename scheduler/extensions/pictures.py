@@ -160,7 +160,7 @@ class EncoderRows:
         where the device derives them. None if no token needs the section.
 
         chunks: the step's last tokens, as (media of the prompt or None, first token, number of tokens); `take` must
-        have been called for each. num_tokens: of the whole step.
+        have been called for each. num_tokens: number of tokens of the whole step.
         """
         section = None
         end = num_tokens - sum(count for _, _, count in chunks)

@@ -32,7 +32,8 @@ def reach(tables: PageTables, digests: Sequence[bytes], is_stored: Callable[[byt
     """Return the longest prefix of a digest chain that every cache group can serve with the pages and snapshots of
     `tables` and what is stored elsewhere. With snapshots, the state at its end must be available, too.
 
-    digests: of the prefix's pages, in order. is_stored: whether a key (`page_key`, `state_key`) is stored elsewhere.
+    digests: digests of the chain's pages, in order. is_stored: whether a key (`page_key`, `state_key`) is stored
+    elsewhere.
     """
     pool, states = tables.pool, tables.snapshots
 

@@ -152,8 +152,9 @@ class Snapshots:
         return snapshot
 
     def _make_room(self) -> bool:
-        """Make sure that a snapshot is free: if none is, evict the least recently used state and call the listener.
-        Return False if all snapshots are busy: used by the newest step or returned by `put` since.
+        """Make sure that a snapshot is free: if none is, evict the least recently used state that is not busy and call
+        the listener's `evicted`. Return False if all snapshots are busy: used by the newest step or returned by `put`
+        since.
         """
         if self._free:
             return True

@@ -100,8 +100,9 @@ class Adapters(LoopExtension):
         }
 
     def metrics(self) -> Iterator[Gauge]:
-        """Yield vLLM's gauge of LoRA requests. Its value is the time, in seconds since the epoch; its labels are the
-        sorted names of the adapters of running and of waiting requests, joined by commas, and max_loras.
+        """Yield vLLM's gauge of LoRA requests. Its value is the time, in seconds since the epoch; its labels are
+        running_lora_adapters and waiting_lora_adapters, the sorted names of the adapters of such requests joined by
+        commas, and max_lora, the option max_loras.
         """
         running, waiting = set[str](), set[str]()
         for request in self.loop.scheduler.requests:
@@ -144,8 +145,8 @@ class Adapters(LoopExtension):
         self.store.remove(name, self.loop.scheduler.extension("adapters").slots, self._in_use)
 
     def _names(self) -> list[dict[str, Any]]:
-        """Return the name, path ("" for none), number and LoRA rank of each adapter that requests may name, as JSON
-        values.
+        """Return a dict of JSON values for each adapter that requests may name: "name", "path" ("" for none), "number"
+        and "rank" (LoRA rank).
         """
         return [
             {"name": each.adapter.name, "path": each.path or "", "number": each.number, "rank": each.rank}

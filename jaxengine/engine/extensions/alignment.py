@@ -71,8 +71,8 @@ class Alignment(LoopExtension):
         self._running.discard(request)
 
     def _texts_of(self, step: ScheduledStep) -> dict[int, list[Request]]:
-        """Move the requests that are to be aligned in a step from waiting to running, and return them as a list for
-        each replica; {} if there are none.
+        """Move the requests that are to be aligned in a step from waiting to running, and return a dict from the index
+        of each replica to its list of them; {} if no replica has any.
         """
         found = [request for request in self.loop.rows.admitted(step) if request in self._waiting]
         self._waiting.difference_update(found)

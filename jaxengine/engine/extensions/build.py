@@ -267,7 +267,9 @@ class Extensions:
         return Sounds(self._inputs.media.processor.rules, self._inputs.media.cache)
 
     def _structured(self) -> LoopExtension:
-        """Make the extension for structured outputs. Raises RequestError if the engine has no tokenizer."""
+        """Make the extension for structured outputs. Raises RequestError if the engine has no tokenizer or was not
+        given inputs.
+        """
         if self._tokenizer is None or self._inputs is None:
             raise RequestError("structured_outputs needs a tokenizer", param="structured_outputs")
         from jaxengine.engine.extensions.structured import Structured

@@ -56,8 +56,8 @@ class _Progress:
     def rows(self, found: dict[Tap, np.ndarray], rank: int, tokens: slice) -> np.ndarray:
         """Return the activations of some tokens of a step as a structured array [n] with a field for each of `taps`.
 
-        They are copied, so that the step's arrays can be freed. The first call sets `dtype`. found: for each tap, an
-        array [replicas, tokens, ...]. rank: index of the replica. tokens: slice of its tokens, with start and stop.
+        They are copied, so that the step's arrays can be freed. The first call sets `dtype`. found: array [replicas,
+        tokens, ...] of each tap. rank: index of the replica. tokens: slice of its tokens, with start and stop.
         """
         columns = {tap: found[tap][rank, tokens] for tap in self.taps}
         if self.dtype is None:

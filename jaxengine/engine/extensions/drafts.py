@@ -36,7 +36,8 @@ class DraftStats:
     num_forced: int = 0
 
     def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Add a step's drafts to the counts, except num_forced. Rows without drafts do not count in num_drafts.
+        """Add a step's drafts to the counts, except num_forced: rows with drafts to num_drafts, drafts to num_tokens,
+        and to accepted[i] the rows of which more than i drafts were accepted.
 
         drafts, accepted: i64[n], numbers of drafts and of accepted drafts of each row.
         """

@@ -57,7 +57,7 @@ class Elsewhere(Place):
         """Read the blocks of these keys from the other engine, at most MAX_KEYS per request, and yield (key, block) for
         those that it has.
 
-        An OSError ends the iteration; it is counted in the stats and logged, not raised.
+        An OSError ends the iteration; it is logged, not raised. Counts the blocks and the failure in the stats.
         """
         reader = self._transport.open(self._source)
         try:
@@ -194,8 +194,8 @@ class KVTransfer(LoopExtension):
         """Return the distinct keys of the named columns (pages) of a request's prompt, for each cache group and then
         for states.
 
-        columns: for each cache group the indices of pages in the prompt, and last those of states if the model has
-        them. Columns that the prompt does not have, or that the request computes in any case, are left out. Sets the
+        columns: indices of pages in the prompt for each cache group, and last indices of states if the model has them.
+        Columns that the prompt does not have, or that the request computes in any case, are left out. Sets the
         request's page digests.
         """
         rank = self.loop.scheduler.ranks[0]

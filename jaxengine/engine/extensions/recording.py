@@ -90,8 +90,8 @@ class Recording(LoopExtension):
             self._stop(error)
 
     def status(self) -> dict[str, Any]:
-        """Return, under "recorded_steps", the folder, how many steps it has and how many were too large; after a write
-        error only what ended the recording ("stopped_by").
+        """Return, under "recorded_steps", the "folder", the number of recorded "steps" and of "too_large" ones; after a
+        write error only "stopped_by", the error's text.
         """
         folder = self._folder
         own = {"stopped_by": self._stopped_by} if self._stopped_by else {}

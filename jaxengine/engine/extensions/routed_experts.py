@@ -97,8 +97,9 @@ class RoutedExperts(LoopExtension):
             self._pages = np.empty((*slots, device.num_layers, device.num_per_token), device.dtype)
 
     def prepare(self, request: Request) -> None:
-        """Exclude the request from prefix-cache hits if the experts of pages are not kept: because all layers have
-        windows, so that a prefix can be found without all of its pages.
+        """Exclude the request from prefix-cache hits, by `reads_prompt` of its params, if the experts of pages are not
+        kept: without prefix caching, and if all layers have windows, so that a prefix can be found without all of its
+        pages.
         """
         if self._group is None:
             request.params = replace(request.params, reads_prompt=True)
@@ -190,9 +191,9 @@ class RoutedExperts(LoopExtension):
 
     def _return_new(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
         """Add to `output` the experts of those tokens of a request that have not been returned yet, first those of a
-        prefix-cache hit, and update its progress.
+        prefix-cache hit, and update its progress. For a held request (`is_held`) the step's own are left out.
 
-        rows: the request's tokens in the step. experts: of the tokens of its replica, [T, L, k].
+        rows: the request's tokens in the step. experts: [T, L, k], experts of the tokens of the request's replica.
         """
         request, progress, first = rows.request, rows.progress, rows.position
         assert first is not None

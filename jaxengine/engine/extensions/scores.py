@@ -132,8 +132,8 @@ def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPromp
 
 
 def _scores_at(arrays: Any, rank: int, rows: np.ndarray | slice) -> TokenScores:
-    """Return the logprobs of some rows of a replica; views for a slice. arrays: with the fields of TokenScores,
-    [replicas, rows, ...].
+    """Return the logprobs of some rows of a replica; views for a slice. arrays: object with the fields of TokenScores,
+    each [replicas, rows, ...].
     """
     return TokenScores(
         arrays.logprob[rank, rows],

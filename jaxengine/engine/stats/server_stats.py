@@ -108,8 +108,8 @@ class ServerStats:
         self._processes: dict[str, dict[str, float]] = {}
 
     def report(self, process: str, rows: Rows, facts: dict[str, float]) -> None:
-        """Add the counts of a process since its last report, and replace its figures. rows: from `HttpCounts.take`.
-        facts: from `process_facts`.
+        """Add the counts of a process since its last report, and replace its figures. rows: result of
+        `HttpCounts.take`. facts: result of `process_facts`.
         """
         self._http.add(rows)
         self._processes[process] = facts
@@ -125,8 +125,9 @@ class ServerStats:
 
 
 def process_facts() -> dict[str, float]:
-    """Return figures of this process by their usual Prometheus names: CPU time and start time in seconds, and, on a
-    system with /proc, resident bytes and the number of open files.
+    """Return figures of this process by their usual Prometheus names: process_cpu_seconds, process_start_time_seconds
+    (since the epoch) and, on a system with /proc, process_resident_memory_bytes and process_open_fds, the number of
+    open files.
     """
     times = os.times()
     facts = {"process_cpu_seconds": times.user + times.system, "process_start_time_seconds": _STARTED}

@@ -90,7 +90,7 @@ class Timeline:
     ) -> StepRecord:
         """Append the record of a dispatched step, and return it.
 
-        number: of the step. times: the fields `start` to `dispatched` of StepRecord. idle_since: see StepRecord.
+        number: number of the step. times: the fields `start` to `dispatched` of StepRecord. idle_since: see StepRecord.
         """
         bucket = message.bucket
         chunks = []
@@ -150,8 +150,9 @@ class Timeline:
 
 
 def _life(request: Request) -> dict[str, Any]:
-    """Return a request's id, finish reason, event times in seconds of time.monotonic, and token counts. An event that
-    has not happened is None.
+    """Return a request as JSON values: "id"; "arrival", "queued", "first_scheduled", "first_token" and "finished" in
+    seconds of time.monotonic, None for an event that has not happened; the finish "reason" or None; and the numbers
+    "num_prompt" and "num_cached" of tokens and "num_preemptions".
     """
     reason = request.finish_reason
     return {

@@ -95,8 +95,8 @@ class MediaCache(Protocol):
         """Return the item to put into the request: `item` itself if the cache has its pixels in this process, else a
         PreparedItem for the engine's process.
 
-        item: has the arrays of `made`. made: result of `get` or of the processor, with or without pixels; make:
-        function that preprocesses the item again, with pixels.
+        item: MediaItem with the arrays of `made`. made: result of `get` or of the processor, with or without pixels.
+        make: function that preprocesses the item again, with pixels.
         """
         ...
 

@@ -108,10 +108,12 @@ class MediaInputs:
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return a tokenized prompt with a Media object in place of its files and arrays.
+        """Return a prompt with "prompt" (the text or None), "prompt_token_ids" and, under READY, the Media (None
+        without items) in place of multi_modal_data and mm_processor_kwargs; its other keys stay.
 
         Blocks until they are loaded and preprocessed. text: None if the prompt has token ids alone; a processor with
-        `encode` tokenizes it again. Raises RequestError; too many items are refused before anything is loaded.
+        `encode` tokenizes it again. Raises RequestError for items that cannot be used; too many of them are refused
+        before anything is loaded.
         """
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)
@@ -130,8 +132,9 @@ class MediaInputs:
         """Preprocess loaded items, or take them from the cache. Return the prompt's token ids with a placeholder for
         every embedding, and its Media (None without items).
 
-        token_ids: with one placeholder for each item. values: loaded items by modality; options: mm_processor_kwargs or
-        None. Raises RequestError, also for more embeddings than max_model_len has room for.
+        token_ids: token ids of the prompt, with one placeholder for each item. values: loaded items by modality.
+        options: mm_processor_kwargs or None. Raises RequestError for items or options that cannot be used, and for more
+        embeddings than max_model_len has room for.
         """
         options = self._options(options)
         if not any(values.values()):
@@ -195,7 +198,7 @@ class MediaInputs:
         return len(token_ids), digest.digest()
 
     def _options(self, options: Any) -> dict[str, Any]:
-        """Return a request's mm_processor_kwargs (None for none), merged over the engine's. Raises RequestError for
+        """Return a request's mm_processor_kwargs, which may be None, merged over the engine's. Raises RequestError for
         values other than a dict, and for more than 16,384 characters of JSON.
         """
         if options is not None and not isinstance(options, Mapping):
@@ -298,10 +301,10 @@ def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[T
 
 
 def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
-    """Return the SHA-256 of decoded pixels and of everything that affects their preprocessing.
+    """Return the SHA-256 of a decoded image, video or sound and of everything that affects its preprocessing.
 
-    value: an array, or a NamedTuple or dataclass of arrays and plain values. options: mm_processor_kwargs; settings: of
-    the processor, as text.
+    value: an array, or a NamedTuple or dataclass of arrays and plain values. options: mm_processor_kwargs. settings:
+    settings of the processor, as text.
     """
     digest = hashlib.sha256(json.dumps([modality, settings, options], sort_keys=True, default=str).encode())
     parts: Sequence[Any] = [value]

@@ -32,7 +32,7 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
     """Return (placeholder token ids, Media) of a prompt with `prompt_embeds`.
 
     The value of that key is an array [n, hidden_size] of a floating-point dtype, as numpy reads it, or a file or its
-    base64: .npy, safetensors, or what torch.save writes. Raises RequestError, also for an engine without
+    base64: .npy, safetensors, or what torch.save writes. Raises RequestError for another value, an engine without
     enable_prompt_embeds, a prompt that has text, tokens or media as well, and n outside 1 to max_model_len - 1.
     """
     if not config.enable_prompt_embeds:
@@ -68,7 +68,7 @@ def check_embedded(params: Any) -> None:
 def _read(value: Any, options: MediaOptions) -> np.ndarray:
     """Return the rows f32[n, E] of an array, of the bytes (or base64) of a .npy, safetensors or torch.save file with
     one tensor, or of a value that numpy converts to an array. options: max_media_bytes is the limit of a file. Raises
-    MediaError.
+    MediaError for values or files that cannot be used.
     """
     if isinstance(value, (str, bytes)):
         data = decoded(value, options.max_media_bytes)

@@ -69,8 +69,8 @@ class Recording(NamedTuple):
 
 
 def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
-    """Return the processor of a Whisper model. media: the model's, None for a text model. Raises RequestError for a
-    model that is not a Whisper model.
+    """Return the processor of a Whisper model. media: media inputs of the model; None for a text model. Raises
+    RequestError for a model that is not a Whisper model.
     """
     processor = None if media is None else media.processor
     if not isinstance(processor, WhisperProcessor):
@@ -81,7 +81,7 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
 
 def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechProcessor | GlmAsrProcessor | None:
     """Return the processor of a model that transcribes with the whole sound in one prompt (Qwen3-ASR, Granite Speech,
-    GLM-ASR); None for others. media: the model's, None for a text model.
+    GLM-ASR); None for others. media: media inputs of the model; None for a text model.
     """
     processor = None if media is None else media.processor
     return processor if isinstance(processor, (Qwen3ASRProcessor, GraniteSpeechProcessor, GlmAsrProcessor)) else None
@@ -133,8 +133,8 @@ def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, t
 def token_times(alignment: np.ndarray, num_tokens: int, seek: int) -> np.ndarray:
     """Return f64[num_tokens, 2], when each token of a window's transcript begins and ends, in seconds of the sound.
 
-    alignment: f32[num_tokens - 1, positions], of all tokens but the last, for which no step ran. seek: first frame of
-    the window.
+    alignment: f32[num_tokens - 1, positions], rows of all tokens but the last, for which no step ran. seek: first frame
+    of the window.
     """
     begins = token_positions(alignment) if len(alignment) else np.zeros(1, np.int64)
     ends = np.append(begins, begins[-1])[:num_tokens] * PRECISION
@@ -145,10 +145,11 @@ def cut_segments(tokens: Sequence[int], seek: int, num_frames: int, first_timest
     """Cut a window's transcript at its timestamps; return its segments and the frame at which the next window begins.
 
     A segment lies between two timestamps: two adjacent timestamp tokens end one segment and begin the next. Tokens
-    after the last such pair are dropped, and the next window begins at the pair, unless a single timestamp ends the
-    transcript: then no speech follows, they are the last segment and the next window begins after this one. A
-    transcript without pairs is one segment, which ends at its last timestamp or, without any, with the window. tokens:
-    without the end token. seek: first frame of the window; num_frames: frames of the sound in it.
+    after the last such pair are dropped, and the next window begins at the pair (after this window if the pair's time
+    is 0), unless a single timestamp ends the transcript: then no speech follows, they are the last segment and the next
+    window begins after this one. A transcript without pairs is one segment, which ends at its last timestamp or,
+    without any, with the window. tokens: tokens of the transcript without the end token. seek: first frame of the
+    window. num_frames: number of frames of the sound in the window.
     """
     is_time = [token >= first_timestamp for token in tokens]
     ends = [at + 1 for at in range(len(tokens) - 1) if is_time[at] and is_time[at + 1]]

@@ -85,7 +85,7 @@ def find_words(
 
 def _bare(text: str) -> str:
     """Return a text without white space and punctuation (Unicode's categories P) at its ends, but with a sign or point
-    directly before a leading number. "" if nothing remains.
+    directly before a leading number if the text begins with a space. "" if nothing remains.
     """
     whole = text.strip()
     kept = [i for i, each in enumerate(whole) if not (each.isspace() or unicodedata.category(each).startswith("P"))]

@@ -73,7 +73,9 @@ class _Sequence:
 
     def append(self, token_id: int) -> tuple[FinishReason, str] | None:
         """Add a token to the ids, and to the text unless it is a hidden stop token. If the content now ends the output,
-        return (reason, stop reason): STOP with the completed stop string, or REPETITION. Otherwise return None.
+        return (reason, stop reason): STOP with the completed stop string, or REPETITION. Otherwise return None. Stop
+        strings end it only after more than min_tokens tokens, a repetition from min_tokens on and only where neither
+        max_tokens nor a stop token ends it.
         """
         self.token_ids.append(token_id)
         repeats = self.repetition is not None and self.repetition.append(token_id)

@@ -231,8 +231,9 @@ class RequestOutput:
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one, in place: each of its completions is appended to the
-        one with the same index (aggregate, for DELTA) or replaces it. Of the other fields the later output's values are
-        taken, unless they are missing.
+        one with the same index (aggregate, for DELTA) or replaces it. Of metrics, num_cached_tokens, kv_transfer_params
+        and prompt_logprobs the later output's values are taken, unless they are missing. `finished` stays True once it
+        is.
 
         So for a reader that is slower than the engine only one output is kept, and no queue. Raises ValueError for
         another request's output.

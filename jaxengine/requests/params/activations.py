@@ -53,7 +53,7 @@ class Steer(NamedTuple):
 def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
     """Return the names of taps in `value`, a list or a text with commas, without repeats; None for an empty list.
 
-    name: of the field, for the RequestError that any other value raises. Whether the engine has the taps is not
+    name: name of the field, for the RequestError that any other value raises. Whether the engine has the taps is not
     checked.
     """
     if isinstance(value, (list, tuple)) and not value:
@@ -68,10 +68,10 @@ def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hidden_states: bool) -> int:
-    """Return the bytes of the captured activations of one token. names: taps of the request; hidden_states: include
-    those of capture_layers.
+    """Return the bytes of the captured activations of one token. names: taps of the request. hidden_states: whether to
+    include the activations of capture_layers.
 
-    config: the engine's. Raises RequestError for activations that the engine was started without.
+    config: configuration of the engine. Raises RequestError for activations that the engine was started without.
     """
     number_bytes, total = 4 if str(config.dtype) == "float32" else 2, 0
     for field, option, asked in (
@@ -94,15 +94,15 @@ def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hid
 
 
 def captured_fields(hidden_states: bool, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return fields of TokenParams for a request that gets hidden states, or the activations at the taps `names`; {}
-    for one that gets neither.
+    """Return the fields capture, reads_prompt and capabilities of TokenParams for a request that gets hidden states, or
+    the activations at the taps `names`; {} for one that gets neither.
     """
     captured = (*((HIDDEN_STATES,) if hidden_states else ()), *(names or ()))
     return {"capture": captured, "reads_prompt": True, "capabilities": CAPTURE} if captured else {}
 
 
 def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
-    """Return the field `steer` as a tuple of Steer; None for an empty list. name: of the field, for errors. Raises
+    """Return the field `steer` as a tuple of Steer; None for an empty list. name: name of the field, for errors. Raises
     RequestError for values that are not a list of at most MAX_STEER valid entries.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MAX_STEER:
@@ -134,8 +134,8 @@ def _entry(name: str, value: Any) -> Steer:
 
 
 def _check_at(name: str, at: Any) -> None:
-    """Raise RequestError unless `at` has the form of a name of taps that can be steered. name: of the field, for the
-    error.
+    """Raise RequestError unless `at` has the form of a name of taps that can be steered. name: name of the field, for
+    the error.
     """
     try:
         if not isinstance(at, str):

@@ -18,10 +18,11 @@ _INT32_MAX = 2**31 - 1
 def extra_fields(
     extra_args: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]], n: int
 ) -> dict[str, Any]:
-    """Return the fields of TokenParams that a request's extra_args determine.
+    """Return the fields of TokenParams that a request's extra_args determine: kv_transfer, processors, uses_counts and
+    alignment.
 
     processors: the engine's logits processors. n: number of outputs of the request. Raises RequestError for arguments
-    that no processor has, and for invalid kv_transfer_params or alignment.
+    that no processor has, for invalid kv_transfer_params or alignment, and for do_remote_decode with n above 1.
     """
     others = dict(extra_args or {})
     kv_transfer = read_kv_transfer(others.pop(NAME, None))

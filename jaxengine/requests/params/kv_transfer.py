@@ -55,7 +55,8 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
     """Return a request's kv_transfer_params as a record; None if they request neither remote decode nor remote prefill.
 
     Raises RequestError, which names the field, for an unknown field, a value that is not allowed, do_remote_prefill
-    together with do_remote_decode or without the ids and blocks that it needs, and only one of host and port.
+    together with do_remote_decode or without the ids and blocks that it needs, and for do_remote_prefill with only one
+    of host and port. A field that is None counts as absent.
     """
     if value is None:
         return None

@@ -35,8 +35,8 @@ class LoRARequest:
 
 
 def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
-    """Return the adapter of each of `count` prompts, None for no adapter. given: one for all prompts, or a list. Raises
-    RequestError for other values, and for a list of another length.
+    """Return the adapter of each of `count` prompts, None for no adapter. given: a LoRARequest or None for all prompts,
+    or a list or tuple of them. Raises RequestError for other values, and for a list of another length.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):

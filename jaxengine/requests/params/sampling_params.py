@@ -105,7 +105,7 @@ def _number(row: Row) -> Rule:
 
 
 def _temperature(name: str, value: Any) -> float:
-    """Return a temperature, raised with a warning to MIN_TEMPERATURE if between 0 and that; else raise RequestError."""
+    """Return a valid temperature, one in (0, MIN_TEMPERATURE) raised to that with a warning; or raise RequestError."""
     temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
@@ -394,7 +394,7 @@ class SamplingParams(SamplingFields):
         processors: Sequence[type[LogitsProcessor]] = (),
         encode: Callable[[str], Sequence[int]] = lambda text: (),
     ) -> TokenParams:
-        """Return the parameters that the engine needs for its steps. bad_words: that field, tokenised. json_switches:
+        """Return the parameters that the engine needs for its steps. bad_words: token ids of that field. json_switches:
         names of fields for StructuredOutputsParams.switched_on. processors: the engine's logits processors. encode:
         returns the token ids of a text around reasoning, () if the model cannot write it. Raises RequestError for
         extra_args that no processor has, and for a thinking_token_budget that would have no effect.
@@ -440,7 +440,7 @@ class SamplingParams(SamplingFields):
         return replace(self, **changes)
 
     def checked(self) -> SamplingParams:
-        """Return a copy whose fields, which may have been set since construction, are checked. Raises RequestError."""
+        """Return a checked copy; RequestError for an invalid field, which may have been set since construction."""
         mine = self.clone()
         mine.logit_bias = mine.logit_bias
         mine.__post_init__()

@@ -61,8 +61,9 @@ def _terms(
 ) -> Iterator[tuple[list[str], np.ndarray, float]]:
     """Yield (names of taps, vector f32[D] to add at each of them, scale) for the entries of `steer`.
 
-    Entries with equal taps and vector are merged, with their scales summed. known: the engine's taps; every: the
-    model's. Raises RequestError for taps and vectors that the engine or the model does not have.
+    Entries with equal taps and vector are merged, with their scales summed. known: numbers of the layers, by kind of
+    tap, at which the engine was started to add vectors. every: those of the model. Raises RequestError for taps and
+    vectors that the engine or the model does not have.
     """
     scales: dict[tuple[str | None, bytes | str], float] = {}
     for entry in steer:
@@ -86,11 +87,13 @@ def _vectors(
     every: Mapping[str, Sequence[int]],
 ) -> ControlVector:
     """Return the vectors f32[D] of one entry of `steer`, before its scale, by the names of the taps to which they are
-    added. They are not copies and must not be changed.
+    added; numbers have the one key `at`, which is not checked and may name several taps. They are not copies and must
+    not be changed.
 
     at, vector: fields of the entry. A named control vector has its own taps, of which `at` selects some. named: control
-    vectors by name. every: numbers of the layers, by kind of tap, at which the engine can add vectors. Raises
-    RequestError for a vector of another size, and for a name or a tap that the engine does not have.
+    vectors by name. every: numbers of the layers, by kind of tap, at which vectors can be added to the model. Raises
+    RequestError for numbers of another size than the hidden size, for a name that the engine does not have, and for
+    taps that the named vector does not have.
     """
     if isinstance(vector, bytes):
         assert at is not None

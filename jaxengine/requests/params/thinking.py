@@ -59,11 +59,13 @@ def thinking_words(name: str, value: Any) -> ThinkingWords:
 def limited(
     grammar: Grammar | None, num_tokens: int, words: ThinkingWords, encode: Callable[[str], Sequence[int]]
 ) -> Grammar:
-    """Return a copy of the grammar with a limit on the reasoning before the answer.
+    """Return a copy of the grammar with a limit on the reasoning before the answer; for None a FREE grammar, which only
+    limits the reasoning.
 
     grammar: grammar of the answer; None for an answer of any form. num_tokens: the limit. words: texts around
-    reasoning. encode: returns the token ids of a text, () if the model cannot write it. Raises RequestError if the
-    limit would have no effect, and for a closing text that the model cannot write.
+    reasoning. encode: returns the token ids of a text, () if the model cannot write it. Raises RequestError for a
+    grammar that begins without reasoning, on which the limit has no effect, and for a closing text that the model
+    cannot write.
     """
     closing = tuple(encode(str(words.closing)))
     if not closing:

@@ -169,8 +169,8 @@ class PoolingParams:
         return model.cut(token_ids, longest if keep == -1 else keep)
 
     def token_params(self, model: PoolingModel, recipe: PoolingRecipe) -> TokenParams:
-        """Return the parameters that the engine's steps need. recipe: from the method `recipe`. The prefix cache is not
-        read for a task about tokens, a pooler that reads all tokens, and skip_reading_prefix_cache.
+        """Return the parameters that the engine's steps need. recipe: result of the method `recipe`. The prefix cache
+        is not read for a task about tokens, a pooler that reads all tokens, and skip_reading_prefix_cache.
         """
         tokens = recipe.tokens is not None
         reads_prompt = tokens or model.pooler.reads_all or self.skip_reading_prefix_cache is True

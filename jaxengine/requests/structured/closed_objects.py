@@ -37,7 +37,8 @@ def forbid_additional_properties(text: str) -> str:
     Such an object lists properties, including all required ones. No other schema applies to the same value (it is not
     part of an allOf, nor next to a $ref or anyOf, wherever it is referred to from). It is not a branch of a oneOf,
     unless a constant in each branch distinguishes them. The text is returned unchanged if there is no such object, or
-    if a part of the schema cannot be analysed. Raises ValueError for text that is not JSON.
+    if a part of the schema cannot be analysed. Raises ValueError for text that is not JSON, unless it lacks
+    "properties" and is not parsed.
     """
     if '"properties"' not in text:
         return text

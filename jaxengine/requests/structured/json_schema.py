@@ -85,8 +85,9 @@ class _Fitting:
             schema["pattern"] = _UUID.format(version.group(1))
 
     def _fit_names(self, schema: dict[str, Any]) -> None:
-        """Rewrite propertyNames, in place, as properties or patternProperties if possible, and delete it if it
-        restricts nothing; otherwise leave it.
+        """Rewrite propertyNames, in place, as properties or patternProperties if possible, with additionalProperties
+        false, and delete it if it restricts nothing. Leave it otherwise, and in a schema that has properties or
+        patternProperties.
         """
         names = self._resolved(schema["propertyNames"])
         rules = names.keys() - {"type", "title", "description", "$schema"} if isinstance(names, dict) else None

@@ -203,7 +203,9 @@ class StructuredOutputsParams:
         return forbid_additional_properties(text) if self.disable_additional_properties else text
 
     def _guidance(self) -> dict[str, Any]:
-        """Return llguidance's options for the schema: lenient and white space."""
+        """Return llguidance's options for the schema: "lenient" if it is set, and either "whitespace_flexible" (False,
+        with disable_any_whitespace) or "whitespace_pattern".
+        """
         options: dict[str, Any] = {"lenient": True} if self.lenient else {}
         if self.disable_any_whitespace:
             return {**options, "whitespace_flexible": False}
@@ -249,7 +251,9 @@ def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _few(owner: str, name: str, value: Any) -> Any:
-    """Return a list of 1 to MAX_WORDS entries unchanged. Raises RequestError, about owner.name, for other values."""
+    """Return a list or tuple of 1 to MAX_WORDS entries unchanged. Raises RequestError, about owner.name, for other
+    values.
+    """
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
         allowed = f"a string, or a list of 1 to {MAX_WORDS} strings or lists of strings"
         raise _invalid(name, value, allowed, owner)

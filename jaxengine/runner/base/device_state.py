@@ -62,8 +62,8 @@ class DeviceState(NamedTuple):
 def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapping[str, Any]) -> SlotState:
     """Return the initial state of unused slots.
 
-    num_slots: R. num_tables: page tables of a slot. num_columns: columns of a page table. sections: initial arrays of
-    extensions.
+    num_slots: number of slots, R. num_tables: page tables of a slot. num_columns: columns of a page table. sections:
+    initial arrays of extensions, by name.
     """
     return SlotState(
         page_table=jnp.zeros((num_tables * num_slots, num_columns), jnp.int32),
@@ -103,7 +103,7 @@ def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
 
 def write_section(state: DeviceState, name: str, slots: jax.Array, values: jax.Array) -> DeviceState:
     """Return the state with values i32[n] written to `slots` i32[n], numbered over all replicas, in a section that is
-    an array with a row for each slot.
+    an array with a row for each slot. Slots of other replicas are dropped.
     """
     slots = own_slots(slots, state.slots.num_computed.shape[0])
     section = sampling_state.write_slots(state.slots.sections[name], slots, values)

@@ -417,7 +417,7 @@ class StageExtension:
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
         """Dispatch the programs that precede a forward pass, without waiting, and return the arrays that
-        `DeviceExtension.given` describes; None for none. The base class dispatches nothing and returns None.
+        `DeviceExtension.given` describes, None if there are none. The base class dispatches nothing and returns None.
 
         params: the model's leaves. state: DeviceState before the step. message: the step's message, i32[replicas,
         size].

@@ -31,8 +31,8 @@ def fetched(shape: StageShape, left: Any) -> Any:
 
 
 def fetched_tokens(shape: StageShape) -> int:
-    """Return the number of tokens for which a device holds such arrays: those of the steps in flight and of the one
-    that the host reads, of all replicas in an engine of several processes.
+    """Return the number of tokens for which a device holds arrays of `fetched_shape`: those of the steps in flight and
+    of the one that the host reads, of all replicas in an engine of several processes.
     """
     most = max(bucket.num_tokens for bucket in shape.buckets) * (shape.config.max_in_flight + 1)
     return most * shape.num_ranks if _is_gathered(shape) else most

@@ -88,7 +88,9 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that the engine will hold on one device by purpose, including those of extensions."""
+        """Bytes that the engine will hold on one device by purpose: "weights", "programs", "kv_pages", "workspace",
+        "process" and those of extensions.
+        """
         return {
             "weights": self.weights,
             "programs": self.programs,

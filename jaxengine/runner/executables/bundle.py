@@ -85,7 +85,8 @@ class Bundle:
         """Raise ConfigError, which names the differences, if the programs were not built for `here`, the description of
         this engine.
 
-        Options are compared first: if one differs, the error is about that option and not about `bundle`.
+        Options are compared first: if the value of one differs, the error is about that option. If an option is known
+        to one side only, or the model or a fact differs, the error is about `bundle`.
         """
         theirs, ours = self.about.options, here.options
         if only := sorted(theirs.keys() ^ ours.keys()):
@@ -240,7 +241,9 @@ class NewBundle:
         return self._programs[key][2] if key in self._programs else 0
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
-        """Write a program to a file named by its digest, and record it under `key`. Raises OSError."""
+        """Write a program to a file named by its digest, and record it under `key`. Raises OSError if it cannot be
+        written.
+        """
         digest = hashlib.sha256(content).hexdigest()
         self._programs[key] = [name, digest, len(content)]
         with _replacing(self.path, f"{digest}.xla") as file:
@@ -263,7 +266,7 @@ class NewBundle:
 
 def write_manifest(folder: Path, found: Mapping[str, Any], key: bytes | None) -> None:
     """Write a manifest with the fields `found`, their digest and, given a key, their signature, in place of an earlier
-    one. Raises OSError.
+    one. Raises OSError if it cannot be written.
     """
     body = json.dumps(found, sort_keys=True).encode()
     code = None if key is None else _code(key, body).decode()

@@ -66,8 +66,9 @@ _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
     """Compile a lowered program with the engine's compiler options for a backend; return the executable.
 
-    backend: as `jax.default_backend` names it. An option that this compiler release does not have is dropped for the
-    rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the compiler.
+    backend: name of the platform, as `jax.default_backend` returns it. An option that this compiler release does not
+    have is dropped for the rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the
+    compiler.
     """
     wanted = _COMPILER_OPTIONS.get(backend, {})
     while True:
@@ -150,7 +151,7 @@ class ExecutableCache:
         bundle cannot be written.
 
         Args:
-          name: of the program, for messages; part of the key.
+          name: name of the program, for messages; part of the key.
           function: the function to compile.
           arguments: its arguments as ShapeDtypeStructs.
           results: a pytree of ShapeDtypeStructs with the structure of the result. They are part of the key, and must be
@@ -179,7 +180,8 @@ class ExecutableCache:
     ) -> Executable:
         """Compile a function without loading or storing it, with the compiler options and context of `get`.
 
-        shardings: a pytree of the results' shardings; None if they follow from the arguments.
+        May be a chain of parts, as in `get`. Raises the errors of `compile_program`. shardings: a pytree of the
+        results' shardings; None if they follow from the arguments.
         """
         backend = self._devices[0].platform
         with _ENGINE(self._traces), without_rows(self.unused), self._mesh_of((arguments, shardings)):
@@ -218,8 +220,9 @@ class ExecutableCache:
         """Return a number that follows from compiling a program: from its file if it is stored, else computed, after
         `on_compile`, and stored.
 
-        name: of the number. arguments, description: of the program, as in `get`. compute: returns the number, an int
-        from 0 to 2**64 - 1; if it raises, nothing is stored. Raises ConfigError for a bundle that lacks the number.
+        name: name of the number. arguments, description: those of the program, as in `get`. compute: returns the
+        number, an int from 0 to 2**64 - 1; if it raises, nothing is stored. Raises ConfigError for a bundle that lacks
+        the number.
         """
         file = self._file_name(name, arguments, (), (), description)
         if (number := self._kept.number(name, file)) is None:

@@ -206,7 +206,8 @@ class _Folder(NamedTuple):
         """Write a file: the payload's digest, the authentication code, and the payload; it replaces an earlier file
         atomically.
 
-        No reader sees half of it, and a failed write leaves nothing. Needs `key`. Raises OSError.
+        No reader sees half of it, and a failed write leaves nothing. Needs `key`. Raises OSError if it cannot be
+        written.
         """
         assert self.key is not None
         digest = hashlib.sha256(payload).digest()
@@ -259,9 +260,9 @@ class _Folder(NamedTuple):
     ) -> bytes:
         """Return the bytes of a file in this folder; with a key, also set its modification time to now.
 
-        flags: for os.open. most: largest allowed size in bytes; None for any. forbidden: permission bits that it must
-        not have. Raises OSError, also for a larger file, and NotTrusted if it is not a regular file or, with by_owner,
-        has another owner or forbidden permissions.
+        flags: flags of os.open. most: largest allowed size in bytes; None for any. forbidden: permission bits that it
+        must not have. Raises OSError if it cannot be read or is larger, and NotTrusted if it is not a regular file or,
+        with by_owner, has another owner or forbidden permissions.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
@@ -303,7 +304,8 @@ def _open_folder(path: Path) -> _Folder:
     """Open a folder, and create it if it is missing: the user's own, with its key read or made, or root's, without a
     key.
 
-    The caller closes its descriptor. Raises OSError, and NotTrusted if others may have written to it.
+    The caller closes its descriptor. Raises OSError if the folder cannot be opened or made, or its key cannot be read
+    or made, and NotTrusted if others may have written to it.
     """
     user = os.geteuid()
     at, sealed = _walk(path, user)
@@ -332,7 +334,8 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
     The path is walked step by step from the root, so that nothing can be exchanged between a check and the next step. A
     link is followed only if this user or root owns it: another user's could lead to a folder of theirs with this user's
     files. Folders above the user's own are not checked for writers, who could only put files there that are not the
-    user's or lack the key. Raises OSError, also for more than 40 links, and NotTrusted for another user's link.
+    user's or lack the key. Raises OSError if the folder can be neither opened nor made, or for more than 40 links, and
+    NotTrusted for another user's link.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)
@@ -371,7 +374,8 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
 
 def _step(at: int, part: str) -> int:
     """Return a descriptor (O_PATH) of the entry `part` in the folder with the descriptor `at`: a link itself, not its
-    target. A missing entry is created as a folder. The caller closes it. Raises OSError.
+    target. A missing entry is created as a folder. The caller closes it. Raises OSError if it can neither be opened nor
+    created.
     """
     look: Callable[[], int] = functools.partial(os.open, part, os.O_PATH | os.O_NOFOLLOW, dir_fd=at)
     try:

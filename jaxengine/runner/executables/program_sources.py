@@ -85,7 +85,7 @@ def file_digest(root: Path, file: Path) -> str:
     """Return the `source_digest` of a user's own file, of all that it imports from jaxengine and from its folder, and
     of the step programs.
 
-    root: the folder that holds `jaxengine`. Raises SyntaxError or OSError.
+    root: the folder that holds `jaxengine`. Raises SyntaxError or OSError for a file that cannot be parsed or read.
     """
     return source_digest(root, (), file)
 
@@ -132,7 +132,7 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
 def _source(path: Path) -> _Source:
     """Return the content of a file, from `_known` if a file with the same bytes was parsed before.
 
-    Raises SyntaxError or OSError.
+    Raises SyntaxError or OSError if it cannot be parsed or read.
     """
     content = path.read_bytes()
     key = hashlib.sha256(content).hexdigest()
@@ -177,7 +177,7 @@ def _file_beside(path: Path, module: str) -> Path | None:
     """Return the file of a module that a user's source imports, if the file is the user's own; else None.
 
     Modules are looked up in the folder of the source's outermost package; in site-packages only that package counts as
-    the user's own. path: that of the source. module: dotted name, with leading dots for a relative import.
+    the user's own. path: path of the source. module: dotted name, with leading dots for a relative import.
     """
     folder = path.parent
     if module.startswith("."):

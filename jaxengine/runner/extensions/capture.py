@@ -123,8 +123,8 @@ class CaptureExtension(DeviceExtension):
         )
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, by purpose, for the activations of the steps in flight and of the one that
-        the host is reading.
+        """Return the bytes on one device, under "captured activations", for the activations of the steps in flight and
+        of the one that the host is reading.
         """
         num_hidden = len(self.own.hidden) * self.shape.model.config.hidden_size
         of_token = num_hidden * jnp.dtype(self.shape.config.dtype).itemsize + 4 * self._num_logits

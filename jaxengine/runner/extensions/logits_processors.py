@@ -62,8 +62,8 @@ class ProcessorsExtension(DeviceExtension):
         """Return the logits f32[S, V / n] after the processors have been applied, one after the other.
 
         Processors that no row uses are skipped; rows that do not use one, and tokens with -inf, stay as they are.
-        slots: i32[S]; counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt) of each token; features:
-        i32[], of the step. Raises ValueError at tracing if a processor returns another shape or dtype.
+        slots: i32[S]. counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt) of each token. features:
+        i32[], features of the step. Raises ValueError at tracing if a processor returns another shape or dtype.
         """
         rows = tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0)
         token_ids = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -100,7 +100,7 @@ class SlotColumns(HostExtension):
         """Return a request's row i32[1 + columns] for `set_columns`: bits of the processors that it uses, then the 32
         bits of each parameter of all processors. Processors that it does not use have their defaults.
 
-        values: for each processor that the request uses, by its number, the values of all its columns.
+        values: values of all columns of each processor that the request uses, by the processor's number.
         """
         words = [sum(1 << number for number in values)]
         for number, each in enumerate(self._processors):

@@ -37,8 +37,8 @@ class OffloadExtension(DeviceExtension):
     name = NAME
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, by purpose, of the arrays in which pages are copied, as many as may be in
-        transit at once.
+        """Return the bytes on one device, under "pages on their way", of the arrays in which pages are copied, as many
+        as may be in transit at once.
         """
         page = page_bytes_of_group(self.shape.groups, platform=self.shape.platform.name)
         return {"pages on their way": (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page}
@@ -102,7 +102,7 @@ class PageCopies(StageExtension):
 
     def gather(self, ids: np.ndarray) -> jax.Array:
         """Dispatch the copying of pages i32[replicas * n], -1 for none, and return the array [replicas * n,
-        *page_shape] of their contents.
+        *page_shape] of their contents. The content is undefined for -1. n: one of SIZES.
         """
         size = len(ids) // self._shape.num_ranks
         return self._launched(self._compiled[f"gather {size}"][1](self._stage.pages.data, ids))
@@ -113,7 +113,7 @@ class PageCopies(StageExtension):
 
     def scatter(self, ids: np.ndarray, pages: jax.Array) -> None:
         """Dispatch the writing of the contents `pages`, from `place`, to the pages `ids`, i32[replicas * n], -1 for
-        none. The stage's pool is donated, and replaced.
+        none. The stage's pool is donated, and replaced. n: one of SIZES.
         """
         size = len(ids) // self._shape.num_ranks
         kv = self._stage.pages
@@ -309,7 +309,7 @@ class PageMover(HostExtension):
         """Dispatch the copying of pages to the host, as they are after the newest dispatched step; return the copies in
         transit, each of at most SIZES[-1] pages of a replica.
 
-        ranks: for each replica, (key, page) of those to copy.
+        ranks: pairs (key, page) to copy of each replica.
         """
         found, most = [], max(map(len, ranks), default=0)
         for first in range(0, most, SIZES[-1]):
@@ -323,7 +323,7 @@ class PageMover(HostExtension):
         """Dispatch the copying of snapshots to the host, as they are after the newest dispatched step; return the
         copies in transit, each of at most one snapshot of a replica.
 
-        ranks: for each replica, (key, snapshot) of those to copy.
+        ranks: pairs (key, snapshot) to copy of each replica.
         """
         found = []
         for at in range(max(map(len, ranks), default=0)):
@@ -333,7 +333,8 @@ class PageMover(HostExtension):
         return found
 
     def send(self, rank: int, blocks: Sequence[tuple[bytes, np.ndarray]]) -> Coming:
-        """Send pages to the devices for replica `rank`, and wait until they are there. Thread-safe.
+        """Send pages to the devices for replica `rank`, wait until they are there, and return them as a Coming for
+        `install`. Thread-safe.
 
         blocks: (key, content u8[page_bytes]), at most SIZES[-1].
         """
@@ -349,7 +350,8 @@ class PageMover(HostExtension):
         return Coming(rank, [key for key, _ in blocks], jax.block_until_ready(arrays), size)
 
     def send_state(self, rank: int, key: bytes, block: np.ndarray) -> Coming:
-        """Send a state to the devices for replica `rank`, and wait until it is there. Thread-safe.
+        """Send a state to the devices for replica `rank`, wait until it is there, and return it as a Coming for
+        `install`. Thread-safe.
 
         block: its content, u8[state_bytes].
         """
@@ -381,7 +383,7 @@ class PageMover(HostExtension):
         """Return (key, row of the copied arrays) of all entries, and their page or snapshot numbers i32[replicas *
         size], -1 for none.
 
-        ranks: for each replica, at most `size` pairs (key, page or snapshot).
+        ranks: at most `size` pairs (key, page or snapshot) of each replica.
         """
         ids = np.full(self._num_ranks * size, -1, np.int32)
         entries = []

@@ -53,8 +53,8 @@ class RecordingExtension(DeviceExtension):
         return self.shape.hidden(num_tokens, self.num_kept) if self.keeps_layers else None
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, by purpose: copies of pages, and with "layers" the hidden states of the steps
-        in flight and one more.
+        """Return the bytes on one device, under "recorded steps": copies of pages, and with "layers" the hidden states
+        of the steps in flight and one more.
         """
         config, model = self.shape.config, self.shape.model.config
         spec = pool_spec(self.shape.groups, 1)
@@ -179,7 +179,8 @@ class StepTaker(StageExtension):
     def _find_rows(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> None:
         """Store, for each replica, the message's rows and the rows of recurrent states that the step reads or writes.
 
-        arrays: of the step so far; "message", "state/num_computed" and "state/page_table" are read.
+        arrays: recorded arrays of the step so far, of which "message", "state/num_computed" and "state/page_table" are
+        read.
         """
         layout, num_slots = self._programs.packer.layouts[bucket], self._shape.num_slots
         known = arrays["state/num_computed"].reshape(len(arrays["message"]), -1)
@@ -206,8 +207,8 @@ class StepTaker(StageExtension):
         """Return whether the arrays so far, these pages and the states exceed record_steps_bytes; if so, increment
         num_too_large.
 
-        pages: for each replica, rows of its pool. of_row: bytes of a row's sampler inputs; 0 before a forward pass,
-        when it is unknown whether a sampler follows. Hidden states are counted with the sampler inputs.
+        pages: rows of each replica's pool. of_row: bytes of a row's sampler inputs; 0 before a forward pass, when it is
+        unknown whether a sampler follows. Hidden states are counted with the sampler inputs.
         """
         size = num_bytes(arrays) + sum(map(len, pages)) * _row_bytes([self._stage.pages.data])
         if STATES in self._copies:
@@ -229,7 +230,7 @@ class StepTaker(StageExtension):
         """Return, for each replica, (layer, page) of each page of a layer that the step reads, and its rows in the pool
         in the same order. written: only pages that the step writes.
 
-        arrays: as for `_find_rows`, which must have been called before.
+        arrays: argument of `_find_rows`, which must have been called before.
         """
         groups, size, num_slots = paged_groups(self._shape.groups), self._shape.config.block_size, self._shape.num_slots
         places: list[list[tuple[int, int]]] = []
@@ -270,8 +271,8 @@ class StepTaker(StageExtension):
         """Copy the wanted rows of each array to the host, and return them for each array, in the order of replicas;
         waits for them.
 
-        name: of the program that copies them, `size` rows of each replica at a time. wanted: for each replica, its own
-        row numbers.
+        name: name of the program that copies them, `size` rows of each replica at a time. wanted: row numbers of each
+        replica, counted within it.
         """
         parts: list[list[list[np.ndarray]]] = [[[] for _ in wanted] for _ in arrays]
         for first in range(0, max(1, *map(len, wanted)), size):
@@ -288,7 +289,7 @@ class StepTaker(StageExtension):
     def _rows_program(self, name: str, arrays: Sequence[Any], size: int) -> Program:
         """Return the program (arrays, i32[replicas * size]) -> these rows of each array, numbered within the replica.
 
-        name: for messages. arrays: shapes, sharded by replica along their first axis.
+        name: name of the arrays, for messages. arrays: shapes, sharded by replica along their first axis.
         """
         ids, num_ranks = self._shape.rows(size, np.int32), self._shape.num_ranks
         results = [
@@ -303,7 +304,7 @@ class StepTaker(StageExtension):
 
     def _copy_program(self, name: str, arrays: Any) -> Program:
         """Return the program (arrays) -> copies of them, which stay valid when steps take the originals as donated
-        arguments. name: for messages.
+        arguments. name: name of the arrays, for messages.
         """
 
         def function(arrays: Any) -> Any:
@@ -337,8 +338,10 @@ class StepRecorder(HostExtension):
 
 
 def _short(state: Any) -> dict[str, dict[str, Any]]:
-    """Return the arrays of DeviceState that are copied whole, by name: those under "state" before a forward pass, those
-    under "sampling" before a sampler. state: of arrays or shapes.
+    """Return the arrays of DeviceState that are copied whole, by name: under "state" those before a forward pass
+    (page_table, num_computed, last_token and the slots' sections without recurrent states), under "sampling" those
+    before a sampler (each "params/NAME", logprob_ids and the tokens' sections). state: DeviceState of arrays or of
+    shapes.
     """
     slots, sampling = state.slots, state.sampling
     found = {"page_table": slots.page_table, "num_computed": slots.num_computed, "last_token": state.tokens.last_token}
@@ -376,7 +379,7 @@ def _by_rank(array: jax.Array, num_ranks: int) -> np.ndarray:
 def _places(name: str, of_ranks: Sequence[Sequence[tuple[int, ...]]], fields: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Return int32 columns, "NAME/rank" and a "NAME/FIELD" for each field, with a row for each element of `of_ranks`.
 
-    of_ranks: for each replica, tuples of the fields' values.
+    of_ranks: tuples of the fields' values for each replica.
     """
     rows = [(rank, *place) for rank, places in enumerate(of_ranks) for place in places]
     columns = np.array(rows, np.int32).reshape(len(rows), 1 + len(fields)).T

@@ -53,8 +53,8 @@ class RoutedExpertsExtension(DeviceExtension):
         return fetched_shape(self.shape, num_tokens, width, self.dtype) if width else None
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, by purpose, for the experts of the steps in flight and of the one that the
-        host is reading.
+        """Return the bytes on one device, under "routed experts", for the experts of the steps in flight and of the one
+        that the host is reading.
         """
         of_token = len(self._taps) * self.num_per_token * np.dtype(self.dtype).itemsize
         return {"routed experts": fetched_tokens(self.shape) * of_token}

@@ -42,7 +42,7 @@ class ScoresExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """The scoring epilogue, by name, for buckets that can have prompts; its size is the bucket's number of
+        """The scoring epilogue, under SCORE, for buckets that can have prompts; its size is the bucket's number of
         tokens.
         """
         own = Epilogue(

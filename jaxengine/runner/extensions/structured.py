@@ -72,8 +72,8 @@ class SlotMasks(HostExtension):
         """Write the token masks of slots to the devices: (slot over all replicas, i32[num_words]), distinct slots; None
         allows every token, and is only sent if the slot had a mask. Bit t % 32 of int32 number t // 32 allows token t.
 
-        positions: masks for positions of the next step with drafts: (replica, row * width + position in the row,
-        i32[num_words]) each; None for none.
+        positions: masks for positions of the next step with drafts, each (replica, row * width + position in the row,
+        i32[num_words]); None if it has none.
         """
         num_masks, num_slots = self.num_masks, self.runner.config.max_num_seqs
         changed: list[tuple[int, np.ndarray | None]] = []

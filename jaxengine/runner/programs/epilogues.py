@@ -94,9 +94,9 @@ def remember(
     """Return the token state after sampling. `last` i32[S] are the last tokens of the slots `target` i32[S]. All kept
     tokens are stored in extensions' sections and counted for penalties.
 
-    slot, position, token_ids: i32[N], of all sampled tokens. is_kept: bool[N], whether the token is kept. flags:
-    features of the step; without penalties nothing is counted. A target >= R is ignored; a negative last token is
-    stored as 0.
+    slot, position, token_ids: i32[N], slots, positions and ids of all sampled tokens. is_kept: bool[N], whether the
+    token is kept. flags: features of the step; without penalties nothing is counted. A target >= R is ignored; a
+    negative last token is stored as 0.
     """
     # -1, for a row with logits that are not finite, would be an invalid index of the embedding. Its request ends
     # anyway.

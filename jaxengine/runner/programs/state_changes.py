@@ -92,10 +92,10 @@ def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
 
 
 def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
-    """Return the state changes of a stage, by name.
+    """Return the state changes of a stage, by name: PAGE_DELTAS, and in a stage that samples PARAMETERS,
+    LOGPROB_ID_ROWS and the `long_rows` of BIAS_ROWS and COUNTS_ROWS.
 
-    vocab_size: size of the vocabulary over all devices, including padding; None in a stage that does not sample, which
-    only has PAGE_DELTAS.
+    vocab_size: size of the vocabulary over all devices, including padding; None in a stage that does not sample.
     """
     changes = {PAGE_DELTAS: StateChange(_write_deltas, [((3, NUM_DELTAS), np.int32, EVERYWHERE)])}
     if vocab_size is None:

@@ -241,7 +241,8 @@ class StepPrograms:
         """Return an abstract Forwarded: rows, logits f32[replicas * num_rows * width, V] (None in a stage that does not
         sample), and the sections of these extensions.
 
-        num_tokens, num_rows: those of one replica. width: number of positions of a row that have logits.
+        num_tokens, num_rows: numbers of tokens and rows of one replica. width: number of positions of a row that have
+        logits.
         """
         shape = self.shape
         added = {each.name: new for each in self.extensions if (new := each.row_section(num_rows, width)) is not None}

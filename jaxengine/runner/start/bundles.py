@@ -49,10 +49,10 @@ def executables_of(config: ResolvedConfig) -> Place:
 def with_bundle(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any]) -> ResolvedConfig:
     """Return the config with num_gpu_blocks_override set to the number of KV pages for which its bundle was built.
 
-    config: has a bundle. devices: of all stages. Raises ConfigError if there is no such bundle, if it was built for
-    other options, versions, devices or another model (the message names the difference), if the model or a logits
-    processor is code of the user that `refuse_unknown_code` refuses, or if scales of coded keys and values would have
-    to be measured.
+    config: config with a bundle. devices: devices of all stages. Raises ConfigError if there is no such bundle, if it
+    was built for other options, versions, devices or another model (the message names the difference), if the model or
+    a logits processor is code of the user that `refuse_unknown_code` refuses, or if scales of coded keys and values
+    would have to be measured.
     """
     assert config.bundle is not None
     refuse_unknown_code(source, config)
@@ -82,8 +82,8 @@ def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *
     """Return the facts that programs of an engine are compiled for: versions and devices, options, and the fields of
     the model's config as text.
 
-    devices: of all stages. built: whether a bundle is being built for these devices, which need not exist on this
-    machine.
+    devices: devices of all stages. built: whether a bundle is being built for these devices, which need not exist on
+    this machine.
     """
     model = {field.name: getattr(source.config, field.name) for field in dataclasses.fields(source.config)}
     facts = _facts(devices, built)
@@ -95,8 +95,8 @@ def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *
 def _facts(devices: Sequence[Any], built: bool) -> dict[str, Any]:
     """Return versions, compiler flags and devices as JSON values by name.
 
-    devices: of all stages. built: whether a bundle is being built for them; then the CUDA version of a GPU is that of
-    the installed compiler, else that of the driver. A compiler package that is not installed is left out.
+    devices: devices of all stages. built: whether a bundle is being built for them; then the CUDA version of a GPU is
+    that of the installed compiler, else that of the driver. A compiler package that is not installed is left out.
     """
     first = devices[0]
     kind = "gpu" if first.platform in ("gpu", "cuda") else first.platform

@@ -138,9 +138,9 @@ def open_stages(
     """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one;
     return their runners. Closes the source at the end, also on an error.
 
-    devices: of all stages, stage after stage. mesh: in the engine's axes, if the caller's mesh decides how attention
-    heads are split; else None. progress(done, total, what): called with the bytes of weights loaded so far and
-    altogether, and the tensor's name.
+    devices: devices of all stages, stage after stage. mesh: the caller's mesh in the engine's axes if it decides how
+    attention heads are split; else None. progress(done, total, what): called with the bytes of weights loaded so far
+    and altogether, and the tensor's name.
 
     Raises ConfigError for a model that cannot be split in this way, ModelFileError for weights that do not fit, and the
     errors of jaxengine.runner.extensions.drafts.open.open_drafting.
@@ -216,8 +216,8 @@ def split_stages(
     """Return the model's stages in order, before any weights are read. Nothing is allocated. A draft's source is opened
     and stays open.
 
-    meshes: one for each stage, with the axes of `layout`; abstract ones if nothing is to run. Raises the errors of
-    `open_stages`.
+    meshes: a mesh for each stage, with the axes of `layout`, which may be abstract if nothing is to run. Raises the
+    errors of `open_stages`.
     """
     stages = choose_stages(source.config, config, layout)
     models = [build_split(source.config, config, layout, stage) for stage in stages]
@@ -318,8 +318,8 @@ def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: Resol
     """Load the weights of an abstract model onto its mesh, and return them as an nnx.State.
 
     They come from the source's files or from its folder in device layout. A source without weights gets random ones
-    from config.seed. progress(done, total, what): called with bytes. Raises ModelFileError, and ValueError if the mesh
-    does not split a weight of such a folder evenly.
+    from config.seed. progress(done, total, what): called with bytes. Raises ModelFileError for files that do not fit
+    the model, and ValueError if the mesh does not split a weight of such a folder evenly.
     """
     if source.weights is None:
         return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)

@@ -105,10 +105,10 @@ def measure(
     """Run prompts through the model and return the largest magnitudes of its keys and values: f32[layers, K KV heads]
     each, 0 for layers without pages. The values' are None if values lie in keys (latent attention).
 
-    stages: with their weights; they are not changed. prompts: i32[n] each; None for a single prompt of random tokens.
-    Compiles two additional steps, and stores their executables. progress(done, total, what): called after each prompt.
-    Raises ModelFileError for keys or values that are not finite or that no scale covers, ConfigError if memory does not
-    suffice.
+    stages: stages with their weights, which are not changed. prompts: i32[n] each; None for a single prompt of random
+    tokens. Compiles two additional steps, and stores their executables. progress(done, total, what): called after each
+    prompt. Raises ModelFileError for keys or values that are not finite or that no scale covers, ConfigError if memory
+    does not suffice.
     """
     most = min(_NUM_TOKENS, config.max_model_len - 1)
     if prompts is None:

@@ -42,7 +42,7 @@ def text_bar(parts: Mapping[str, int], total: int) -> str:
 
     A part has a column for each 72nd of the total, and at least one. LEFT is drawn as dots; the rest of the total is
     blank. If the parts exceed the total, the bar and the percentages are of their sum. parts: bytes by purpose; parts
-    of 0 or fewer bytes are not drawn.
+    of 0 or fewer bytes are not drawn, and those for which no letter is left are drawn as "?".
     """
     drawn = {purpose: size for purpose, size in parts.items() if size > 0}
     letters = dict(zip((each for each in drawn if each != LEFT), _LETTERS, strict=False)) | {LEFT: "."}

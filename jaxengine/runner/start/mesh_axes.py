@@ -70,8 +70,8 @@ def engine_mesh(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[Mesh, 
     """Return the mesh with its axes changed to data, attn and model, and whether the given mesh itself decides how
     tensor parallelism is split into attn and model.
 
-    mesh_axes: maps axes of the mesh to "data", "tensor", "attn" or "model", as in `devices_by_axes`. Raises
-    ConfigError, which names the axis that has no valid meaning.
+    mesh_axes: maps axes of the mesh to "data", "tensor", "attn" or "model", as in `devices_by_axes`. Raises the
+    ConfigErrors of `devices_by_axes`.
     """
     devices, is_exact = devices_by_axes(mesh, mesh_axes)
     return Mesh(devices, MESH_AXES), is_exact

@@ -83,8 +83,8 @@ def open_resolved(
 
 def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, ResolvedConfig]:
     """Open the model of a config for a platform's kernels and return it, open, with the config in which every open
-    option is resolved. Raises ConfigError, ModelConfigError, ModelFileError or DefaultModelMissing; the source is then
-    closed.
+    option is resolved. Raises ConfigError for options, ModelConfigError or ModelFileError for a model that cannot be
+    used, and DefaultModelMissing for the default model if it is not installed. The source is then closed.
     """
     source, config = settle_model(config, platform)
     with source.closing_on_error():
@@ -118,8 +118,7 @@ def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource,
     options that depend on the model's files are settled.
 
     The returned config names the downloaded tokenizer and has no hub token or tokenizer revision. For a model class of
-    the user it turns off the storage of executables. Needs no devices. Raises ConfigError, ModelConfigError,
-    ModelFileError or DefaultModelMissing.
+    the user it turns off the storage of executables. Needs no devices. Raises the errors of `resolve_model`.
     """
     source = open_model(config, keep_tables=platform.keeps_tables)
     with source.closing_on_error():
@@ -145,9 +144,9 @@ def load_runner(
     error.
 
     Every process of an engine calls this. If keys and values are stored as codes and `known_scales` has no scales for
-    them, they are measured on random tokens. source, config, platform, devices, mesh: from `open_resolved`. peers: the
-    engine's other processes; ALONE for none. Raises ConfigError for sizes or memory that do not fit, and if several
-    processes would have to measure scales; ModelFileError for weights that do not fit.
+    them, they are measured on random tokens. source, config, platform, devices, mesh: results of `open_resolved`.
+    peers: the engine's other processes; ALONE for none. Raises ConfigError for sizes or memory that do not fit, and if
+    several processes would have to measure scales; ModelFileError for weights that do not fit.
     """
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
     with source.closing_on_error():

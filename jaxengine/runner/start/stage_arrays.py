@@ -62,7 +62,7 @@ class StageArrays:
     def sizes(self, total: int, limit: int | None = None) -> StageSizes:
         """Return the stage's weight and page bytes, drafts included, in the form that `plan_stages` takes.
 
-        total: bytes of one device. limit: limit in bytes that `plan_memory` takes; None for none.
+        total: bytes of one device. limit: limit in bytes that `plan_memory` takes; None without one.
         """
         weights, page = sum(map(part_bytes, self.params)), self.programs.page_bytes
         if self._draft is not None:

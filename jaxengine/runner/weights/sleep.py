@@ -31,7 +31,7 @@ class Absent(NamedTuple):
     def restored(self, memory: HugePages | None) -> jax.Array:
         """Return the array on its devices again, made from its copies in `host`, which must not be None.
 
-        memory: huge pages that are used for devices which share the host's memory; None for none.
+        memory: huge pages that are used for devices which share the host's memory; None to use none.
         """
         assert self.host is not None
         parts = [jax.device_put(part if memory is None else memory.copy(part), device) for device, part in self.host]

@@ -321,8 +321,8 @@ def _of_folder(
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
     """Read a folder with safetensors or a GGUF file, and return each stage's new arrays by leaf index once they are on
-    the devices; without strict, those of the weights that the folder has. The arguments are those of an update; head:
-    tensors of a draft head, or None. Raises ModelFileError, and WeightUpdateError if stopped or numbers are not finite.
+    the devices; without strict, those of the weights that the folder has. head: selection of a draft head's tensors, or
+    None. Raises ModelFileError for files that do not fit, and WeightUpdateError if stopped or numbers are not finite.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
@@ -361,8 +361,8 @@ def _of_head(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return a list with one dict: a draft head's new arrays by leaf index. Its tensors are collected first; others are
-    ignored. donate: delete jax arrays once all have been read. Raises WeightUpdateError, ModelFileError.
+    """Return a list with one dict: a draft head's new arrays by leaf index. Other tensors are ignored. donate: delete
+    jax arrays once all are read. Raises WeightUpdateError or ModelFileError for tensors that do not fit.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
@@ -401,7 +401,7 @@ def _of_tensors(
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     """Read tensors and put them on the devices one by one, and return each stage's new arrays by leaf index. strict,
-    donate, chunk_bytes: see `read_weights`. Raises ModelFileError, WeightUpdateError.
+    donate, chunk_bytes: see `read_weights`. Raises ModelFileError or WeightUpdateError for tensors that do not fit.
     """
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:

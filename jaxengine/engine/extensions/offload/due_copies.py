@@ -73,7 +73,7 @@ class DueCopies:
 
     def add(self, rank: Rank, keys: Iterable[bytes], found: dict[bytes, int]) -> None:
         """Queue, and reference, the pages of a replica's pool whose keys are neither in host memory nor on their way to
-        it.
+        it. A key that is queued already is queued again.
 
         found: the page or snapshot of each key that the replica has; other keys are left out. Copies of snapshots,
         which cannot be referenced, are dispatched at once.

@@ -117,8 +117,8 @@ class Offload(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Record the rate of computed tokens for the tiers, from steps that have more tokens than decodes alone can
-        have.
+        """Record the rate of computed tokens for the tiers, from steps with more than max_num_seqs tokens, which are
+        hardly decodes alone.
         """
         if step.step.num_tokens > self._most_decodes:  # hardly a step of decodes alone
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
@@ -189,8 +189,9 @@ class Offload(LoopExtension):
             yield Counter("jaxengine:kv_offload_disk_failed_writes", tiers.disk.num_failed)
 
     def status(self) -> dict[str, Any]:
-        """Return, under the key "kv_offload", the bytes and blocks of the tiers, the bytes moved, and the prefix tokens
-        looked up ("queries") and found ("hits"), as JSON values.
+        """Return, under the key "kv_offload", a dict of JSON values: "host_bytes", "host_capacity" (bytes) and
+        "host_blocks" of host memory; with a folder also "disk_bytes", "disk_blocks" and "disk_bad_files"; the bytes
+        moved, "load_bytes" and "store_bytes"; and the prefix tokens looked up ("queries") and found ("hits").
         """
         host, disk = self.tiers.host, self.tiers.disk
         stored = {"host_bytes": host.num_bytes, "host_capacity": host.capacity, "host_blocks": len(host)}

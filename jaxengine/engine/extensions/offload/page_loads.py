@@ -85,8 +85,8 @@ class PageLoads:
         return bool(self._loading)
 
     def start(self, load: Load, found: Mapping[bytes, Block], generation: int) -> None:
-        """Begin a load on a thread. found: for each key, in order, its content or the store that has it. generation:
-        value of Loading.generation.
+        """Begin a load on a thread. found: for each key, in order, what `Tiers.find` returned for it. generation: value
+        of Loading.generation.
         """
         self._loading.append(loading := Loading(load, generation))
         is_far = any(getattr(each, "is_far", False) for each in found.values())
@@ -119,7 +119,7 @@ class PageLoads:
         """Read and send all parts of a load, on one of the threads; an exception ends the load and is stored in its
         `error`. When the engine or the process is ending, the load ends without the remaining parts.
 
-        found: content or store of each key, as in `start`.
+        found: argument of `start`.
         """
         parts = 0
         try:
@@ -139,7 +139,7 @@ class PageLoads:
         `rank`.
 
         A part has up to SIZES[-1] pages, or one state. Blocks whose size is not the model's are left out. found:
-        content or store of each key, as in `start`.
+        argument of `start`.
         """
         mover = self._mover
         pages: list[tuple[bytes, np.ndarray]] = []

@@ -158,8 +158,8 @@ class PageStores:
     def send(self, ranks: list[list[tuple[bytes, int]]], states: bool) -> None:
         """Dispatch copies of pages, or of snapshots if `states`; those beyond `room` are dropped and counted.
 
-        ranks: for each replica, pairs (key, page id or snapshot); each list is replaced in place by what is copied. A
-        key that several replicas have, as those that have computed one prompt at once, is copied from the first. Adds
+        ranks: pairs (key, page id or snapshot) of each replica, in lists that are replaced in place by what is copied.
+        A key that several replicas have, as those that have computed one prompt at once, is copied from the first. Adds
         the keys to the tiers' `arriving`.
         """
         room, taken = self.room, set[bytes]()

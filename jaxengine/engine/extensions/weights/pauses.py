@@ -31,8 +31,8 @@ class Pauses(LoopExtension):
         self.resumed = time.monotonic()
 
     def hold(self, key: Any, mode: PauseMode) -> None:
-        """Begin a pause in addition to others; `release` with the same key ends it. mode: effect on unfinished requests
-        (PauseMode).
+        """Begin a pause in addition to those of other keys, or change the mode of the key's pause; `release` with the
+        same key ends it. mode: effect on unfinished requests (PauseMode).
 
         Modes other than "keep" stop the admission of requests that arrive from now on.
         """

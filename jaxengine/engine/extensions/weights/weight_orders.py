@@ -92,10 +92,10 @@ class WeightOrders:
     ) -> int:
         """Begin to read a folder of weights on a thread; return the read's number, the argument of `weights_are_read`.
 
-        version, mode, kv: of the planned update, only checked here. strict, chunk_bytes: see `LLM.update_weights`.
-        Raises RequestError for an invalid argument, and if MAX_READS reads are running, or complete but neither used
-        nor dropped; a dropped read counts until its thread has ended. Errors of the folder are raised by
-        `weights_are_read`.
+        version, mode, kv: arguments of the planned update, which are only checked here. strict, chunk_bytes: see
+        `LLM.update_weights`. Raises RequestError for an invalid argument, and if MAX_READS reads are running, or
+        complete but neither used nor dropped; a dropped read counts until its thread has ended. Errors of the folder
+        are raised by `weights_are_read`.
         """
         self._weights.check(version, mode, kv)
         check_chunk_bytes(chunk_bytes)
@@ -126,8 +126,8 @@ class WeightOrders:
     def hold_engine(self, number: int, mode: PauseMode) -> None:
         """Begin the pause of a weight update, in addition to the operator's pause and those of other updates.
 
-        number: of a read; switching to or dropping its weights ends the pause. mode: see `Weights.pause`, whose errors
-        this raises. Raises RequestError for an unknown number.
+        number: number of a read. Switching to its weights or dropping them ends the pause. mode: see `Weights.pause`,
+        whose errors this raises. Raises RequestError for an unknown number.
         """
         self._find(number)
         self._weights.hold(number, mode)
@@ -153,8 +153,8 @@ class WeightOrders:
         return _LEASE_SECONDS if self._reads else float("inf")
 
     def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any] | None:
-        """Replace the engine's weights by those of a read, end the pause of `hold_engine`, and return a WeightUpdate's
-        fields.
+        """Replace the engine's weights by those of a read, end the pause of `hold_engine`, drop the read, and return a
+        WeightUpdate's fields. If `Weights.switch` raises, the pause is ended and the read dropped as well.
 
         Returns None, with nothing changed, while that pause is not complete: call again. version, kv: see
         `Weights.switch`. Raises RequestError for an unknown number, if the read is not complete, and without that

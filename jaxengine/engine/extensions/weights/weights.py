@@ -144,12 +144,14 @@ class Weights(Pauses):
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replace the weights while the engine is paused, and return what was replaced.
 
+        Weights that slept are awake afterwards, unless other arrays, such as adapters, are still in host memory.
         Unfinished requests record the version with the number of their output tokens. Without kv="keep" they are
-        computed again. version: of the new weights; None for the last version plus one or, if that is a text, for the
-        number of switches including this one. kv: treatment of keys and values of the old weights (KVMode).
+        computed again. version: version of the new weights; None for the last version plus one or, if that is a text,
+        for the number of switches including this one. kv: treatment of keys and values of the old weights (KVMode).
 
-        Raises RequestError, with nothing changed, for an invalid argument, and for a version with a draft model's
-        weights. Asserts that the pause is complete.
+        Weights of a draft model are replaced as `_switch_draft` describes: neither the version nor the requests'
+        records change. Raises RequestError, with nothing changed, for an invalid argument, and for a version with a
+        draft model's weights. Asserts that the pause is complete.
         """
         self.check(version, "keep", kv)
         if new.are_of_draft:
@@ -227,7 +229,8 @@ class Weights(Pauses):
             self._durations["sleep"].observe(time.monotonic() - start)
 
     def doze(self) -> None:
-        """Put an engine without requests to sleep at level 1, until a request or call needs it, and set `dozes`.
+        """Put an engine without requests to sleep at level 1, until a request or call needs it: begin the operator's
+        pause with mode "keep", release all parts, and set `dozes`.
 
         Raises MemoryError or jax's RuntimeError if copies cannot be made; the engine is then awake again, or sleeps on
         if waking fails, too.
@@ -294,8 +297,8 @@ class Weights(Pauses):
         yield self._updates.metric("vllm:rl_weight_update_operation_duration_seconds", {"operation": "update"})
 
     def status(self) -> dict[str, Any]:
-        """Return the version, the number of switches, whether the operator's pause is in force, and the parts that
-        sleep, under "weights".
+        """Return, under "weights", the "version" of the weights, the number of "switches", whether the operator's pause
+        is in force ("paused"), and the sorted parts that sleep ("asleep").
         """
         return {
             "weights": {
@@ -328,8 +331,8 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
 
 
 def _named(tags: Sequence[str] | None) -> set[str]:
-    """Return the parts that `tags` names as a set; None names all. Raises RequestError for anything but a collection of
-    known tags or None.
+    """Return the parts that `tags` names as a set; None names all, an empty collection none. Raises RequestError for
+    anything but a collection of known tags or None.
     """
     if not isinstance(tags, Collection | None):
         raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)

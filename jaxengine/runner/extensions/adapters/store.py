@@ -126,7 +126,7 @@ class AdapterStore:
 
     def read(self, path: str) -> AdapterWeights:
         """Read an adapter's folder, local or at a URL, and check it against this model; return its matrices in host
-        memory. Raises ModelFileError.
+        memory. Raises ModelFileError if it cannot be read or does not suit the model.
         """
         try:
             folder = Path(local_adapter(path)).expanduser()
@@ -179,7 +179,7 @@ class AdapterStore:
 
     def add_unnamed(self, path: str) -> Adapter:
         """Read an adapter's folder and register it without a name; return its identity. It is dropped unless the
-        callers' `in_use` includes it. Raises ModelFileError.
+        callers' `in_use` includes it. Raises the errors of `read`.
         """
         weights = self.read(path)
         adapter = self._adapter("", weights)
@@ -193,8 +193,9 @@ class AdapterStore:
         """Check an adapter's tensors, under PEFT's names, and return them for `replace`. Thread-safe. Changes nothing.
 
         config: content of adapter_config.json; None for that of the adapter which has the name. number: its
-        lora_int_id, not checked here; None for that of its name, or for a free one. Raises ModelFileError, whose
-        `others` are all further faulty tensors, and RequestError if config is None and no adapter has the name.
+        lora_int_id, not checked here; None for that of its name, or for a free one. Raises ModelFileError for a
+        configuration or tensors that do not suit the model (its `others` are all further faulty tensors), and
+        RequestError if config is None and no adapter has the name.
         """
         if config is not None:
             raw = {field: sorted(value) if isinstance(value, set) else value for field, value in config.items()}
@@ -209,11 +210,12 @@ class AdapterStore:
 
     def replace(self, given: GivenAdapter, slots: AdapterSlots) -> Replaced:
         """Replace the matrices of the adapter with the given name from the next step on, or add an adapter under a new
-        name.
+        name. Return the identities of the old adapter (None for a new name) and of the new one.
 
-        given: from `read_given`. slots: the scheduler's adapter slots; the adapter keeps its pool slot if it has one.
-        If the pools are not on the devices (a sleeping engine), that slot is marked for reloading. Raises RequestError,
-        with nothing changed, for a new name or number that `known` refuses, and for a number other than the adapter's.
+        given: result of `read_given`. slots: the scheduler's adapter slots; the adapter keeps its pool slot if it has
+        one. If the pools are not on the devices (a sleeping engine), that slot is marked for reloading. Raises
+        RequestError, with nothing changed, for a new name or number that `known` refuses, and for a number other than
+        the adapter's.
         """
         name, number, weights = given
         old = self._named.get(name)
@@ -266,7 +268,8 @@ class AdapterStore:
         number: its lora_int_id; None for a free one, and an adapter of that name that is loaded already is then an
         error. in_place: the adapter that has the name, if any, loses it once the new one is read, and the new one takes
         over its number, so that `number` is not used. Raises RequestError for a name or number that `known` refuses,
-        and if _MAX_LOADS adapters are being read.
+        and if _MAX_LOADS adapters are being read. Loads that are done and were not asked for are dropped when that
+        number is reached.
         """
         if not (in_place and name in self._named) and self._is_there(name, path, number):
             return 0
@@ -333,8 +336,8 @@ class AdapterStore:
             self._pools.set_rows(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
-        """Complete a finished upload and start the next of those that the scheduler requests (slots.loads, which is
-        emptied); does not wait. Drops adapters without a name that no unfinished request uses.
+        """Complete a finished upload, unless the engine sleeps, and start the next of those that the scheduler requests
+        (slots.loads, which is emptied); does not wait. Drops adapters without a name that no unfinished request uses.
 
         Uploads run one at a time, because running requests wait while one is written, and one in transit takes memory
         besides the pools. in_use: returns the adapters of unfinished requests. Returns the requests whose adapter could
@@ -354,7 +357,8 @@ class AdapterStore:
         return failed
 
     def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
-        """Write an uploaded adapter into its pool slot, unless the slot has another owner now. The upload must be done.
+        """Write an uploaded adapter into its pool slot, and mark the slot as loaded, unless it has another owner now.
+        The upload must be done.
 
         Returns the requests whose adapter could not be read, each with its error; they are removed from the slots'
         waiting requests.

@@ -120,8 +120,8 @@ class Drafter(StageExtension):
         """Dispatch the draft program that precedes a bucket's forward pass, if any; return the drafts of a wide bucket,
         else None.
 
-        params: the target model's leaves. state: DeviceState before the step. message: the step's, i32[replicas, size]
-        on the devices; stored for `after_sample`.
+        params: the target model's leaves. state: DeviceState before the step. message: message of the step,
+        i32[replicas, size] on the devices, which is stored for `after_sample`.
         """
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:

@@ -115,8 +115,8 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
     """Open the draft model or head that a config names for the target model of `source`, split over the same mesh
     layout.
 
-    Returns None without a draft method, or with one that has no weights. The weights are read later, so the opened
-    source stays open; the caller closes `source`. Raises the errors of `open_draft`, and ConfigError if the draft
+    Returns None without a draft method, or with one that has no weights. The weights are read later, so the `source` of
+    the result stays open, and the caller closes it. Raises the errors of `open_draft`, and ConfigError if the draft
     cannot be split or used, or is not in the checkpoint.
     """
     chosen, model = config.speculative_config, source.config
@@ -146,10 +146,11 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 
 def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """Return a head's source with its weights under the names that Eagle3 declares; unchanged if it has no weights.
+    """Return a head's source with its weights under the names that Eagle3 declares, and with the configuration that
+    these weights determine; unchanged if it has no weights.
 
     model: weights of the target model, some of which the head may share; None if they cannot be read by name. Raises
-    ModelFileError, after closing the head's source.
+    ModelFileError, after closing the head's source, for weights that cannot be used.
     """
     if head.weights is None:
         return head

@@ -96,8 +96,8 @@ class EncoderLayout:
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
         """Return the message of one call that encodes each replica's items, in the smallest size that holds them.
 
-        encodes: of each replica, none of them of modality EMBEDS, and at most max_patches patches. Raises StopIteration
-        if the items of a device do not fit into the largest size.
+        encodes: items of each replica, none of them of modality EMBEDS, with at most max_patches patches in all. Raises
+        StopIteration if the items of a device do not fit into the largest size.
         """
         shares = [share for own in encodes for share in self._shares(own)]
         most = max(sum(each.item.num_patches for each in share) for share in shares)
@@ -123,7 +123,7 @@ class EncoderLayout:
 
     def place(self, placed: Sequence[Sequence[Encode]]) -> Iterator[PlaceInput]:
         """Yield messages that write embeddings of requests into the pool, `num_placed` rows of a replica at a time;
-        nothing without embeddings. placed: of each replica, items of modality EMBEDS only.
+        nothing without embeddings. placed: items of each replica, all of modality EMBEDS.
         """
         rows = [[row for each in own for row in each.rows.tolist()] for own in placed]
         values = [[row for each in own for row in each.item.patches[each.item.rows]] for own in placed]
@@ -154,8 +154,8 @@ def make_encode(graph: nnx.GraphDef, params_tree: Any, layout: EncoderLayout) ->
     """Return the function that encodes images: (params: list of arrays, pool [N, E], patches, columns, targets) -> the
     pool with the new embeddings. The last three are one device's parts of an EncoderInput.
 
-    graph, params_tree: static parts of the model. layout: of the calls; with several parts, devices gather each other's
-    embeddings. If rows of the pool are wider than the tower's embeddings, the rest is zeros.
+    graph, params_tree: static parts of the model. layout: layout of the calls. With several parts, devices gather each
+    other's embeddings. If rows of the pool are wider than the tower's embeddings, the rest is zeros.
     """
 
     def encode(params: Any, pool: jax.Array, patches: jax.Array, columns: jax.Array, targets: jax.Array) -> jax.Array:

@@ -136,7 +136,7 @@ class EncoderPool(StageExtension):
         """Dispatch the encoding of items into the pool, which the next forward pass reads. The pool is donated, and
         replaced.
 
-        programs: of the tower that encodes them; None for the first tower.
+        programs: programs of the tower that encodes the items; None for the first tower.
         """
         encode = self._stage.program(self.name, (programs or self._programs).name(pictures.patches.shape[1]))
         self.rows = encode(self._stage.params, self.rows, *pictures)

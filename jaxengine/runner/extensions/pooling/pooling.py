@@ -52,7 +52,7 @@ class PoolingExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """The pooling epilogue, by name, which ends each step in place of a sampler."""
+        """The pooling epilogue, under POOL, which ends each step in place of a sampler."""
         own = Epilogue(
             make_pool,
             arguments=("params", NAME),
@@ -102,7 +102,7 @@ class Pooler(HostExtension):
 
 def make_pool(spec: EpilogueSpec) -> Callable:
     """Return the epilogue function (params: list of arrays, pooled states f32[S, D]) -> (PoolOutput,), which computes
-    vectors of all replicas. A row with a number that is not finite gets token -1.
+    vectors of all replicas. A row gets token POOLED, or -1 if one of its numbers is not finite.
     """
 
     def pool_prompts(params: list[jax.Array], hidden: jax.Array):
@@ -123,7 +123,7 @@ def pool_rows(
     the pooled states f32[S, D]).
 
     Args:
-      batch: of the step; its cu_q_lens delimit each row's tokens.
+      batch: batch of the step, whose cu_q_lens delimit each row's tokens.
       pooling_type: LAST, MEAN or CLS.
       kept: f32[R, D] per slot, the sum of the prompt's states so far (MEAN) or its first state (CLS); None with LAST.
       hidden: [T, D] after the final norm.

@@ -47,7 +47,7 @@ class SparsePoolingExtension(PoolingExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """The pooling epilogue, by name, which ends each step; its size is the bucket's number of tokens."""
+        """The pooling epilogue, under POOL, which ends each step; its size is the bucket's number of tokens."""
         own = Epilogue(
             self.make_pool,
             arguments=("params", NAME),
@@ -69,7 +69,7 @@ class SparsePoolingExtension(PoolingExtension):
 
     def make_pool(self, spec: EpilogueSpec) -> Callable:
         """Return the epilogue function (params: list of arrays, StepTokens) -> (PoolOutput,), of all replicas. A row
-        with a number that is not finite gets token -1.
+        gets token POOLED, or -1 if one of its numbers is not finite.
         """
         num_rows = self.num_rows
 

@@ -34,7 +34,7 @@ class TokenPoolingExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """The epilogue, by name, that computes tokens' rows; its size is the bucket's number of tokens."""
+        """The epilogue, under POOL_TOKENS, that computes tokens' rows; its size is the bucket's number of tokens."""
         own = Epilogue(
             make_pool_tokens,
             arguments=("params", NAME),

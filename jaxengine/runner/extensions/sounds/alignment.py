@@ -67,7 +67,7 @@ class AlignmentExtension(DeviceExtension):
         return [program_on(shape.mesh, self.program_name, self._align, arguments, self._result, ())]
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, by purpose, of the results of MAX_ALIGNED texts in each step that may be in
+        """Return the bytes on one device, under NAME, of the results of MAX_ALIGNED texts in each step that may be in
         flight.
         """
         # Results stay until the host reads their step.
