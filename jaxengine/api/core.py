@@ -145,7 +145,8 @@ class EngineCore:
 
     def rest(self) -> float:
         """Do the periodic work that is due while `has_unfinished` is False, and return the seconds until the next call
-        is due, inf for never. While the scheduler is paused, the next call is due when a request times out.
+        is due, inf for never. While the scheduler is paused, the next call is due at the latest when a request times
+        out.
         """
         scheduler, due = self.engine.scheduler, self.engine.extensions.rest()
         return max(0.0, min(due, scheduler.next_deadline - time.monotonic())) if scheduler.paused else due

@@ -310,11 +310,12 @@ class LLM(WeightMethods, VllmMethods):
 
         One text in data_1, alone or in a list, is paired with each of data_2; two lists of equal length one by one.
         A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
-        `chat_template` from messages with the roles "query" and "document". An embedding model's score is the cosine
+        a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
         similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
 
-        chat_template: None for the engine's option. If that is None too, the texts are concatenated; an encoder's
-        tokenizer does that. Raises RequestError for an empty text, numbers of texts that do not match, a classifier
+        chat_template: None for the engine's option. If that is None too, a model whose files say that it takes
+        messages uses its own template. For other models the texts are concatenated, by an encoder's tokenizer or as
+        they are. Raises RequestError for an empty text, numbers of texts that do not match, a classifier
         with several labels, a model that generates text, a template given to an embedding model, or a result that is
         not finite; raises EngineDeadError.
         """

@@ -386,7 +386,8 @@ class AsyncWeightMethods(ABC):
         keep_kv: bool = False,
     ) -> None:
         """Free device memory until `wake_up`, and return once it is freed. Requests wait. See `LLM.sleep` for the
-        arguments. Raises RequestError for arguments that are not allowed, and EngineDeadError.
+        arguments. Raises RequestError for arguments that are not allowed or if the pause is ended in the meantime, and
+        EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(lambda: weights.begin_sleep(level, mode, tags, keep_kv))
@@ -411,7 +412,8 @@ class AsyncWeightMethods(ABC):
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
         reset_running_requests: also compute running requests again from their first token, once no step is in flight.
-        Raises RequestError if reset_connector is true, because files of kv_offloading_path are not deleted.
+        Raises RequestError if reset_connector is true, because files of kv_offloading_path are not deleted;
+        EngineDeadError.
         """
         name = prefix_reset(reset_running_requests, reset_connector)
         return await self.between_steps(lambda: self.core.utility(name))

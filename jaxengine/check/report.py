@@ -18,6 +18,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _line(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row's columns in the table, by name in order; None for a figure that it does not have.
 
+    They are the target, program and result, then memory, registers, launches, copies, collectives, cycles, operations,
+    rows of experts, bytes moved and exchanged, the roofline, and the time and size of compilation.
+
     Memory is in MiB or KiB, operations are in billions, shares in percent. Only steps have figures of device memory.
     """
     return {

@@ -121,6 +121,8 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
     """Load the plugins, then open the model that `config.model` names, the default one for None. The caller closes the
     result.
 
+    The result's config has the quantization that is asked for, only the towers that requests may use, and at most
+    max_model_len positions. A tokenizer that the options name is downloaded if needed, and steering vectors are read.
     keep_tables: with `quantization` gguf, keep the token tables in the file's storage format too.
 
     Raises:
@@ -214,8 +216,9 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
 def find_model(config: EngineConfig) -> Path:
     """Return the file or folder that `config.model`, which is not None, names; a URL or hub id is downloaded if needed.
 
-    Raises ConfigError for a name that cannot be looked up, a revision with a URL, or a failed download; ModelFileError
-    for invalid files; OSError if the folder for downloads cannot be written.
+    Of a URL only configuration and tokenizer files are downloaded, not the weights. Raises ConfigError for a name that
+    cannot be looked up, a revision with a URL, or a failed download; ModelFileError for invalid files; OSError if the
+    folder for downloads cannot be written.
     """
     assert config.model is not None
     if is_url(config.model):
@@ -450,7 +453,8 @@ def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, A
     """Return default sampling parameters by name, from the options generation_config and override_generation_config.
 
     path: the model's folder; None for a GGUF file, which has no generation_config.json ("auto" then gives
-    GENERATION_DEFAULTS for the default model, and none for others). max_new_tokens becomes max_tokens. Values are
+    GENERATION_DEFAULTS for the default model, and none for others). generation_config "vllm" reads no file. A value of
+    None is left out. max_new_tokens becomes max_tokens. Values are
     checked when they are used. Raises ConfigError for a named folder without the file or an unknown name to override,
     ModelFileError for an invalid file.
     """

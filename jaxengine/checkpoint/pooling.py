@@ -249,7 +249,7 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
     With the method TWO_WAY there are exactly two tokens, the one for "no" first, and one label is scored: the
     difference of their logits. fields: of config.json. token_id: maps a token of the vocabulary to its id, and any
-    other text to None. Raises ModelConfigError.
+    other text to None. Raises ModelConfigError for invalid fields, and for tokens that the vocabulary does not have.
     """
     tokens = fields.value("classifier_from_token", None)
     if tokens is None:
@@ -308,7 +308,7 @@ def _labels(fields: ConfigFields) -> dict[int, str]:
 
 def _read_matryoshka(fields: ConfigFields) -> tuple[int, ...] | None:
     """Return the sizes to which embeddings may be truncated; () for any size, None if they may not be. Raises
-    ModelConfigError.
+    ModelConfigError for sizes that are not integers from 1 to MAX_HIDDEN.
     """
     sizes = fields.value("matryoshka_dimensions", None)
     if sizes is None:

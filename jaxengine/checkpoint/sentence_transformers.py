@@ -87,7 +87,8 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 
     They are the activation of the scores and, for a decoder, the tokens whose logits are the score. Since version 5.4
     sentence-transformers writes them to separate files; older versions wrote all to config.json. raw: the config.json,
-    which is not changed; its own fields about tokens take precedence. Raises ModelFileError.
+    which is not changed; its own fields about tokens take precedence. Raises ModelFileError for invalid
+    files, modules other than Transformer and LogitScore, and a default prompt.
     """
     about = read_object(folder, PROMPTS) or {}
     modules = _read_modules(folder)
@@ -149,7 +150,7 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 def _is_of_pylate(folder: Path) -> bool:
     """Whether modules.json in a folder, which has the file, names a module of PyLate, which embeds tokens (ColBERT).
 
-    Raises ModelFileError.
+    Raises ModelFileError for an invalid file.
     """
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     listed = parse_object(folder / MODULES, f'{{"modules": {source}}}')["modules"]

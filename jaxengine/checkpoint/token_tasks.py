@@ -59,7 +59,8 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
     """Return the model with its tasks about tokens, and the heads that they need.
 
     model: complete for prompts, or with a head of labels for tokens. Sparse poolers, and encoders that score prompts,
-    have no such tasks and are returned unchanged. fields: of config.json. Raises ModelConfigError.
+    have no such tasks and are returned unchanged. fields: content of config.json. Raises ModelConfigError if
+    heads of bge-m3 that the architecture requires are missing, or their fields are invalid.
     """
     pooler = model.pooler
     if pooler.splade is not None:

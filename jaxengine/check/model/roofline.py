@@ -72,7 +72,8 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """Return the work of one layer's attention, of all its heads: queries and outputs, each visible key and value once,
     and both products.
 
-    kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
+    A layer with an indexer has the work of `_selected_work`, one with compressed keys that of `_compressed_work`.
+    kv_dtype: dtype of the cache. dtype: dtype of queries and outputs. context: keys per sequence of a decode.
     """
     if attention.index is not None:
         return _selected_work(attention, bucket, kv_dtype, dtype, context)
@@ -154,7 +155,8 @@ def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
     """Return the work of one layer's KV write for all tokens of a bucket and all KV heads: bytes only, no operations.
 
-    New keys and values are read as `dtype` and stored as `kv_dtype`.
+    New keys and values are read as `dtype` and stored as `kv_dtype`. In a layer with compressed keys these are the
+    entries of whole blocks of tokens.
     """
     if (compressed := attention.compressed) is not None:
         itemsize = jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize

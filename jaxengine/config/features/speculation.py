@@ -191,8 +191,9 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     EngineConfig by name.
 
     No method works with a model that pools or keeps recurrent states, several nodes, or steps of one token; "grammar"
-    needs a tokenizer. Drafts by a model need a single pipeline stage, no tower, a layer that keeps all keys, and the
-    tensor parallel size of the engine; "mtp" also the checkpoint's layer for it.
+    needs a tokenizer. Drafts by a model need a single pipeline stage, no tower, a layer that keeps all keys (or
+    disable_hybrid_kv_cache_manager), and the tensor parallel size of the engine; "mtp" also the checkpoint's layer for
+    it.
     """
     if options[NAME] is None:
         return
