@@ -168,7 +168,7 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Return a row for each peer with the ratio of jaxengine's best figure `key` to the peer's best; [] without ours.
 
-    The keys of a row are those of `compare`. workload, weights: labels for the rows. rows: of `figure`.
+    The keys of a row are those of `compare`. workload, weights: labels for the rows. rows: results of `figure`.
     """
     best: dict[str, dict[str, Any]] = {}
     for row in rows:

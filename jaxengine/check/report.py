@@ -74,7 +74,7 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
     """Return lines of text: for each target the number of programs, of failed ones, memory and seconds, then its memory
     plans.
 
-    rows: from `Compiler.row`. seconds: total time of each target by name; rows of other targets are left out.
+    rows: results of `Compiler.row`. seconds: total time of each target by name; rows of other targets are left out.
     """
     lines = []
     for target, wall in seconds.items():

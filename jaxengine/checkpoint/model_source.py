@@ -167,8 +167,8 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """Return the model without the towers of modalities that requests may not contain, and without any tower if it
     pools.
 
-    config: for limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the model
-    attends to a sound in each request.
+    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the
+    model attends to a sound in each request.
     """
     if model.tower is not None and model.tower.crosses:
         if config.mm_limit(AUDIO):
@@ -195,8 +195,8 @@ def _makes_types(folder: Path) -> bool:
 def _find_tokenizer(config: EngineConfig) -> Path | None:
     """Return the folder of the tokenizer that the options name, downloaded if needed; None for the model's own.
 
-    config: for tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision of a
-    tokenizer on this machine; DefaultModelMissing for a revision without a model, if the default one is missing.
+    config: supplies tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision
+    of a tokenizer on this machine; DefaultModelMissing for a revision without a model, if the default one is missing.
     """
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
@@ -262,9 +262,9 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
 def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool) -> ModelSource:
     """Return the model of an open GGUF file, with hf_overrides and generation_config.
 
-    With load_format "dummy" it closes the file; otherwise the model's weights own it. path: of the file. keep_tables:
-    with `quantization` gguf, keep the token tables in the file's storage format too. Raises ConfigError for options
-    that do not fit, ModelFileError for an invalid file.
+    With load_format "dummy" it closes the file; otherwise the model's weights own it. path: path of the file.
+    keep_tables: with `quantization` gguf, keep the token tables in the file's storage format too. Raises ConfigError
+    for options that do not fit, ModelFileError for an invalid file.
     """
     tied = HEAD not in file.names()
     try:
@@ -435,8 +435,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
     the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out.
-    path: of the model. Raises ModelFileError for an invalid file, and ConfigError for a generation_config that cannot
-    be a folder's name.
+    path: path of the model. Raises ModelFileError for an invalid file, and ConfigError for a generation_config that
+    cannot be a folder's name.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path

@@ -112,8 +112,8 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
     """Return a LogitScore module as fields of config.json.
 
-    The score is the logit of a token, minus that of another token if there is one. path: of the module's folder within
-    `folder`. Raises ModelFileError for invalid fields.
+    The score is the logit of a token, minus that of another token if there is one. path: path of the module's folder
+    within `folder`. Raises ModelFileError for invalid fields.
     """
     fields = ConfigFields(read_object(folder, name := f"{path}/config.json") or {})
     try:
@@ -160,7 +160,7 @@ def _is_of_pylate(folder: Path) -> bool:
 def _read_splade(folder: Path, path: str) -> Splade:
     """Return the settings of a SpladePooling module. num_tokens is 0, because the module does not state it.
 
-    path: of the module's folder within `folder`. Raises ModelFileError for settings that are not supported.
+    path: path of the module's folder within `folder`. Raises ModelFileError for settings that are not supported.
     """
     name = f"{path}/config.json"
     fields = ConfigFields(read_object(folder, name) or {})
@@ -178,9 +178,9 @@ def _read_splade(folder: Path, path: str) -> Splade:
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
     """Return (pooling type, whether the tokens of a prepended prompt are pooled) of a Pooling module.
 
-    The type is MEAN if the module names no mode. path: of the module's folder within the model's; "" for the model's
-    folder itself. Raises ModelFileError if it has no config.json, has a switch that is neither true nor false, or names
-    several modes or one that is not supported.
+    The type is MEAN if the module names no mode. path: path of the module's folder within the model's; "" for the
+    model's folder itself. Raises ModelFileError if it has no config.json, has a switch that is neither true nor false,
+    or names several modes or one that is not supported.
     """
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
@@ -203,8 +203,8 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
 def _read_dense(folder: Path, path: str) -> Dense:
     """Return the sizes and activation of a Dense module from its config.json.
 
-    path: of the module's folder within `folder`. Raises ModelFileError if it has no config.json, and for fields that
-    are invalid or not supported.
+    path: path of the module's folder within `folder`. Raises ModelFileError if it has no config.json, and for fields
+    that are invalid or not supported.
     """
     name = f"{path}/config.json"
     raw = read_object(folder, name)

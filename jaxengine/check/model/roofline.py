@@ -90,8 +90,8 @@ def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """Return the work of the attention of a layer with an indexer.
 
     Each visible key of the indexer and each latent that may be selected is read once. The indexer counts only in layers
-    that select by themselves (index.source None). kv_dtype: of the cache. dtype: of queries and outputs. context: keys
-    per sequence of a decode.
+    that select by themselves (index.source None). kv_dtype: dtype of the cache. dtype: dtype of queries and outputs.
+    context: keys per sequence of a decode.
     """
     index, latent, itemsize = attention.index, attention.latent, jnp.dtype(dtype).itemsize
     assert index is not None and latent is not None
@@ -114,8 +114,8 @@ def _compressed_work(
     """Return the work of the attention of a layer with compressed keys.
 
     The window's keys, which are part of the layer's state, and the keys of all blocks, or of the blocks that may be
-    selected, are read once; so are the indexer's keys of all blocks. compressed: of the layer. dtype: of queries and
-    outputs. context: keys per sequence of a decode.
+    selected, are read once; so are the indexer's keys of all blocks. compressed: compressed keys of the layer. dtype:
+    dtype of queries and outputs. context: keys per sequence of a decode.
     """
     itemsize, index, rate = jnp.dtype(dtype).itemsize, compressed.index, compressed.rate
     pairs = visible_keys(bucket, context, compressed.window)[1]
@@ -136,8 +136,8 @@ def _compressed_work(
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
     """Return the work of one layer's recurrent states: each read and written once, and the computation of every token.
 
-    dtype: of activations, and of states without a dtype of their own. A bucket that is not decode-only counts as one
-    sequence.
+    dtype: dtype of activations, and of states without a dtype of their own. A bucket that is not decode-only counts as
+    one sequence.
     """
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
     return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
@@ -146,7 +146,7 @@ def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
 def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
     """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written once.
 
-    dtype: of states without a dtype of their own.
+    dtype: dtype of states without a dtype of their own.
     """
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
@@ -176,8 +176,8 @@ def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
     """Return a device's share of the work of an epilogue.
 
     An epilogue such as the sampler reads the float32 logits once and does no operations; the score epilogue computes
-    the logits of every token. name: of the epilogue. size: its rows, for a score its tokens. width: tokens of each row
-    of the previous step.
+    the logits of every token. name: name of the epilogue. size: its rows, for a score its tokens. width: tokens of each
+    row of the previous step.
     """
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
@@ -218,8 +218,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
 
     Towers are left out. The LM head computes only the rows of logits, an expert the rows that reach it on average.
 
-    model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply whole tiles of rows
-    and may expand latents to keys; None counts neither.
+    model: abstract. dtype: dtype of activations. kv: the abstract pool, whose platform's kernels multiply whole tiles
+    of rows and may expand latents to keys; None counts neither.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
@@ -320,7 +320,7 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
     """Return a device's share of the work of a forward pass of an abstract model, in which every replica has the same
     bucket.
 
-    kv_dtype: of the cache. dtype: of activations. context: keys per sequence of a decode.
+    kv_dtype: dtype of the cache. dtype: dtype of activations. context: keys per sequence of a decode.
     """
     config, mesh = model.config, model.mesh
     products = product_work(model, bucket, dtype)

@@ -125,7 +125,8 @@ def settle_kv_events(options: Mapping[str, Any], model: Any) -> None:
     """Raise ConfigError if events are published or pages observed (kv_cache_metrics) without enable_prefix_caching, or
     if kv_cache_metrics_sample is given without kv_cache_metrics.
 
-    options: of the engine, resolved, by name. model: unused; all checks of a resolved config have this parameter.
+    options: options of the engine, resolved, by name. model: unused; all checks of a resolved config have this
+    parameter.
     """
     config = options[_OPTION]
     if options["kv_cache_metrics"] and not options["enable_prefix_caching"]:

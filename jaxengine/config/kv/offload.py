@@ -252,7 +252,7 @@ def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
     draft model or returned experts, a pooling model, one without keys and values), and for a folder that cannot be
     written.
 
-    options: of the engine, resolved, by name. Does nothing without kv_offloading_size and kv_transfer_config.
+    options: options of the engine, resolved, by name. Does nothing without kv_offloading_size and kv_transfer_config.
     """
     transfer = options[_NAME]
     if options["kv_offloading_size"] is None and transfer is None:

@@ -84,7 +84,7 @@ def _version_of_pieces(name: str) -> int:
 
 def _read_pieces(path: Path) -> tuple[Tokenizer, MistralFormat]:
     """Return the tokenizer and the chat format of a SentencePiece file, whose name has the version. Raises
-    ModelFileError.
+    ModelFileError for an invalid file, a model that is not BPE, and a version that is not known.
     """
     source = read_bytes(path.parent, path.name, MAX_PIECES_BYTES) or b""
     pieces, is_unigram, _ = read_sentencepiece(source, path)
