@@ -192,7 +192,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return known.result(outputs)
 
     async def _last(self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None) -> RequestOutput:
-        """Run a request to its end and return its last output. Raises RequestError or EngineDeadError."""
+        """Run a request to its end and return its last output. Raises EngineDeadError, or the request's
+        RequestError.
+        """
         output = None
         async for each in self.generate(prompt, params, lora_request=lora_request):
             output = each

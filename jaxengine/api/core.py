@@ -235,7 +235,7 @@ class EngineCore:
         self.engine.request_stats.num_rejections += count
 
     def _load(self) -> dict[str, int]:
-        """Return the numbers of running and of waiting requests, and of slots, which is how many can run at once."""
+        """Return "num_running" and "num_waiting", numbers of requests, and "num_slots", how many can run at once."""
         scheduler = self.engine.scheduler
         num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks
         return {"num_running": scheduler.num_running, "num_waiting": scheduler.num_waiting, "num_slots": num_slots}

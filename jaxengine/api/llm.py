@@ -154,7 +154,7 @@ class LLM(WeightMethods, VllmMethods):
           priority: one for all or one per prompt; smaller runs first. Needs scheduling_policy="priority".
           client: name of the client, one for all or one per prompt. Needs scheduling_policy="fair", which serves
             waiting clients in equal shares.
-          lora_request: the adapter to use, one for all or one per prompt; None for none. Needs enable_lora.
+          lora_request: the adapter to use, one for all or one per prompt; None for the model alone. Needs enable_lora.
 
         Raises:
           RequestError: a prompt or parameter is invalid, or a grammar cannot be compiled. The first such error is

@@ -357,8 +357,8 @@ class FreeRunner:
     on_cpu, page_bytes, state_bytes, block_bytes = False, 1 << 10, 0, 1 << 10
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
-        """config: a SchedulerConfig. packer: packer of the steps' messages. counts: None without drafts. For the others
-        see the class.
+        """Make a runner without devices. config: a SchedulerConfig. packer: packer of the steps' messages. counts: None
+        without drafts. For the other arguments see the class.
         """
         from jaxengine.config.features.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch

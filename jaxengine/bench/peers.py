@@ -85,8 +85,8 @@ def _start(
 
 
 def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
-    """Run a workload on all engines, `num_runs` times alternately; return a row of figures for each engine's fastest
-    run.
+    """Run a workload on all engines, `num_runs` times alternately; return the row (see `figure`) of each engine's
+    fastest run.
 
     name: key of RUNS. Rows are in the order of `engines`. An engine that fails or skips the workload is reported, and
     left out of further rounds; without a finished round it has no row.

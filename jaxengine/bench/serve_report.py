@@ -99,8 +99,8 @@ def _rate(count: float, seconds: float) -> float:
 
 
 def _spread(values: Sequence[float], further: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean, median and percentiles of SHARES and `further`, by name, rounded to three decimals; all None
-    without values.
+    """Return the "mean", the "median", and the percentiles of SHARES and `further` ("p90"), rounded to three decimals;
+    all None without values.
     """
     wanted = [50, *sorted({*SHARES, *further} - {50})]
     names = ("mean", "median", *(f"p{share:g}" for share in wanted[1:]))

@@ -35,7 +35,8 @@ CPU_FIGURES = ("exchanged_bytes",)
 
 
 def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows, the settings and the compiler versions to the file `path`, as JSON. Raises OSError.
+    """Write the rows, the settings and the compiler versions to the file `path`, as JSON. Raises OSError if it cannot
+    be written.
 
     settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them.
     """

@@ -121,7 +121,7 @@ class Compiler:
 
     def _read(self, *, whole: bool) -> ModelConfig:
         """Return the configuration of the request's model, with all its layers if `whole`, else with those to compile.
-        Raises ConfigError.
+        Raises ConfigError for a name that is no model, and for another quantization than the model's.
         """
         asked, keep_tables = self.request.options.get("quantization"), self._platform.keeps_tables
         return model_config(self.request.model, asked, whole=whole, keep_tables=keep_tables)

@@ -341,7 +341,7 @@ def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
     """Open the safetensors of the model that `config` names, at a URL or in a folder: transformers' or, if load_format
     says so or they are the only ones, Mistral AI's.
 
-    path: the folder that `find_model` returned. Raises ModelFileError.
+    path: the folder that `find_model` returned. Raises ModelFileError for missing or invalid files.
     """
     stem = CONSOLIDATED if config.load_format == MISTRAL or _only_consolidated(path, config) else USUAL
     if config.model is not None and is_url(config.model):
@@ -380,7 +380,8 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         """Return (the model that a config.json describes, its PoolingModel or None if it generates).
 
-        Raises ConfigError, ModelConfigError or ModelFileError.
+        Raises ConfigError for options that contradict the model, ModelConfigError for wrong fields, ModelFileError for
+        other invalid files.
         """
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)

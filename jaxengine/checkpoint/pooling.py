@@ -178,7 +178,8 @@ def check_width(model: PoolingModel, hidden_size: int) -> None:
 
 
 def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool) -> bool:
-    """Whether the model pools.
+    """Whether the model pools: with runner "pooling", and with "auto" if the architecture has a pooling task, the
+    model's files describe a pooling model, or convert names a task.
 
     config: supplies runner, convert, pooler_config and hf_overrides. name, own_task: name of the architecture, for
     messages, and its pooling task, None for one that generates. says_so: whether the model's files describe a pooling

@@ -110,7 +110,7 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
-    """Return a LogitScore module as fields of config.json.
+    """Return a LogitScore module as fields of config.json: classifier_from_token, a list of token ids, and method.
 
     The score is the logit of a token, minus that of another token if there is one. path: path of the module's folder
     within `folder`. Raises ModelFileError for invalid fields.

@@ -346,7 +346,9 @@ def turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
 
 
 def own_template(folder: Path) -> str | None:
-    """Return the content of the folder's chat_template.jinja; None without it. Raises ModelFileError."""
+    """Return the content of the folder's chat_template.jinja; None without it. Raises ModelFileError if the file
+    cannot be used.
+    """
     return read_text(folder, TEMPLATE, MAX_JSON_BYTES)
 
 

@@ -217,7 +217,7 @@ class _Walk:
         """Hash a code object and, recursively, those in it, and queue its constants; return the names of globals and
         attributes that they read.
 
-        name: name of the function, for errors. doc: its docstring, which is not hashed; None for none.
+        name: name of the function, for errors. doc: its docstring, which is not hashed; None if it has no docstring.
         """
         names = set(code.co_names)
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType) and each != doc]

@@ -76,7 +76,7 @@ def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     from 0. An option that is not given is left out.
 
     options: options of the engine, by name. Raises ConfigError for a layer or a tap that the model does not have, a
-    layer named twice, and a pooling model.
+    layer named twice, a pooling model, and any layer but the last for a model with several hidden states per token.
     """
     found: dict[str, tuple[Any, ...]] = {}
     if options[TAPS] is not None:

@@ -272,8 +272,8 @@ def _method(model: Any, method: Any) -> str:
     """Return the name of the drafting method: the given one, with earlier names translated, or without one, as in
     earlier vLLM versions, "ngram" for a model named "ngram" or "[ngram]" and "draft_model" for another model.
 
-    model, method: the fields as given, None for none. Raises ConfigError for an unknown method, for neither method nor
-    model, and for a method that needs a model without one.
+    model, method: the fields as given; None if they are not. Raises ConfigError for an unknown method, for neither
+    method nor model, and for a method that needs a model without one.
     """
     if method == "eagle":
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"

@@ -24,7 +24,7 @@ class KVEventsConfig:
       publisher: one of PUBLISHERS; None for "zmq".
       endpoint: ZeroMQ address that subscribers connect to: one with a "*" or of ipc is bound, any other connected to.
         Replicas after the first use the following ports.
-      replay_endpoint: address at which earlier batches can be requested; None for none.
+      replay_endpoint: address at which earlier batches can be requested; None if they cannot.
       buffer_steps: batches that are kept for that.
       hwm: messages that wait for a slow subscriber at most; later ones are dropped, and leave a gap in the numbers.
       topic: of the messages.

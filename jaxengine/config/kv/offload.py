@@ -34,7 +34,7 @@ class KVTransferConfig:
       cpu_bytes_to_use: bytes of the host tier.
       eviction_policy: one of POLICIES.
       store_threshold: times that requests must have looked for a page before it is stored.
-      root_dir: folder of the disk tier; None for none.
+      root_dir: folder of the disk tier; None without a disk tier.
       handover: how pages are handed over between engines; None if they are not.
     """
 

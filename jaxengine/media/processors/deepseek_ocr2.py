@@ -75,8 +75,9 @@ class DeepseekOcr2Processor(TilesProcessor):
         """Preprocess an image, uint8[H, W, 3]: its tiles, if a side is longer than a tile's, and then the whole image
         in a square.
 
-        options: names of option_names. most: limit of patches; None for none. If images are not to be cut, the square
-        has a tile's size. Raises RequestError for other options and values, an extreme aspect ratio, and more patches.
+        options: names of option_names. most: limit of patches; None for no limit. If images are not to be cut, the
+        square has a tile's size. Raises RequestError for other options and values, an extreme aspect ratio, and more
+        patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

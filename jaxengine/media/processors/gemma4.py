@@ -110,7 +110,7 @@ class Gemma4Processor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize and cut an image or a video's frames for the tower.
 
-        value: uint8[H, W, 3] or frames.Video. options: only max_soft_tokens. most: limit of patches; None for none.
+        value: uint8[H, W, 3] or frames.Video. options: only max_soft_tokens. most: limit of patches; None for no limit.
         Raises RequestError for other options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())

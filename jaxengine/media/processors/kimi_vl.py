@@ -108,7 +108,7 @@ class KimiVLProcessor(GridProcessor):
         """Preprocess an image, uint8[H, W, 3], for the tower.
 
         options: only the one named by `option`, the limit of patches to which the image is scaled. most: limit of
-        patches above which it is refused; None for none. Raises RequestError for other options and values, more
+        patches above which it is refused; None for no limit. Raises RequestError for other options and values, more
         patches, and extreme sizes.
         """
         check_options(options, self.option_names())
@@ -128,7 +128,7 @@ class KimiVLProcessor(GridProcessor):
         """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them with black, and cut them into
         patches.
 
-        modality: kind of the item, for errors. pixels: the transform. most: limit of all patches; None for none.
+        modality: kind of the item, for errors. pixels: the transform. most: limit of all patches; None for no limit.
         seconds: time of each chunk of a video; () for none. Raises RequestError for more patches, and for extreme
         sizes.
         """
