@@ -336,7 +336,7 @@ class _FreeConfig:
     """Configuration of a FreeRunner: the given values, and an engine's defaults for all other options."""
 
     def __init__(self, **own: Any):
-        """own: given values, by option."""
+        """Store the given values. own: values by option."""
         from jaxengine.config.engine_config import EngineConfig
 
         self._usual = EngineConfig()

@@ -113,8 +113,9 @@ def _compressed_work(
 ) -> Work:
     """Return the work of the attention of a layer with compressed keys.
 
-    The window's keys, which are part of the layer's state, and the keys of all blocks, or of the blocks that may be
-    selected, are read once; so are the indexer's keys of all blocks. compressed: compressed keys of the layer. dtype:
+    Queries, outputs, and the keys of all blocks, or of the blocks that may be selected, are read or written once; so
+    are the indexer's queries and its keys of all blocks. The window's keys count only in the operations, because they
+    are part of the layer's state, whose bytes `state_work` counts. compressed: compressed keys of the layer. dtype:
     dtype of queries and outputs. context: keys per sequence of a decode.
     """
     itemsize, index, rate = jnp.dtype(dtype).itemsize, compressed.index, compressed.rate

@@ -109,7 +109,7 @@ class Pixels:
 def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[float, ...]:
     """Return the field `name`, a number for each of the three colours; a single number counts for all.
 
-    Raises ModelConfigError for a number that is not from `least` to _MOST.
+    Raises ModelConfigError for a number that is not from `least` to _MOST, and for a list of other than three.
     """
     value = fields.value(name)
     listed = value if isinstance(value, (list, tuple)) else [value] * 3

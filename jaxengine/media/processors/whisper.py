@@ -110,8 +110,8 @@ class WhisperProcessor:
         return ""
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Return a Sound or Spectrogram of at most one window, padded with silence, as one item. modality, most: not
-        used.
+        """Return a Sound, padded with silence to one window, or a Spectrogram, padded with zeros, as one item.
+        modality, most: not used.
 
         Raises RequestError for any option, longer sounds, and spectrograms of another shape.
         """
