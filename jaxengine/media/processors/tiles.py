@@ -113,7 +113,7 @@ class TilesProcessor(UnitProcessor):
         tiling.
 
         height, width: size of the image in pixels. least, most: limits of the number of tiles. Among equally near ones
-        it is the one with the most tiles whose area is less than twice the image's.
+        it is the one with the most tiles whose area is less than twice the image's, else the one with the fewest tiles.
         """
         best, nearest = (1, 1), float("inf")
         for rows, columns in tilings(least, most):
