@@ -313,11 +313,10 @@ class LLM(WeightMethods, VllmMethods):
         a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
         similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
 
-        chat_template: None for the engine's option. If that is None too, a model whose files say that it takes
-        messages uses its own template. For other models the texts are concatenated, by an encoder's tokenizer or as
-        they are. Raises RequestError for an empty text, numbers of texts that do not match, a classifier
-        with several labels, a model that generates text, a template given to an embedding model, or a result that is
-        not finite; raises EngineDeadError.
+        chat_template: None for the engine's option; if that is None too, for the model's own if its files say that it
+        takes messages, else the texts are concatenated, by an encoder's tokenizer or as they are. Raises RequestError
+        for an empty text, numbers of texts that do not match, a classifier with several labels, a model that generates
+        text, a template given to an embedding model, or a result that is not finite; raises EngineDeadError.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)

@@ -195,11 +195,9 @@ class WeightMethods(ABC):
             copy, so that `update_weights` must provide new ones. 0 only pauses.
           mode: what happens to running requests, "keep", "wait" or "abort". Requests that are kept will be computed
             again if pages are freed.
-          tags: what is freed, "weights", "kv_cache" or both; None for both. A later call may free more. Must be None at
-            level 0.
+          tags: "weights" and "kv_cache", which are freed; None for both. A later call may free more. None at level 0.
           keep_kv: first copy cached pages to the tier in host memory, where requests find them after `wake_up`;
-            otherwise that tier is emptied. Needs level 1, "kv_cache" among the tags, and an engine with
-            kv_offloading_size.
+            otherwise that tier is emptied. Needs level 1, the tag "kv_cache" if any is given, and kv_offloading_size.
 
         Raises RequestError for arguments that are not allowed or if another thread ends the pause; EngineDeadError;
         jax's RuntimeError or MemoryError if copies cannot be made, after which `wake_up` restores what was freed.
@@ -413,8 +411,7 @@ class AsyncWeightMethods(ABC):
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
         reset_running_requests: also compute running requests again from their first token, once no step is in flight.
-        Raises RequestError if reset_connector is true, because files of kv_offloading_path are not deleted;
-        EngineDeadError.
+        Raises EngineDeadError, and RequestError for reset_connector: files of kv_offloading_path are not deleted.
         """
         name = prefix_reset(reset_running_requests, reset_connector)
         return await self.between_steps(lambda: self.core.utility(name))
@@ -480,8 +477,7 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
     """Check an adapter's tensors, and return the adapter in host memory as a GivenAdapter that is not used yet. Steps
     may run in the meantime.
 
-    number: lora_int_id. Other arguments: see `LLM.update_lora`. Raises WeightUpdateError for tensors that are missing,
-    unknown, given twice, or of a wrong shape or value; RequestError for another argument.
+    number: lora_int_id. Other arguments, and errors: see `LLM.update_lora`.
     """
     from jaxengine.runner.weights.weight_update import read_adapter
 
