@@ -20,9 +20,12 @@ async def load_adapter(
     """Load an adapter from a path on the engine's machine, and return when it is loaded. Its files are read on a thread
     of the engine's process.
 
-    utility: `EngineClient.utility`. number: the adapter's lora_int_id; with None it is an error if the name is already
-    loaded. in_place: replace the adapter with this name; its running requests continue with the old matrices. Raises
-    RequestError, with nothing changed, or EngineDeadError.
+    Returns at once if an adapter with this name, path and number is loaded. utility: `EngineClient.utility`. number:
+    the adapter's lora_int_id; None for an unused one, in which case it is an error if the name is already loaded.
+    in_place: replace the adapter that has this name, if there is one, and take over its number instead of `number`; its
+    running requests continue with the old matrices. Raises RequestError, with nothing changed, for a name or number
+    that is not allowed or that another adapter has, for files that cannot be used, without enable_lora, and if too many
+    adapters are loaded or being loaded; EngineDeadError.
     """
     ticket = await utility("load_adapter", name, path, number, in_place)
     while ticket and not await utility("adapter_is_loaded", ticket):
@@ -32,7 +35,9 @@ async def load_adapter(
 def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
     """Load the request's adapter unless it is loaded already, and return its name; None if `request` is None.
 
-    lock: guards `core`; files are read without holding it. Raises ModelFileError or RequestError, with nothing changed.
+    lock: guards `core`; files are read without holding it. Raises ModelFileError for files that cannot be used, and
+    RequestError for a name or number that is not allowed or that another adapter has, without enable_lora, and if too
+    many adapters are loaded; in each case with nothing changed.
     """
     if request is None:
         return None

@@ -192,7 +192,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return known.result(outputs)
 
     async def _last(self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None) -> RequestOutput:
-        """Run a request to its end and return its last output. Raises RequestError or EngineDeadError."""
+        """Run a request to its end and return its last output. Raises its RequestError, or EngineDeadError."""
         output = None
         async for each in self.generate(prompt, params, lora_request=lora_request):
             output = each

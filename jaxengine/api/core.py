@@ -145,7 +145,8 @@ class EngineCore:
 
     def rest(self) -> float:
         """Do the periodic work that is due while `has_unfinished` is False, and return the seconds until the next call
-        is due, inf for never. While the scheduler is paused, the next call is due when a request times out.
+        is due, inf for never. While the scheduler is paused, the next call is due at the latest when a request times
+        out.
         """
         scheduler, due = self.engine.scheduler, self.engine.extensions.rest()
         return max(0.0, min(due, scheduler.next_deadline - time.monotonic())) if scheduler.paused else due
@@ -234,7 +235,7 @@ class EngineCore:
         self.engine.request_stats.num_rejections += count
 
     def _load(self) -> dict[str, int]:
-        """Return the numbers of running and of waiting requests, and of slots, which is how many can run at once."""
+        """Return "num_running" and "num_waiting", numbers of requests, and "num_slots", how many can run at once."""
         scheduler = self.engine.scheduler
         num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks
         return {"num_running": scheduler.num_running, "num_waiting": scheduler.num_waiting, "num_slots": num_slots}

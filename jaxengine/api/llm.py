@@ -154,7 +154,7 @@ class LLM(WeightMethods, VllmMethods):
           priority: one for all or one per prompt; smaller runs first. Needs scheduling_policy="priority".
           client: name of the client, one for all or one per prompt. Needs scheduling_policy="fair", which serves
             waiting clients in equal shares.
-          lora_request: the adapter to use, one for all or one per prompt; None for none. Needs enable_lora.
+          lora_request: the adapter to use, one for all or one per prompt; None for the model alone. Needs enable_lora.
 
         Raises:
           RequestError: a prompt or parameter is invalid, or a grammar cannot be compiled. The first such error is
@@ -310,13 +310,13 @@ class LLM(WeightMethods, VllmMethods):
 
         One text in data_1, alone or in a list, is paired with each of data_2; two lists of equal length one by one.
         A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
-        `chat_template` from messages with the roles "query" and "document". An embedding model's score is the cosine
+        a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
         similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
 
-        chat_template: None for the engine's option. If that is None too, the texts are concatenated; an encoder's
-        tokenizer does that. Raises RequestError for an empty text, numbers of texts that do not match, a classifier
-        with several labels, a model that generates text, a template given to an embedding model, or a result that is
-        not finite; raises EngineDeadError.
+        chat_template: None for the engine's option; if that is None too, for the model's own if its files say that it
+        takes messages, else the texts are concatenated, by an encoder's tokenizer or as they are. Raises RequestError
+        for an empty text, numbers of texts that do not match, a classifier with several labels, a model that generates
+        text, a template given to an embedding model, or a result that is not finite; raises EngineDeadError.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)

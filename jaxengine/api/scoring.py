@@ -129,7 +129,7 @@ def compare(
     """Return the score of each pair of texts, computed from their embeddings. Each different (role, text) is encoded
     once.
 
-    roles: from `role_params`. encode: (texts, parameters of each) -> outputs in the same order.
+    roles: result of `role_params`. encode: (texts, parameters of each) -> outputs in the same order.
     """
     texts = list(dict.fromkeys(by_role(pairs, roles)))
     outputs = encode([text for _, text in texts], [roles[number] for number, _ in texts])

@@ -114,8 +114,8 @@ class WeightMethods(ABC):
           config: fields of PEFT's adapter_config.json; None to keep those of the adapter with this name.
           lora_int_id: number of a new adapter; None for an unused one. A `LoRARequest` for it may have any path.
           mode: whether running requests continue ("keep"), may finish first ("wait") or are ended ("abort").
-          kv: whether running requests with this adapter compute their keys and values again ("recompute" or "drop") or
-            keep them ("keep"). Other requests keep theirs.
+          kv: whether running requests with this adapter compute their keys and values again ("recompute") or keep them
+            ("keep"). "drop" is "recompute", and also clears all cached prefixes. Other requests keep theirs.
 
         Raises WeightUpdateError, whose `faults` list all tensors that are missing, unknown, given twice or of a wrong
         shape, or whose elements are not finite; RequestError; EngineDeadError. On an error the old adapter is kept.
@@ -170,7 +170,7 @@ class WeightMethods(ABC):
 
     def resume_generation(self) -> None:
         """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
-        sleeps because of `sleep`, and EngineDeadError.
+        sleeps because of `sleep` or `release_kv_cache_memory`, and EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).resume()
@@ -195,12 +195,12 @@ class WeightMethods(ABC):
             copy, so that `update_weights` must provide new ones. 0 only pauses.
           mode: what happens to running requests, "keep", "wait" or "abort". Requests that are kept will be computed
             again if pages are freed.
-          tags: what is freed, "weights", "kv_cache" or both; None for both. A later call may free more. Must be None at
-            level 0.
+          tags: "weights" and "kv_cache", which are freed; None for both. A later call may free more. None at level 0.
           keep_kv: first copy cached pages to the tier in host memory, where requests find them after `wake_up`;
-            otherwise that tier is emptied. Needs level 1, and an engine with kv_offloading_size.
+            otherwise that tier is emptied. Needs level 1, the tag "kv_cache" if any is given, and kv_offloading_size.
 
-        Raises RequestError for arguments that are not allowed or if another thread ends the pause, and EngineDeadError.
+        Raises RequestError for arguments that are not allowed or if another thread ends the pause; EngineDeadError;
+        jax's RuntimeError or MemoryError if copies cannot be made, after which `wake_up` restores what was freed.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -367,7 +367,7 @@ class AsyncWeightMethods(ABC):
 
     async def resume_generation(self) -> None:
         """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
-        sleeps because of `sleep`, and EngineDeadError.
+        sleeps because of `sleep` or `release_kv_cache_memory`, and EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(weights.resume)
@@ -386,7 +386,7 @@ class AsyncWeightMethods(ABC):
         keep_kv: bool = False,
     ) -> None:
         """Free device memory until `wake_up`, and return once it is freed. Requests wait. See `LLM.sleep` for the
-        arguments. Raises RequestError for arguments that are not allowed, and EngineDeadError.
+        arguments and errors.
         """
         weights = await self._weights()
         await self.between_steps(lambda: weights.begin_sleep(level, mode, tags, keep_kv))
@@ -411,7 +411,7 @@ class AsyncWeightMethods(ABC):
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
         reset_running_requests: also compute running requests again from their first token, once no step is in flight.
-        Raises RequestError if reset_connector is true, because files of kv_offloading_path are not deleted.
+        Raises EngineDeadError, and RequestError for reset_connector: files of kv_offloading_path are not deleted.
         """
         name = prefix_reset(reset_running_requests, reset_connector)
         return await self.between_steps(lambda: self.core.utility(name))
@@ -477,7 +477,7 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
     """Check an adapter's tensors, and return the adapter in host memory as a GivenAdapter that is not used yet. Steps
     may run in the meantime.
 
-    number: lora_int_id. Other arguments: see `LLM.update_lora`. Raises WeightUpdateError and RequestError.
+    number: lora_int_id. Other arguments, and errors: see `LLM.update_lora`.
     """
     from jaxengine.runner.weights.weight_update import read_adapter
 

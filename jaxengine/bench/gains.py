@@ -286,9 +286,9 @@ def compare(gain: Gain, options: Mapping[str, Any], sizes: Sizes, num_runs: int)
 
     "without" and "with" are the best of `num_runs` figures each, or the only figures of a gain that is measured once;
     "times" says how many times better the second is, rounded to two decimals. A gain with its own measure of the base
-    runs both on one engine; others run on two engines that are loaded at once and take turns. options: of both engines;
-    the gain's options replace them. The engines are shut down at the end, also after an error. Raises ConfigError if an
-    engine refuses its options.
+    runs both on one engine; others run on two engines that are loaded at once and take turns. options: options of both
+    engines; the gain's options replace them. The engines are shut down at the end, also after an error. Raises
+    ConfigError if an engine refuses its options.
     """
     from jaxengine import LLM
 

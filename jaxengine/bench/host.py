@@ -193,9 +193,9 @@ def measure(
     The keys are "num_seqs", "us_per_step" and its parts "schedule", "pack" and "update", all of the fastest of `rounds`
     rounds, and "loop", the least CPU time of a whole `Engine.step`.
 
-    num_steps: of each round. turnover: mean number of tokens after which a request ends and another one starts, at
-    least 2; 0 for never. width: tokens of a decode, the last one and drafts. windows: window of each cache group, in
-    tokens; None for full attention. sees: simulates a model with an encoder, on text-only requests.
+    num_steps: number of steps in a round. turnover: mean number of tokens after which a request ends and another one
+    starts, at least 2; 0 for never. width: tokens of a decode, the last one and drafts. windows: window of each cache
+    group, in tokens; None for full attention. sees: simulates a model with an encoder, on text-only requests.
 
     With windows other than (None,), or with `sees`, the key "more" is the median extra CPU time over a step with
     neither; rounds are then eight times as many and a quarter as long, and alternate. With `offload`, "loop" is of an
@@ -243,10 +243,11 @@ def measure(
 def _loops(
     steps: _Steps, num_steps: int, longest: int, turnover: int, width: int, rounds: int, offload: bool
 ) -> tuple[float, dict[str, float]]:
-    """Return the least seconds of an `Engine.step`, and with `offload` {"over_without": median ratio to an engine
-    without}.
+    """Return (CPU seconds of an `Engine.step` in the fastest run, extra figures).
 
-    longest: tokens of the longest request. Other arguments: see `measure`.
+    With `offload` the seconds are those of an engine with a host tier of pages, and the extra figures {"over_without"}:
+    the median ratio of its seconds to those of an engine without one. Otherwise there are no extra figures. longest:
+    tokens of the longest request. Other arguments: see `measure`.
     """
     import numpy as np
 
@@ -335,7 +336,7 @@ class _FreeConfig:
     """Configuration of a FreeRunner: the given values, and an engine's defaults for all other options."""
 
     def __init__(self, **own: Any):
-        """own: given values, by option."""
+        """Store the given values. own: values by option."""
         from jaxengine.config.engine_config import EngineConfig
 
         self._usual = EngineConfig()
@@ -356,8 +357,8 @@ class FreeRunner:
     on_cpu, page_bytes, state_bytes, block_bytes = False, 1 << 10, 0, 1 << 10
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
-        """config: a SchedulerConfig. packer: of the steps' messages. counts: None without drafts. For the others see
-        the class.
+        """Make a runner without devices. config: a SchedulerConfig. packer: packer of the steps' messages. counts: None
+        without drafts. For the other arguments see the class.
         """
         from jaxengine.config.features.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch

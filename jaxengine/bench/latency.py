@@ -73,8 +73,8 @@ def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, f
     """Return the shortest decode step that memory bandwidth allows, and the percentage of that speed that was reached.
 
     The keys are "weights_MB", "read_GB_per_s" and "floor_ms" and, unless `step_seconds` is empty, "fastest_ms" and
-    "percent_of_limit". weight_bytes: bytes of weights that a step reads. step_seconds: of measured steps, of which the
-    fastest counts. Measures the bandwidth of the host's memory, which takes a moment and half a gigabyte.
+    "percent_of_limit". weight_bytes: bytes of weights that a step reads. step_seconds: seconds of each measured step;
+    the fastest counts. Measures the bandwidth of the host's memory, which takes a moment and half a gigabyte.
     """
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth

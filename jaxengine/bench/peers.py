@@ -85,8 +85,8 @@ def _start(
 
 
 def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
-    """Run a workload on all engines, `num_runs` times alternately; return a row of figures for each engine's fastest
-    run.
+    """Run a workload on all engines, `num_runs` times alternately; return the row (see `figure`) of each engine's
+    fastest run.
 
     name: key of RUNS. Rows are in the order of `engines`. An engine that fails or skips the workload is reported, and
     left out of further rounds; without a finished round it has no row.
@@ -168,7 +168,7 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Return a row for each peer with the ratio of jaxengine's best figure `key` to the peer's best; [] without ours.
 
-    The keys of a row are those of `compare`. workload, weights: labels for the rows. rows: of `figure`.
+    The keys of a row are those of `compare`. workload, weights: labels for the rows. rows: results of `figure`.
     """
     best: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -129,6 +129,8 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
     """Send the load of `args` at each rate; return (figures of each rate, milliseconds of the last rate by metric,
     settings).
 
+    Figures are "request_rate" and the keys of `serve_report.summary`. The settings are "url", "route", "model", "load"
+    (fields of Load), "fields" of each request, "burstiness", "max_concurrency" and "goodput_ms" (limits by metric).
     Prompts are different at each rate. Warm-up requests come first and are not measured. Raises the errors of
     `prepare`.
     """

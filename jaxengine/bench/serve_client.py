@@ -240,8 +240,9 @@ class Sample:
 async def stream(connections: Connections, path: str, body: dict[str, Any], timeout: float | None) -> Sample:
     """Send a streaming request and read its response to the end; return a sample, which also records any failure.
 
-    path: route of the server. body: of the request. timeout: seconds after which the request is given up; None for no
-    limit. The connection is given back for reuse. Raises only asyncio.CancelledError.
+    path: route of the server. body: fields of the request. timeout: seconds after which the request is given up; None
+    for no limit. After a response of any status the connection is given back for reuse; after a failure it is closed.
+    Raises only asyncio.CancelledError.
     """
     sample, payload = Sample(), json.dumps(body, separators=(",", ":")).encode()
     connection = None

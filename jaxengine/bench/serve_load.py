@@ -193,8 +193,9 @@ async def send(
     """Send every request at its time and wait for all responses; return one sample for each, in the order of `planned`.
 
     Failures are recorded in the samples. times: one for each request, seconds after the start, ascending.
-    max_concurrency: limit of open requests, None for no limit; the time of a request that had to wait begins when it is
-    sent, and its lag is 0. If this is cancelled, open requests are cancelled too and their connections closed.
+    max_concurrency: limit of open requests, None for no limit. With a limit, the time of a request that had to wait
+    begins when it is sent, and the lags of all requests are 0. If this is cancelled, open requests are cancelled too
+    and their connections closed.
     """
     connections = Connections(traffic.server)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None

@@ -99,8 +99,8 @@ def _rate(count: float, seconds: float) -> float:
 
 
 def _spread(values: Sequence[float], further: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean, median and percentiles of SHARES and `further`, by name, rounded to three decimals; all None
-    without values.
+    """Return the "mean", the "median", and the percentiles of SHARES and `further` ("p90"), rounded to three decimals;
+    all None without values.
     """
     wanted = [50, *sorted({*SHARES, *further} - {50})]
     names = ("mean", "median", *(f"p{share:g}" for share in wanted[1:]))
@@ -138,7 +138,7 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a text table with one row per rate: rates offered, reached and within limits, tokens per second, failures,
     and median and p99 of each latency.
 
-    results: from `summary`, each with "request_rate".
+    results: results of `summary`, each with "request_rate".
     """
     rows = []
     for result in results:
@@ -160,8 +160,8 @@ def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[st
     """Return an SVG chart: for one result the cumulative distribution of each latency; for several the median and p99
     of ttft and tpot, and the throughputs, by rate.
 
-    Of several results those with an infinite rate are left out. results: from `summary`, each with "request_rate".
-    curves: milliseconds by metric of one rate; unused for several.
+    Of several results those with an infinite rate are left out. results: results of `summary`, each with
+    "request_rate". curves: milliseconds by metric of one rate; unused for several.
     """
     if len(results) == 1:
         lines = {METRICS[name]: _cumulative(values) for name, values in curves.items() if values}

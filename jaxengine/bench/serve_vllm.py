@@ -101,7 +101,8 @@ def flat_result(
 ) -> dict[str, Any]:
     """Return the figures of one rate under vLLM's keys, such as mean_ttft_ms, with those of --metadata.
 
-    result: from `serve_report.summary`. values: milliseconds by metric. A figure without values is 0.0, as in vLLM.
+    Mean, median, standard deviation and percentiles are those of the metrics in args.percentile_metrics. result: what
+    `serve_report.summary` returns. values: milliseconds by metric. A figure without values is 0.0, as in vLLM.
     """
     rate = args.request_rate
     found = {
@@ -157,7 +158,7 @@ async def ready(server: Server, seconds: float, headers: Sequence[tuple[str, str
 
 
 def _pair(text: str) -> tuple[str, str]:
-    """Parse NAME=VALUE. Raises ArgumentTypeError for any other text."""
+    """Parse NAME=VALUE; return both without surrounding white space. Raises ArgumentTypeError for any other text."""
     name, equals, value = text.partition("=")
     if not name.strip() or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")

@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load an engine, measure the workload that `args` choose, print the figures of the fastest run, and return 0.
 
-    Writes them to the --json file. Raises ConfigError, ModelConfigError or ModelFileError if the engine cannot start,
-    RequestError if it refuses a request, ValueError for a trace at a max_model_len below 16, and OSError if the file
-    cannot be written.
+    With args.trace it also measures static batches. Writes the figures to the --json file. Raises ConfigError,
+    ModelConfigError or ModelFileError if the engine cannot start, RequestError if it refuses a request, ValueError for
+    a trace at a max_model_len below 16, and OSError if the file cannot be written.
     """
     from jaxengine import LLM
     from jaxengine.results import record, table, write_json

@@ -68,8 +68,8 @@ def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size:
     """Return `num_prompts` requests of random token ids, with input_len prompt tokens and output_len output tokens
     each.
 
-    vocab_size: upper bound (exclusive) of the ids. seed: of the random numbers. Raises ValueError if one of the first
-    three is below 1.
+    vocab_size: upper bound (exclusive) of the ids. seed: seed of the random numbers. Raises ValueError if one of the
+    first three is below 1.
     """
     import numpy as np
 

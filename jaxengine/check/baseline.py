@@ -35,7 +35,8 @@ CPU_FIGURES = ("exchanged_bytes",)
 
 
 def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows, the settings and the compiler versions to the file `path`, as JSON. Raises OSError.
+    """Write the rows, the settings and the compiler versions to the file `path`, as JSON. Raises OSError if it cannot
+    be written.
 
     settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them.
     """
@@ -88,7 +89,7 @@ def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) 
     """Append to each row's "failures", in place, a text for each figure that exceeds the baseline's by more than SLACK.
 
     Rows that the baseline does not have, and rows of programs that did not compile, are left unchanged. Figures that
-    either side lacks are not compared.
+    either side lacks are not compared, but operations of an element type that only the row has are compared with 0.
     """
     before = {(row["target"], row["program"]): row for row in baseline}
     for row in rows:

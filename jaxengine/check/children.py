@@ -85,8 +85,9 @@ def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str,
 
     progress: called with (name of the target, programs done, programs in total or 0 if unknown, name of the program)
     before each is compiled. For a TPU with `job.cycles`, a second process profiles the blocks of kernels, whose rows
-    come last. What fails to compile, and a model that the target refuses, are rows with "error". Raises ValueError or
-    BrokenPipeError if the process breaks the protocol (see `replies`).
+    come last; not if there is no memory plan or the target has no profile. What fails to compile, and a model that the
+    target refuses, are rows with "error". Raises ValueError or BrokenPipeError if the process breaks the protocol (see
+    `replies`).
     """
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known and not target.no_profile:

@@ -121,7 +121,7 @@ class Compiler:
 
     def _read(self, *, whole: bool) -> ModelConfig:
         """Return the configuration of the request's model, with all its layers if `whole`, else with those to compile.
-        Raises ConfigError.
+        Raises ConfigError for a name that is no model, and for another quantization than the model's.
         """
         asked, keep_tables = self.request.options.get("quantization"), self._platform.keeps_tables
         return model_config(self.request.model, asked, whole=whole, keep_tables=keep_tables)
@@ -141,10 +141,11 @@ class Compiler:
     def run(self) -> None:
         """Plan the memory, then compile all programs that are not to be skipped, with a reply for each.
 
-        Replies are "plan", "programs" (the names), then "start" and "row" for each program. With `needs_only` the only
-        reply is "needs", the memory needs of each stage. Raises TooSmall if the model does not fit into the target,
-        ConfigError for options that an engine refuses. A compiler's error becomes a row, except while memory is
-        planned, where it is raised.
+        A plan in the request is used instead of a new one. Nothing is planned either (0 bytes) if only some programs
+        are asked for and the number of pages is given. Replies are "plan", "programs" (the names), then "start" and
+        "row" for each program. With `needs_only` the only reply is "needs", the memory needs of each stage. Raises
+        TooSmall if the model does not fit into the target, ConfigError for options that an engine refuses. A compiler's
+        error becomes a row, except while memory is planned, where it is raised.
         """
         request = self.request
         if request.needs_only:
@@ -288,10 +289,13 @@ class Compiler:
         """Compile a program and return its row of figures, with a text for everything wrong with it in "failures".
 
         The row has "target", "program", "step" (whether it is one), "planned_bytes" and "hbm_bytes"; the keys of
-        `inspect.memory`; and "copies", "exchanges", "operations", "moved_bytes", "attention_kernels",
-        "serialized_bytes", "held_bytes" and "compile_s"; on TPUs also on-chip memory and the cycles of blocks, on GPUs
-        launches, registers and spills. planned: bytes that the memory plan grants it on a device. A compiler's error
-        becomes the row's "error"; the figures after it are then missing. Raises OSError without the log.
+        `inspect.memory`; "copies", "collectives", "exchanges", "exchanged_bytes", "wrong_exchanges", "operations",
+        "moved_bytes", "attention_kernels", "serialized_bytes", "held_bytes" and "compile_s". What the program's parts
+        need is in "needs" and "dtype" (products), "experts", and "attentions" and "latent_bytes" (kernels of
+        attention); "roofline_us" is there if the target's speed is known. TPUs add "fast_bytes", and "block" and
+        "cycles" for a block; CUDA devices add "launches", "layer_launches" and the keys of `inspect.mosaic_gpu`.
+        planned: bytes that the memory plan grants it on a device. A compiler's error becomes the row's "error"; the
+        figures after it are then missing. Raises OSError without the log.
         """
         row: dict[str, Any] = {
             "target": self.target.name,

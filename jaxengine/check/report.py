@@ -18,6 +18,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _line(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row's columns in the table, by name in order; None for a figure that it does not have.
 
+    They are the target, program and result, then memory, registers, launches, copies, collectives, cycles, operations,
+    rows of experts, bytes moved and exchanged, the roofline, and the time and size of compilation.
+
     Memory is in MiB or KiB, operations are in billions, shares in percent. Only steps have figures of device memory.
     """
     return {
@@ -71,7 +74,7 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
     """Return lines of text: for each target the number of programs, of failed ones, memory and seconds, then its memory
     plans.
 
-    rows: from `Compiler.row`. seconds: total time of each target by name; rows of other targets are left out.
+    rows: results of `Compiler.row`. seconds: total time of each target by name; rows of other targets are left out.
     """
     lines = []
     for target, wall in seconds.items():

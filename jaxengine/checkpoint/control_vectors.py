@@ -71,8 +71,8 @@ def _for_model(path: str, model: ModelConfig) -> ControlVector:
 
 
 def _layer(path: str, tensor: TensorInfo) -> int:
-    """Return the number N, at least 1, of a tensor direction.N. path: for errors. Raises ModelFileError for another
-    name.
+    """Return the number N, at least 1, of a tensor direction.N. path: the file, for errors. Raises ModelFileError for
+    another name.
     """
     match = _DIRECTION.fullmatch(tensor.name)
     if match is None or int(match[1]) == 0:
@@ -83,8 +83,8 @@ def _layer(path: str, tensor: TensorInfo) -> int:
 def _values(path: str, tensor: TensorInfo, descriptor: int) -> np.ndarray:
     """Read a tensor of one axis, in any storage format, and return it as f32[D].
 
-    descriptor: of the open file. path: for errors. Raises ModelFileError for more axes, and for numbers that are not
-    finite.
+    descriptor: descriptor of the open file. path: the file, for errors. Raises ModelFileError for more axes, and for
+    numbers that are not finite.
     """
     if len(tensor.shape) != 1:
         raise ModelFileError(path, f"must have one axis, got {list(tensor.shape)}", tensor.name)

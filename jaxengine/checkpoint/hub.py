@@ -24,7 +24,7 @@ def download(
       patterns: globs, as in fnmatch.
       revision: branch, tag or commit; None for the main branch.
       cache_dir: folder for downloads; None for the hub's own.
-      token: for the hub; None or True for the stored one, False for none.
+      token: token of the hub; None or True for the stored one, False for none.
 
     Raises ConfigError, with the reason and what to do.
     """
@@ -42,7 +42,7 @@ def download(
 def list_files(name: str, *, revision: str | None, token: str | bool | None) -> list[str]:
     """Ask the hub for the names of a model's files, for messages; return [] on any error.
 
-    revision: branch, tag or commit; None for the main branch. token: for the hub; None or True for the stored one,
+    revision: branch, tag or commit; None for the main branch. token: token of the hub; None or True for the stored one,
     False for none.
     """
     import huggingface_hub

@@ -45,8 +45,8 @@ def download_model(name: str, config: EngineConfig) -> Path:
     """Download a hub model unless it is already there; return its folder, or its GGUF file if `name` names one.
 
     name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. For a GGUF model in several files, the first is
-    returned and all are downloaded. config: for revision, download_dir, hf_token, config_format and load_format. With
-    load_format "dummy" no safetensors are downloaded.
+    returned and all are downloaded. config: supplies revision, download_dir, hf_token, config_format and load_format.
+    With load_format "dummy" no safetensors are downloaded.
 
     Raises:
       ConfigError: `name` is not a hub model, the hub refuses it, it has no configuration or no safetensors, or not
@@ -85,8 +85,8 @@ def download_model(name: str, config: EngineConfig) -> Path:
 def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
     """Download matching files of a hub id; return their folder.
 
-    param: option that names it. patterns: globs. revision: branch, tag or commit; None for the main branch. config: for
-    download_dir and hf_token. Raises ConfigError for a name that is not org/name, and if the download fails.
+    param: option that names it. patterns: globs. revision: branch, tag or commit; None for the main branch. config:
+    supplies download_dir and hf_token. Raises ConfigError for a name that is not org/name, and if the download fails.
     """
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
@@ -112,7 +112,8 @@ def _without_weights(name: str, revision: str | None, config: EngineConfig, stem
     """Return the ConfigError for a repository without safetensors, which names its pickle weights if it has some. Asks
     the hub for the list of files.
 
-    name, revision: of the repository. config: for the hub's token. stem: beginning of the names of the files.
+    name, revision: name and revision of the repository. config: supplies the hub's token. stem: beginning of the names
+    of the files.
     """
     files = list_files(name, revision=revision, token=config.hf_token)
     at_top = [file for file in files if "/" not in file and file != "training_args.bin"]

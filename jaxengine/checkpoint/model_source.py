@@ -121,6 +121,8 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
     """Load the plugins, then open the model that `config.model` names, the default one for None. The caller closes the
     result.
 
+    The result's config has the quantization that is asked for, only the towers that requests may use, and at most
+    max_model_len positions. A tokenizer that the options name is downloaded if needed, and steering vectors are read.
     keep_tables: with `quantization` gguf, keep the token tables in the file's storage format too.
 
     Raises:
@@ -165,8 +167,8 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """Return the model without the towers of modalities that requests may not contain, and without any tower if it
     pools.
 
-    config: for limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the model
-    attends to a sound in each request.
+    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the
+    model attends to a sound in each request.
     """
     if model.tower is not None and model.tower.crosses:
         if config.mm_limit(AUDIO):
@@ -193,8 +195,8 @@ def _makes_types(folder: Path) -> bool:
 def _find_tokenizer(config: EngineConfig) -> Path | None:
     """Return the folder of the tokenizer that the options name, downloaded if needed; None for the model's own.
 
-    config: for tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision of a
-    tokenizer on this machine; DefaultModelMissing for a revision without a model, if the default one is missing.
+    config: supplies tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision
+    of a tokenizer on this machine; DefaultModelMissing for a revision without a model, if the default one is missing.
     """
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
@@ -214,8 +216,9 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
 def find_model(config: EngineConfig) -> Path:
     """Return the file or folder that `config.model`, which is not None, names; a URL or hub id is downloaded if needed.
 
-    Raises ConfigError for a name that cannot be looked up, a revision with a URL, or a failed download; ModelFileError
-    for invalid files; OSError if the folder for downloads cannot be written.
+    Of a URL only configuration and tokenizer files are downloaded, not the weights. Raises ConfigError for a name that
+    cannot be looked up, a revision with a URL, or a failed download; ModelFileError for invalid files; OSError if the
+    folder for downloads cannot be written.
     """
     assert config.model is not None
     if is_url(config.model):
@@ -259,9 +262,9 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
 def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool) -> ModelSource:
     """Return the model of an open GGUF file, with hf_overrides and generation_config.
 
-    With load_format "dummy" it closes the file; otherwise the model's weights own it. path: of the file. keep_tables:
-    with `quantization` gguf, keep the token tables in the file's storage format too. Raises ConfigError for options
-    that do not fit, ModelFileError for an invalid file.
+    With load_format "dummy" it closes the file; otherwise the model's weights own it. path: path of the file.
+    keep_tables: with `quantization` gguf, keep the token tables in the file's storage format too. Raises ConfigError
+    for options that do not fit, ModelFileError for an invalid file.
     """
     tied = HEAD not in file.names()
     try:
@@ -338,7 +341,7 @@ def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
     """Open the safetensors of the model that `config` names, at a URL or in a folder: transformers' or, if load_format
     says so or they are the only ones, Mistral AI's.
 
-    path: the folder that `find_model` returned. Raises ModelFileError.
+    path: the folder that `find_model` returned. Raises ModelFileError for missing or invalid files.
     """
     stem = CONSOLIDATED if config.load_format == MISTRAL or _only_consolidated(path, config) else USUAL
     if config.model is not None and is_url(config.model):
@@ -377,7 +380,8 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         """Return (the model that a config.json describes, its PoolingModel or None if it generates).
 
-        Raises ConfigError, ModelConfigError or ModelFileError.
+        Raises ConfigError for options that contradict the model, ModelConfigError for wrong fields, ModelFileError for
+        other invalid files.
         """
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)
@@ -432,8 +436,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
     the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out.
-    path: of the model. Raises ModelFileError for an invalid file, and ConfigError for a generation_config that cannot
-    be a folder's name.
+    path: path of the model. Raises ModelFileError for an invalid file, and ConfigError for a generation_config that
+    cannot be a folder's name.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path
@@ -450,7 +454,8 @@ def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, A
     """Return default sampling parameters by name, from the options generation_config and override_generation_config.
 
     path: the model's folder; None for a GGUF file, which has no generation_config.json ("auto" then gives
-    GENERATION_DEFAULTS for the default model, and none for others). max_new_tokens becomes max_tokens. Values are
+    GENERATION_DEFAULTS for the default model, and none for others). generation_config "vllm" reads no file. A value of
+    None is left out. max_new_tokens becomes max_tokens. Values are
     checked when they are used. Raises ConfigError for a named folder without the file or an unknown name to override,
     ModelFileError for an invalid file.
     """

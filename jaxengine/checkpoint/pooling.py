@@ -66,7 +66,7 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
     Args:
       raw: its config.json, with hf_overrides.
-      config: for runner, convert, pooler_config, hf_overrides and the parallel sizes.
+      config: supplies runner, convert, pooler_config, hf_overrides and the parallel sizes.
       token_id: maps a token of the vocabulary to its id, and any other text to None.
 
     Raises ConfigError for options that contradict the model, ModelConfigError for wrong fields of config.json,
@@ -113,9 +113,9 @@ def _embedder(
 ) -> PoolingModel:
     """Return how a model embeds prompts, or their tokens.
 
-    fields: of its config.json. task: EMBED or TOKEN_EMBED. sentence: content of sentence-transformers' files, None
-    without them. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler does
-    not support, ModelConfigError or ModelFileError for invalid files.
+    fields: content of its config.json. task: EMBED or TOKEN_EMBED. sentence: content of sentence-transformers' files,
+    None without them. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler
+    does not support, ModelConfigError or ModelFileError for invalid files.
     """
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
@@ -167,8 +167,8 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
 def check_width(model: PoolingModel, hidden_size: int) -> None:
     """Raise an error if embeddings are requested that are longer than the model's.
 
-    hidden_size: of the model. ConfigError is for the user's dimensions, ModelConfigError for the checkpoint's
-    matryoshka_dimensions.
+    hidden_size: hidden size of the model. ConfigError is for the user's dimensions, ModelConfigError for the
+    checkpoint's matryoshka_dimensions.
     """
     width = model.pooler.width(hidden_size)
     if model.dimensions is not None and model.dimensions > width:
@@ -178,11 +178,12 @@ def check_width(model: PoolingModel, hidden_size: int) -> None:
 
 
 def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool) -> bool:
-    """Whether the model pools.
+    """Whether the model pools: with runner "pooling", and with "auto" if the architecture has a pooling task, the
+    model's files describe a pooling model, or convert names a task.
 
-    config: for runner, convert, pooler_config and hf_overrides. name, own_task: name of the architecture, for messages,
-    and its pooling task, None for one that generates. says_so: whether the model's files describe a pooling model.
-    Raises ConfigError for options that contradict the model or each other.
+    config: supplies runner, convert, pooler_config and hf_overrides. name, own_task: name of the architecture, for
+    messages, and its pooling task, None for one that generates. says_so: whether the model's files describe a pooling
+    model. Raises ConfigError for options that contradict the model or each other.
     """
     converts = config.convert in (EMBED, CLASSIFY)
     if config.runner == "generate":
@@ -248,8 +249,9 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
     Without num_labels, id2label and tokens there are two labels.
 
     With the method TWO_WAY there are exactly two tokens, the one for "no" first, and one label is scored: the
-    difference of their logits. fields: of config.json. token_id: maps a token of the vocabulary to its id, and any
-    other text to None. Raises ModelConfigError.
+    difference of their logits. fields: content of config.json. token_id: maps a token of the vocabulary to its id, and
+    any other text to None. Raises ModelConfigError for invalid fields, and for tokens that the vocabulary does not
+    have.
     """
     tokens = fields.value("classifier_from_token", None)
     if tokens is None:
@@ -276,7 +278,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
     """Return the activation of the scores: the one of the checkpoint's training, else vLLM's choice, sigmoid for one
     label and softmax for several.
 
-    fields: of config.json. Raises ModelConfigError for an unknown activation or problem_type.
+    fields: content of config.json. Raises ModelConfigError for an unknown activation or problem_type.
     """
     problem = fields.text("problem_type", None)
     if problem is not None and problem not in _ACTIVATIONS:
@@ -308,7 +310,7 @@ def _labels(fields: ConfigFields) -> dict[int, str]:
 
 def _read_matryoshka(fields: ConfigFields) -> tuple[int, ...] | None:
     """Return the sizes to which embeddings may be truncated; () for any size, None if they may not be. Raises
-    ModelConfigError.
+    ModelConfigError for sizes that are not integers from 1 to MAX_HIDDEN.
     """
     sizes = fields.value("matryoshka_dimensions", None)
     if sizes is None:

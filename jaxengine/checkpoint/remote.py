@@ -189,8 +189,8 @@ class RemoteFolder:
         yield from pieces
 
     def _read(self, name: str, function: Callable[[], T]) -> T:
-        """Return the result of `function`. Any exception is raised as ConfigError. name: of the file that it reads, ""
-        for the folder.
+        """Return the result of `function`. Any exception is raised as ConfigError. name: name of the file that it
+        reads, "" for the folder.
         """
         try:
             return function()
@@ -227,7 +227,7 @@ class RemoteFile:
     def __init__(self, fs: Any, path: str, url: str, size: int, threads: ThreadPoolExecutor):
         """Describe a file of `size` bytes at `path` of the file system `fs`; nothing is opened.
 
-        url: for errors; it has no secrets. threads: fetch ranges.
+        url: address without secrets, for errors. threads: fetch ranges.
         """
         self._fs, self._path, self._url, self._threads = fs, path, url, threads
         self.size = size

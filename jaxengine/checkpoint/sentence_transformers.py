@@ -87,7 +87,8 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 
     They are the activation of the scores and, for a decoder, the tokens whose logits are the score. Since version 5.4
     sentence-transformers writes them to separate files; older versions wrote all to config.json. raw: the config.json,
-    which is not changed; its own fields about tokens take precedence. Raises ModelFileError.
+    which is not changed; its own fields about tokens take precedence. Raises ModelFileError for invalid
+    files, modules other than Transformer and LogitScore, and a default prompt.
     """
     about = read_object(folder, PROMPTS) or {}
     modules = _read_modules(folder)
@@ -109,10 +110,10 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
-    """Return a LogitScore module as fields of config.json.
+    """Return a LogitScore module as fields of config.json: classifier_from_token, a list of token ids, and method.
 
-    The score is the logit of a token, minus that of another token if there is one. path: of the module's folder within
-    `folder`. Raises ModelFileError for invalid fields.
+    The score is the logit of a token, minus that of another token if there is one. path: path of the module's folder
+    within `folder`. Raises ModelFileError for invalid fields.
     """
     fields = ConfigFields(read_object(folder, name := f"{path}/config.json") or {})
     try:
@@ -149,7 +150,7 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 def _is_of_pylate(folder: Path) -> bool:
     """Whether modules.json in a folder, which has the file, names a module of PyLate, which embeds tokens (ColBERT).
 
-    Raises ModelFileError.
+    Raises ModelFileError for an invalid file.
     """
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     listed = parse_object(folder / MODULES, f'{{"modules": {source}}}')["modules"]
@@ -159,7 +160,7 @@ def _is_of_pylate(folder: Path) -> bool:
 def _read_splade(folder: Path, path: str) -> Splade:
     """Return the settings of a SpladePooling module. num_tokens is 0, because the module does not state it.
 
-    path: of the module's folder within `folder`. Raises ModelFileError for settings that are not supported.
+    path: path of the module's folder within `folder`. Raises ModelFileError for settings that are not supported.
     """
     name = f"{path}/config.json"
     fields = ConfigFields(read_object(folder, name) or {})
@@ -177,9 +178,9 @@ def _read_splade(folder: Path, path: str) -> Splade:
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
     """Return (pooling type, whether the tokens of a prepended prompt are pooled) of a Pooling module.
 
-    The type is MEAN if the module names no mode. path: of the module's folder within the model's; "" for the model's
-    folder itself. Raises ModelFileError if it has no config.json, has a switch that is neither true nor false, or names
-    several modes or one that is not supported.
+    The type is MEAN if the module names no mode. path: path of the module's folder within the model's; "" for the
+    model's folder itself. Raises ModelFileError if it has no config.json, has a switch that is neither true nor false,
+    or names several modes or one that is not supported.
     """
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
@@ -202,8 +203,8 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
 def _read_dense(folder: Path, path: str) -> Dense:
     """Return the sizes and activation of a Dense module from its config.json.
 
-    path: of the module's folder within `folder`. Raises ModelFileError if it has no config.json, and for fields that
-    are invalid or not supported.
+    path: path of the module's folder within `folder`. Raises ModelFileError if it has no config.json, and for fields
+    that are invalid or not supported.
     """
     name = f"{path}/config.json"
     raw = read_object(folder, name)

@@ -26,8 +26,8 @@ _LINEAR = ("linear.weight", "model.linear.weight")
 def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
     """Return the sizes of the projection that a ColBERT checkpoint has among its weights, as `linear.weight`.
 
-    Only the header of the weights is read. fields: of config.json, with hidden_size. Raises ModelFileError for a
-    checkpoint without the projection or with another shape, ModelConfigError without hidden_size.
+    Only the header of the weights is read. fields: content of config.json, with hidden_size. Raises ModelFileError for
+    a checkpoint without the projection or with another shape, ModelConfigError without hidden_size.
     """
     checkpoint = SafetensorsCheckpoint(folder)
     try:
@@ -59,7 +59,8 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
     """Return the model with its tasks about tokens, and the heads that they need.
 
     model: complete for prompts, or with a head of labels for tokens. Sparse poolers, and encoders that score prompts,
-    have no such tasks and are returned unchanged. fields: of config.json. Raises ModelConfigError.
+    have no such tasks and are returned unchanged. fields: content of config.json. Raises ModelConfigError if
+    heads of bge-m3 that the architecture requires are missing, or their fields are invalid.
     """
     pooler = model.pooler
     if pooler.splade is not None:
@@ -93,8 +94,8 @@ def with_token_labels(pooler: Pooler, num_labels: int, architecture: str = "") -
 def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:
     """Return the model with bge-m3's tasks about tokens: embeddings of tokens, and weights of tokens.
 
-    fields: of config.json, for hidden_size and the ids of the first and last token, for which there are no results.
-    Raises ModelConfigError for invalid ones.
+    fields: content of config.json, for hidden_size and the ids of the first and last token, for which there are no
+    results. Raises ModelConfigError for invalid ones.
     """
     first, last = fields.integer("bos_token_id", 0, minimum=0), fields.integer("eos_token_id", 2, minimum=0)
     size = fields.integer("hidden_size", 1024)

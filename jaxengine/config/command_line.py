@@ -179,7 +179,7 @@ def _json(convert: Callable[[Any], Any]) -> Callable[[str], Any]:
     """
 
     def read(text: str) -> Any:
-        """Return the converted JSON value of a text. Raises argparse.ArgumentTypeError."""
+        """Return the converted JSON value of a text. Raises argparse.ArgumentTypeError for any other text."""
         try:
             return convert(json.loads(text))
         except (ValueError, AttributeError, RecursionError):

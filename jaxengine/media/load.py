@@ -132,7 +132,7 @@ class MediaLoader:
 
     def _fetch(self, part: MediaPart, budget: _Budget) -> Any:
         """Fetch the address of a part, have a decoder thread decode the content, wait for it and return the item.
-        budget: of the prompt.
+        budget: budget of the prompt.
 
         Raises RequestError, which names the part, for media that cannot be used.
         """
@@ -144,7 +144,7 @@ class MediaLoader:
 
     def _read(self, part: MediaPart, source: Any, budget: _Budget) -> Any:
         """Decode a part and return the item. source: the part's source, or the bytes fetched from it; an address
-        (data:, file:) is read first. budget: of the prompt.
+        (data:, file:) is read first. budget: budget of the prompt.
 
         Raises RequestError, which names the part, for media that cannot be used.
         """

@@ -23,9 +23,9 @@ def open_processor(
 ) -> MediaProcessor | None:
     """Return the media processor of the model at `path`; None for a model without a tower.
 
-    overrides: hf_overrides, which replace fields of config.json; None for none. tokenizer: the model's Tokenizer; None
-    without one, which some families refuse. config_format: the option of this name, AUTO, HF or MISTRAL. Raises
-    ModelFileError or ModelConfigError for missing or invalid files and settings.
+    overrides: hf_overrides, which replace fields of config.json; None if nothing is replaced. tokenizer: the model's
+    Tokenizer; None without one, which some families refuse. config_format: the option of this name, AUTO, HF or
+    MISTRAL. Raises ModelFileError or ModelConfigError for missing or invalid files and settings.
     """
     if model.tower is None:
         return None

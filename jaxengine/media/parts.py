@@ -71,7 +71,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
     """Take media out of chat messages; return (messages for a chat template, media in order).
 
     Args:
-      messages: of a request, unchecked. Text parts, and anything that is not a message, are returned unchanged.
+      messages: the request's, unchecked. Text parts, and anything that is not a message, are returned unchanged.
       model: the model's media capabilities; None for a text-only model.
       options: limits of the number and the sources of media.
 
@@ -315,8 +315,8 @@ _READERS = {
 def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
     """Return the address in an OpenAI part, given as text or in an object's "url".
 
-    part: of a message. key: the part's field with the address. where: path of the part for errors. param: field of the
-    request. Raises RequestError for another form, and for an invalid detail in the object.
+    part: part of a message. key: the part's field with the address. where: path of the part for errors. param: field of
+    the request. Raises RequestError for another form, and for an invalid detail in the object.
     """
     value = part.get(key)
     if isinstance(value, Mapping):

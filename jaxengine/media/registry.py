@@ -83,9 +83,9 @@ def processor_for(
     """Return the processor of a checkpoint; None if the model has no tower or it is not used.
 
     Args:
-      folder: of the checkpoint, with its processors' settings.
+      folder: folder of the checkpoint, with its processors' settings.
       config_json: content of its config.json.
-      model_config: of the model, with its towers.
+      model_config: configuration of the model, with its towers.
       tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer; None without one, in which case prompts are token
         ids.
 

@@ -31,7 +31,7 @@ class TemplateRefusal(ValueError):
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
     """Return the compiled template of Jinja source, in the sandbox and with FUNCTIONS. The last 16 results are cached.
-    Raises jinja2.TemplateSyntaxError.
+    Raises jinja2.TemplateSyntaxError for a source that is not a template.
     """
     environment = _environment()
     environment.filters["tojson"] = _to_json

@@ -241,7 +241,7 @@ def _of_fairseq(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[s
 
 def _classes(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
     """Return (tokenizer class that tokenizer_config.json, `config`, or config.json names, model_type of config.json);
-    None for what is missing. Raises ModelFileError.
+    None for what is missing. Raises ModelFileError for an invalid config.json.
     """
     model = read_object(folder, "config.json") or {}
     return config.get("tokenizer_class") or model.get("tokenizer_class"), model.get("model_type")
@@ -264,7 +264,8 @@ def _roles(folder: Path, config: dict[str, Any], usual: Mapping[str, str]) -> di
 
 def _add_added(tokenizer: Tokenizer, folder: Path, special: Collection[str] = ()) -> None:
     """Add the tokens of added_tokens.json to `tokenizer`, in place; those in `special` as special tokens. Raises
-    ModelFileError.
+    ModelFileError for an invalid file, and for an id that differs from the token's id in the tokenizer, or is not the
+    next free one for a new token.
     """
     more = read_object(folder, ADDED) or {}
     if not all(type(number) is int for number in more.values()):
@@ -345,7 +346,9 @@ def turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
 
 
 def own_template(folder: Path) -> str | None:
-    """Return the content of the folder's chat_template.jinja; None without it. Raises ModelFileError."""
+    """Return the content of the folder's chat_template.jinja; None without it. Raises ModelFileError if the file
+    cannot be used.
+    """
     return read_text(folder, TEMPLATE, MAX_JSON_BYTES)
 
 

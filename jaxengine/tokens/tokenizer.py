@@ -249,8 +249,9 @@ class Tokenizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return a dict of JSON values with the content of a tokenizer_config.json for this tokenizer. Tokens are given
-        as text. Missing special tokens and a missing chat template are None.
+        """Return a dict of JSON values with the content of a tokenizer_config.json for this tokenizer: tokenizer_class,
+        the names of ROLE_TOKENS, added_tokens_decoder and chat_template. Tokens are given as text. Missing special
+        tokens and a missing chat template are None.
         """
         added = self.backend.get_added_tokens_decoder()
         return {

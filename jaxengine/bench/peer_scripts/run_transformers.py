@@ -58,7 +58,7 @@ def load(job):
         """Generate exactly `max_tokens` tokens for each prompt of a batch, padded on the left; return the number of new
         tokens.
 
-        options: of `model.generate`.
+        options: options of `model.generate`.
         """
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])

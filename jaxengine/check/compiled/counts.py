@@ -230,9 +230,9 @@ def _executed(
 ) -> Counter[str]:
     """Return the sum of `of_body` over a computation and all that it calls, weighted by how often each runs.
 
-    name: of the computation; the sum is empty if the module lacks it. of_body: returns the figures of a computation's
-    instructions. fused: include the bodies of fusions and of asynchronous starts. Of a conditional only the branch with
-    the largest sum counts, and a loop without a known trip count counts once.
+    name: name of the computation; the sum is empty if the module lacks it. of_body: returns the figures of a
+    computation's instructions. fused: include the bodies of fusions and of asynchronous starts. Of a conditional only
+    the branch with the largest sum counts, and a loop without a known trip count counts once.
     """
     body = module.computations.get(name, [])
     total = of_body(body)

@@ -55,9 +55,10 @@ def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reduce the rows of block programs to one row per kind of block, with the cycles for KEYS keys and one token (or
     TOKENS tokens of a run).
 
-    rows: from Compiler.row, two for each kind, with TRIPS repetitions. Rows without a block, such as those of programs
-    that failed, come first and unchanged. A kind with only one of the two programs gets no row; one without cycles gets
-    a row with a failure.
+    The keys of such a row are "target", "step", "failures", "compile_s", "program" (the kind), "block" ("tokens" and
+    "keys" of a block) and, if libtpu reports them, "cycles". rows: results of Compiler.row, two for each kind, with
+    TRIPS repetitions. Rows without a block, such as those of programs that failed, come first and unchanged. A kind
+    with only one of the two programs gets no row; one without cycles gets a row with a failure.
     """
     kinds: dict[str, dict[int, dict[str, Any]]] = {}
     found = [row for row in rows if "block" not in row]

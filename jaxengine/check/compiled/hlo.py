@@ -265,7 +265,8 @@ def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
 def _keeps_place(module: Module, instruction: Instruction) -> bool:
     """Whether an instruction with a result of a pool's size updates its operand in place.
 
-    A kernel does if it declares aliasing, a fusion if all its results of that size are in-place updates or parameters.
+    A kernel does if it declares aliasing, a fusion if all its results of that size are in-place updates or parameters;
+    no other instruction does.
     """
     if instruction.opcode == "custom-call":
         return "output_to_operand_aliasing" in instruction.rest

@@ -43,8 +43,8 @@ class Drafting(NamedTuple):
 def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the config, with speculative_config completed from the config.json of an EAGLE-3 head if it names one.
 
-    Other configs are returned unchanged. model: of the target. Reads no weights. Raises ConfigError or ModelConfigError
-    for a head that does not fit.
+    Other configs are returned unchanged. model: configuration of the target. Reads no weights. Raises ConfigError or
+    ModelConfigError for a head that does not fit.
     """
     chosen = config.speculative_config
     if chosen is None or chosen.method != EAGLE3:
@@ -86,8 +86,8 @@ def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Che
     """Yield the drafter's programs that run before and after the forward pass of each bucket; nothing without a
     drafter.
 
-    num_pages: of the drafter's pool. short: only for the corners of the bucket grid. The programs have no roofline.
-    Raises ConfigError for a drafter that an engine refuses.
+    num_pages: number of pages of the drafter's pool. short: only for the corners of the bucket grid. The programs have
+    no roofline. Raises ConfigError for a drafter that an engine refuses.
     """
     if (found := drafting(stage)) is None:
         return

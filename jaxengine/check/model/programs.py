@@ -151,7 +151,7 @@ class StagePrograms:
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, prefix: str):
-        """Make the abstract weights and the engine's programs for one stage on its mesh. prefix: of the program
+        """Make the abstract weights and the engine's programs for one stage on its mesh. prefix: prefix of the program
         names.
         """
         self.config = config
@@ -204,7 +204,8 @@ class StagePrograms:
         """Return an epilogue as a program to check. An epilogue, such as the sampler, runs on the results of forward
         passes.
 
-        name, size: one of `epilogues`; size is its number of rows. num_pages: of a pool, which it must not copy.
+        name, size: one of `epilogues`; size is its number of rows. num_pages: number of pages of a pool, which it must
+        not copy.
         """
         program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
         positions = size * width
@@ -226,7 +227,7 @@ class StagePrograms:
         """Return a bucket's forward pass as a program to check, with its work, needs, expected exchanges, and arrays
         that it must not copy.
 
-        num_pages: of the pool, per layer and replica.
+        num_pages: number of pages of the pool, per layer and replica.
         """
         kv = self.steps.kv_shapes(num_pages)
         program = self.steps.forward(bucket, self.params, kv)
@@ -257,7 +258,7 @@ class StagePrograms:
 
         They are each kind of attention with pages, except with compressed keys, and the KV write of each page size.
         They run on one device of the mesh, with its heads and its replica's sequences; schedules are arguments.
-        num_pages: of the pool.
+        num_pages: number of pages of the pool.
         """
         config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
@@ -322,8 +323,8 @@ class StagePrograms:
     def blocks(self) -> Iterator[CheckedProgram]:
         """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
 
-        There is a program for each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels
-        have no profile.
+        Layers with an indexer or ALiBi slopes, whose attention has no kernels, are left out. There is a program for
+        each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels have no profile.
         """
         profile = block_profile(self._platform)
         if profile is None:

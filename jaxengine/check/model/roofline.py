@@ -72,7 +72,8 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """Return the work of one layer's attention, of all its heads: queries and outputs, each visible key and value once,
     and both products.
 
-    kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
+    A layer with an indexer has the work of `_selected_work`, one with compressed keys that of `_compressed_work`.
+    kv_dtype: dtype of the cache. dtype: dtype of queries and outputs. context: keys per sequence of a decode.
     """
     if attention.index is not None:
         return _selected_work(attention, bucket, kv_dtype, dtype, context)
@@ -89,8 +90,8 @@ def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """Return the work of the attention of a layer with an indexer.
 
     Each visible key of the indexer and each latent that may be selected is read once. The indexer counts only in layers
-    that select by themselves (index.source None). kv_dtype: of the cache. dtype: of queries and outputs. context: keys
-    per sequence of a decode.
+    that select by themselves (index.source None). kv_dtype: dtype of the cache. dtype: dtype of queries and outputs.
+    context: keys per sequence of a decode.
     """
     index, latent, itemsize = attention.index, attention.latent, jnp.dtype(dtype).itemsize
     assert index is not None and latent is not None
@@ -112,9 +113,10 @@ def _compressed_work(
 ) -> Work:
     """Return the work of the attention of a layer with compressed keys.
 
-    The window's keys, which are part of the layer's state, and the keys of all blocks, or of the blocks that may be
-    selected, are read once; so are the indexer's keys of all blocks. compressed: of the layer. dtype: of queries and
-    outputs. context: keys per sequence of a decode.
+    Queries, outputs, and the keys of all blocks, or of the blocks that may be selected, are read or written once; so
+    are the indexer's queries and its keys of all blocks. The window's keys count only in the operations, because they
+    are part of the layer's state, whose bytes `state_work` counts. compressed: compressed keys of the layer. dtype:
+    dtype of queries and outputs. context: keys per sequence of a decode.
     """
     itemsize, index, rate = jnp.dtype(dtype).itemsize, compressed.index, compressed.rate
     pairs = visible_keys(bucket, context, compressed.window)[1]
@@ -135,8 +137,8 @@ def _compressed_work(
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
     """Return the work of one layer's recurrent states: each read and written once, and the computation of every token.
 
-    dtype: of activations, and of states without a dtype of their own. A bucket that is not decode-only counts as one
-    sequence.
+    dtype: dtype of activations, and of states without a dtype of their own. A bucket that is not decode-only counts as
+    one sequence.
     """
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
     return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
@@ -145,7 +147,7 @@ def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
 def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
     """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written once.
 
-    dtype: of states without a dtype of their own.
+    dtype: dtype of states without a dtype of their own.
     """
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
@@ -154,7 +156,8 @@ def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
     """Return the work of one layer's KV write for all tokens of a bucket and all KV heads: bytes only, no operations.
 
-    New keys and values are read as `dtype` and stored as `kv_dtype`.
+    New keys and values are read as `dtype` and stored as `kv_dtype`. In a layer with compressed keys these are the
+    entries of whole blocks of tokens.
     """
     if (compressed := attention.compressed) is not None:
         itemsize = jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize
@@ -174,8 +177,8 @@ def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
     """Return a device's share of the work of an epilogue.
 
     An epilogue such as the sampler reads the float32 logits once and does no operations; the score epilogue computes
-    the logits of every token. name: of the epilogue. size: its rows, for a score its tokens. width: tokens of each row
-    of the previous step.
+    the logits of every token. name: name of the epilogue. size: its rows, for a score its tokens. width: tokens of each
+    row of the previous step.
     """
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
@@ -216,8 +219,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
 
     Towers are left out. The LM head computes only the rows of logits, an expert the rows that reach it on average.
 
-    model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply whole tiles of rows
-    and may expand latents to keys; None counts neither.
+    model: abstract. dtype: dtype of activations. kv: the abstract pool, whose platform's kernels multiply whole tiles
+    of rows and may expand latents to keys; None counts neither.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
@@ -318,7 +321,7 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
     """Return a device's share of the work of a forward pass of an abstract model, in which every replica has the same
     bucket.
 
-    kv_dtype: of the cache. dtype: of activations. context: keys per sequence of a decode.
+    kv_dtype: dtype of the cache. dtype: dtype of activations. context: keys per sequence of a decode.
     """
     config, mesh = model.config, model.mesh
     products = product_work(model, bucket, dtype)

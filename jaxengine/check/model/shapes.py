@@ -74,9 +74,9 @@ def _model(
     """Return the shape of a text model.
 
     architecture: name in config.json. hidden, intermediate: sizes of activations and of the feed-forward part.
-    rope_theta: base of the rotary frequencies. rope_scaling: their scaling; None for none. head_dim: None for hidden //
-    heads. attention: additional fields of every layer's LayerAttention. windows: attention windows, repeated over the
-    layers. fields: other fields of ModelConfig.
+    rope_theta: base of the rotary frequencies. rope_scaling: their scaling; None if they are not scaled. head_dim: None
+    for hidden // heads. attention: additional fields of every layer's LayerAttention. windows: attention windows,
+    repeated over the layers. fields: other fields of ModelConfig.
     """
     head_dim = head_dim or hidden // heads
     rope = Rope(head_dim, rope_theta, rope_scaling)

@@ -21,8 +21,8 @@ def sparse_attention(
 
     The function takes queries and weights of the indexer, both parts of the queries, the pool and a RaggedBatch, and
     returns the attention output. attention: a layer with an indexer. mesh: layout whose share of the heads a device
-    has. shape_of: function from (shape, dtype) to an abstract array on the device. num_tokens: of the step. dtype: of
-    queries.
+    has. shape_of: function from (shape, dtype) to an abstract array on the device. num_tokens: number of tokens of the
+    step. dtype: dtype of queries.
     """
     index = attention.index
     assert index is not None

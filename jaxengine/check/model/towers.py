@@ -50,7 +50,8 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
     """Return a device's share of the work of an encoder call: every weight and patch read once, and all products but
     attention's.
 
-    Biases and norms do no operations. layout: of the tower that is called. size: patches of a device in the call.
+    Biases and norms do no operations. layout: layout of the tower that is called. size: patches of a device in the
+    call.
     """
     num_bytes, flops = 4 * size * layout.tower.num_features, 0
     for param in declared_params(model):

@@ -217,7 +217,7 @@ class _Walk:
         """Hash a code object and, recursively, those in it, and queue its constants; return the names of globals and
         attributes that they read.
 
-        name: name of the function, for errors. doc: its docstring, which is not hashed; None for none.
+        name: name of the function, for errors. doc: its docstring, which is not hashed; None if it has no docstring.
         """
         names = set(code.co_names)
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType) and each != doc]
@@ -250,7 +250,7 @@ class _Walk:
                 self.add(vars(module)[each], f"{module.__name__}.{each}", read)
 
     def _object(self, value: Any, name: str) -> None:
-        """Hash a value that is neither code nor plain data. name: of the value, for errors.
+        """Hash a value that is neither code nor plain data. name: name of the value, for errors.
 
         Of an array the content is hashed, of a wrapper what it wraps, of a logger its name, of a builtin its qualified
         name, of objects of typing and types their text; the attributes of any other object are queued. Raises
@@ -274,7 +274,7 @@ class _Walk:
             self._attributes(value, name)
 
     def _attributes(self, value: Any, name: str) -> None:
-        """Queue an object's class and the values of its slots and attributes. name: of the object, for errors.
+        """Queue an object's class and the values of its slots and attributes. name: name of the object, for errors.
 
         Raises UnknownCodeError for an object with neither __dict__ nor slots that are set.
         """

@@ -24,7 +24,7 @@ def refuse_idle_sleep(seconds: float | None, kind: str) -> None:
     """Raise ConfigError if sleep_idle_seconds is given for an engine that only runs inside its callers' calls and so
     cannot sleep between them.
 
-    seconds: the option's value; None for none. kind: name of the engine's interface, for the message.
+    seconds: the option's value; None if it is not given. kind: name of the engine's interface, for the message.
     """
     if seconds is not None:
         raise ConfigError(

@@ -91,9 +91,9 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError for record_steps with an engine whose steps cannot be recorded, for record_trace with a pooling
     model, and for a folder of steps or of the trace that cannot be written.
 
-    options: of the engine, by name. Steps cannot be recorded for pooling models, models with a tower, without keys and
-    values or with pages of different sizes, nor with adapters, drafts, logits processors, steering, trace replay,
-    several pipeline stages or nodes.
+    options: options of the engine, by name. Steps cannot be recorded for pooling models, models with a tower, without
+    keys and values or with pages of different sizes, nor with adapters, drafts, logits processors, steering, trace
+    replay, several pipeline stages or nodes.
     """
     if (trace := options["record_trace"]) is not None:
         if not is_writable_folder(named_path("record_trace", trace).absolute().parent):

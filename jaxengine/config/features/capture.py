@@ -75,8 +75,8 @@ def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     """Return the options capture and capture_layers, resolved for a model: one name for each tap, and layers counted
     from 0. An option that is not given is left out.
 
-    options: of the engine, by name. Raises ConfigError for a layer or a tap that the model does not have, a layer named
-    twice, and a pooling model.
+    options: options of the engine, by name. Raises ConfigError for a layer or a tap that the model does not have, a
+    layer named twice, a pooling model, and any layer but the last for a model with several hidden states per token.
     """
     found: dict[str, tuple[Any, ...]] = {}
     if options[TAPS] is not None:
@@ -141,7 +141,7 @@ def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ..
 def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig, *sizes: str) -> None:
     """Raise ConfigError if the model pools, or if one of the options `sizes` is above 1.
 
-    option: the option that was given, for the message. options: of the engine, by name.
+    option: the option that was given, for the message. options: options of the engine, by name.
     """
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),

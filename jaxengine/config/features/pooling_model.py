@@ -41,7 +41,7 @@ class SentenceModel:
       dense: products behind the pooling, in order.
       do_lower_case: texts are lower-cased before they are tokenized.
       by_tokens: a text has an embedding for each token (ColBERT), and no pooling.
-      splade: sparse pooling; None for none. Its number of tokens is not known here, and 0.
+      splade: sparse pooling; None if pooling is not sparse. Its number of tokens is not known here, and 0.
     """
 
     pooling_type: str

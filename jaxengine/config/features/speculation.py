@@ -191,8 +191,9 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     EngineConfig by name.
 
     No method works with a model that pools or keeps recurrent states, several nodes, or steps of one token; "grammar"
-    needs a tokenizer. Drafts by a model need a single pipeline stage, no tower, a layer that keeps all keys, and the
-    tensor parallel size of the engine; "mtp" also the checkpoint's layer for it.
+    needs a tokenizer. Drafts by a model need a single pipeline stage, no tower, a layer that keeps all keys (or
+    disable_hybrid_kv_cache_manager), and the tensor parallel size of the engine; "mtp" also the checkpoint's layer for
+    it.
     """
     if options[NAME] is None:
         return
@@ -271,8 +272,8 @@ def _method(model: Any, method: Any) -> str:
     """Return the name of the drafting method: the given one, with earlier names translated, or without one, as in
     earlier vLLM versions, "ngram" for a model named "ngram" or "[ngram]" and "draft_model" for another model.
 
-    model, method: the fields as given, None for none. Raises ConfigError for an unknown method, for neither method nor
-    model, and for a method that needs a model without one.
+    model, method: the fields as given; None if they are not. Raises ConfigError for an unknown method, for neither
+    method nor model, and for a method that needs a model without one.
     """
     if method == "eagle":
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"

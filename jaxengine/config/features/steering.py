@@ -56,8 +56,8 @@ def read_steering_vectors(value: Any) -> dict[str, str]:
 def settle_steering(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Return {"steer": one name for each tap of the model that the option names}; {} without the option.
 
-    options: of the engine, by name. Raises ConfigError for a tap that the model does not have or to which no vector can
-    be added, for a pooling model, for several pipeline stages, and for steering_vectors without steer.
+    options: options of the engine, by name. Raises ConfigError for a tap that the model does not have or to which no
+    vector can be added, for a pooling model, for several pipeline stages, and for steering_vectors without steer.
     """
     if options[TAPS] is None:
         if options[VECTORS]:

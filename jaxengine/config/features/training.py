@@ -36,7 +36,7 @@ def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError for one of TrainingOptions with a pooling model, and for enable_return_routed_experts with a
     model without experts or with rl_exact.
 
-    options: of the engine, by name.
+    options: options of the engine, by name.
     """
     for name in ("enable_trace_replay", "enable_sampling_mass", EXPERTS):
         if options[name] and model.pooler is not None:

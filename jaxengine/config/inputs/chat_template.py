@@ -38,7 +38,8 @@ def read_chat_template(value: Any) -> Any:
 def _read(path: Path) -> str:
     """Return the text of a regular file of at most 1 MiB of UTF-8, without a byte order mark.
 
-    Raises OSError; ValueError for a larger file, other bytes, and anything but a regular file.
+    Raises OSError for a file that cannot be read; ValueError for a larger file, other bytes, and anything but a regular
+    file.
     """
     path.stat()  # raises OSError with the reason if there is none
     if not path.is_file():

@@ -23,9 +23,9 @@ def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platf
     most max_num_batched_encoder_tokens sounds; if that is None, 1 on CPUs and 4 elsewhere, and never more than
     max_num_seqs.
 
-    chosen: the other fields of ResolvedConfig, by name. model: has a tower of sounds. platform: of the kernels. Raises
-    ConfigError for pipeline stages, nodes, adapters, drafts, logits processors, embeddings, a tower split by items, and
-    another KV dtype than the model's.
+    chosen: the other fields of ResolvedConfig, by name. model: has a tower of sounds. platform: platform of the
+    kernels. Raises ConfigError for pipeline stages, nodes, adapters, drafts, logits processors, embeddings, a tower
+    split by items, and another KV dtype than the model's.
     """
     tower = model.tower
     assert tower is not None

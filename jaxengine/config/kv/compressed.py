@@ -17,7 +17,7 @@ def check_compressed(options: Mapping[str, Any], model: ModelConfig, platform: s
     """Return {} always; raise ConfigError for pages that the model's compressed keys cannot have: an 8-bit KV dtype, a
     page size that is neither a multiple nor a divisor of a block of tokens, or, on a TPU, pages of several sizes.
 
-    options: of the engine, with all defaults filled in. platform: name of the kernels' platform.
+    options: options of the engine, with all defaults filled in. platform: name of the kernels' platform.
     """
     keys = [layer.compressed for layer in model.attention if layer.compressed is not None]
     rates, size = sorted({each.rate for each in keys if each.rate is not None}), options["block_size"]

@@ -29,8 +29,8 @@ def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
     """Return the name of the KV pool's dtype, a numpy name or one of int8_per_token_head and fp8_per_token_head.
 
     name: value of kv_cache_dtype; "auto" is the dtype of the checkpoint's quantization, or else of the model.
-    quantization: of the checkpoint, None for none. dtype: of the model. platform: name of the kernels that read the
-    pool. Raises ConfigError for scales per token on kernels that do not read them.
+    quantization: quantization of the checkpoint; None if it is not quantised. dtype: dtype of the model. platform: name
+    of the kernels that read the pool. Raises ConfigError for scales per token on kernels that do not read them.
     """
     if name in _PER_TOKEN and not KERNELS[platform].reads_token_scales:
         codes = ", ".join(each for each in KV_CACHE_DTYPES if each not in _PER_TOKEN)

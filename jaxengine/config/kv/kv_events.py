@@ -24,7 +24,7 @@ class KVEventsConfig:
       publisher: one of PUBLISHERS; None for "zmq".
       endpoint: ZeroMQ address that subscribers connect to: one with a "*" or of ipc is bound, any other connected to.
         Replicas after the first use the following ports.
-      replay_endpoint: address at which earlier batches can be requested; None for none.
+      replay_endpoint: address at which earlier batches can be requested; None if they cannot.
       buffer_steps: batches that are kept for that.
       hwm: messages that wait for a slow subscriber at most; later ones are dropped, and leave a gap in the numbers.
       topic: of the messages.
@@ -125,7 +125,8 @@ def settle_kv_events(options: Mapping[str, Any], model: Any) -> None:
     """Raise ConfigError if events are published or pages observed (kv_cache_metrics) without enable_prefix_caching, or
     if kv_cache_metrics_sample is given without kv_cache_metrics.
 
-    options: of the engine, resolved, by name. model: unused; all checks of a resolved config have this parameter.
+    options: options of the engine, resolved, by name. model: unused; all checks of a resolved config have this
+    parameter.
     """
     config = options[_OPTION]
     if options["kv_cache_metrics"] and not options["enable_prefix_caching"]:

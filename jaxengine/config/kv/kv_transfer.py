@@ -101,7 +101,7 @@ def read_handover(top: Mapping[str, Any], extra: Mapping[str, Any]) -> KVHandove
 
     top: kv_transfer_config. extra: its kv_connector_extra_config. The caller has checked the names of their keys.
     Raises ConfigError, which names the field, for a value that is not allowed, without kv_role, for transport "folder"
-    without shared_storage_path, and for the latter with another transport.
+    without shared_storage_path, and for shared_storage_path with another transport.
     """
     given = {name: top[name] for name in AT_TOP if top.get(name) is not None}
     given |= {name: extra[name] for name in IN_EXTRA if extra.get(name) is not None}

@@ -34,7 +34,7 @@ class KVTransferConfig:
       cpu_bytes_to_use: bytes of the host tier.
       eviction_policy: one of POLICIES.
       store_threshold: times that requests must have looked for a page before it is stored.
-      root_dir: folder of the disk tier; None for none.
+      root_dir: folder of the disk tier; None without a disk tier.
       handover: how pages are handed over between engines; None if they are not.
     """
 
@@ -252,7 +252,7 @@ def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
     draft model or returned experts, a pooling model, one without keys and values), and for a folder that cannot be
     written.
 
-    options: of the engine, resolved, by name. Does nothing without kv_offloading_size and kv_transfer_config.
+    options: options of the engine, resolved, by name. Does nothing without kv_offloading_size and kv_transfer_config.
     """
     transfer = options[_NAME]
     if options["kv_offloading_size"] is None and transfer is None:

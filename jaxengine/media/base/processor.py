@@ -85,7 +85,7 @@ class MediaProcessor(Protocol):
         value: uint8 [H, W, 3] for an image, jaxengine.media.base.frames.Video for a video,
           jaxengine.media.base.samples.Sound for a sound.
         options: mm_processor_kwargs of the engine, overridden by the request's.
-        most: limit of the item's patches; None for none.
+        most: limit of the item's patches; None for no limit.
 
         Raises RequestError for an option that is unknown or out of range, and for an item that the family does not take
         or that has too many patches.

@@ -35,10 +35,10 @@ FORMS = "the bytes or Path of a file, an array of samples at 16,000 a second, or
 def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Sound | Spectrogram:
     """Return a sound at RATE samples per second, with channels averaged; a Sound or Spectrogram is returned unchanged.
 
-    value: see FORMS; arrays are [N] or [channels, N], of floats from -1 to 1, int16 or int32. budget: of the prompt;
-    decoded seconds are taken from it before they are stored. Blocks while it reads and decodes. Raises MediaError for
-    other values, a file that is damaged, of an unknown type, too large or too long, no samples, and samples that are
-    not finite.
+    value: see FORMS; arrays are [N] or [channels, N], of floats from -1 to 1, int16 or int32. budget: budget of the
+    prompt; decoded seconds are taken from it before they are stored. Blocks while it reads and decodes. Raises
+    MediaError for other values, a file that is damaged, of an unknown type, too large or too long, no samples, and
+    samples that are not finite.
     """
     if isinstance(value, (Sound, Spectrogram)):
         return value
@@ -186,8 +186,8 @@ def _av_parts(container: Any, stream: Any, budget: SecondsBudget) -> Iterator[np
     """Yield the samples of a sound stream as they are decoded, f32[n] each, channels averaged; take their seconds from
     the budget.
 
-    container, stream: of PyAV. Raises MediaError if the rate changes, for too many channels, more seconds than the
-    budget has, and more than 6 * MAX_SECONDS seconds of decoding.
+    container, stream: objects of PyAV. Raises MediaError if the rate changes, for too many channels, more seconds than
+    the budget has, and more than 6 * MAX_SECONDS seconds of decoding.
     """
     rate, until = stream.codec_context.sample_rate, time.monotonic() + 6 * MAX_SECONDS
     for frame in container.decode(stream):

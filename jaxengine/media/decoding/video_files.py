@@ -84,8 +84,8 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
     """Return float64 [N], ascending: the seconds at which each frame is shown, read without decoding to the end of the
     container. The first need not be 0.
 
-    stream: of PyAV, in `container`. until: deadline in time.monotonic seconds. Raises MediaError after the deadline,
-    and for more than MAX_SOURCE_FRAMES frames.
+    stream: PyAV's stream in `container`. until: deadline in time.monotonic seconds. Raises MediaError after the
+    deadline, and for more than MAX_SOURCE_FRAMES frames.
     """
     stamps: list[int] = []
     for packet in container.demux(stream):
@@ -101,9 +101,9 @@ def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int]
     """Decode the wanted frames, uint8 [H, W, 3] each, upright and in order, from the container's position on; fewer if
     the file ends early.
 
-    stream: of PyAV, in `container`. wanted: numbers of frames from 0, at least one. size: (width, height) of each frame
-    before rotation. until: deadline in time.monotonic seconds. Raises MediaError after the deadline, and for a frame of
-    another size.
+    stream: PyAV's stream in `container`. wanted: numbers of frames from 0, at least one. size: (width, height) of each
+    frame before rotation. until: deadline in time.monotonic seconds. Raises MediaError after the deadline, and for a
+    frame of another size.
     """
     frames, last = [], max(wanted)
     for number, frame in enumerate(container.decode(stream)):

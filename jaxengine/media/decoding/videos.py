@@ -176,8 +176,8 @@ def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
 
     about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); by
     default the indices count from 0, and the last frame is the source's last. An index may occur again, as when more
-    frames are sampled than there are. Raises MediaError for other keys, an fps out of range, and indices that are not N
-    non-decreasing numbers below the total.
+    frames are sampled than there are. Raises MediaError for other keys, an fps out of range, a total or an index above
+    _MOST_TOTAL, and indices that are not N non-decreasing numbers below the total.
     """
     if wrong := next((key for key in about if key not in _METADATA), None):
         raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed: {', '.join(_METADATA)}")

@@ -99,7 +99,7 @@ class Cohere2VisionProcessor(TilesProcessor):
         """Return the (rows, columns) of at most `most` tiles that enlarges the image least; where all shrink it, the
         one that shrinks it least.
 
-        height, width: of the image in pixels. `least` is ignored, as in transformers.
+        height, width: size of the image in pixels. `least` is ignored, as in transformers.
         """
         best, score = (1, 1), (False, 0.0)
         for rows, columns in tilings(1, most):

@@ -75,8 +75,9 @@ class DeepseekOcr2Processor(TilesProcessor):
         """Preprocess an image, uint8[H, W, 3]: its tiles, if a side is longer than a tile's, and then the whole image
         in a square.
 
-        options: names of option_names. most: limit of patches; None for none. If images are not to be cut, the square
-        has a tile's size. Raises RequestError for other options and values, an extreme aspect ratio, and more patches.
+        options: names of option_names. most: limit of patches; None for no limit. If images are not to be cut, the
+        square has a tile's size. Raises RequestError for other options and values, an extreme aspect ratio, and more
+        patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -97,8 +98,10 @@ class DeepseekOcr2Processor(TilesProcessor):
         return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if one is given, and for a number
-        that is not that of a whole, with tiles or without, or of a whole as large as a tile, and the separator.
+        """Return (1, 1, num_rows): the grid counts for nothing.
+
+        Raises RequestError if a grid is given, and unless num_rows is 1 (the separator) plus the embeddings of the
+        whole image and any number of tiles, or plus those of a whole image of a tile's size.
         """
         ahead = int(self.tower.merge**0.5)
         whole, tile = ((side // ahead) ** 2 for side in (self.side // self.patch, self.tower.tile_grid))

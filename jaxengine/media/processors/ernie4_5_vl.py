@@ -29,8 +29,8 @@ class ErnieVLProcessor(Qwen2VLProcessor):
         super().__init__(folder, {**config_json, **dict(tower.tokens)}, model_config, tokenizer)
 
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt `text`, with an image's token for each text _PUBLISHED. token_ids: of the
-        whole text (see `with_one_token`).
+        """Return the token ids of a prompt `text`, with an image's token for each text _PUBLISHED. token_ids: token ids
+        of the whole text (see `with_one_token`).
         """
         if _PUBLISHED not in text:
             return list(token_ids)

@@ -91,8 +91,9 @@ class Gemma3Processor(UnitProcessor):
         return [self.pixels.resized(part, self.side, self.side) for part in parts], (1, len(parts))
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its placeholders between start and end tokens and blank lines; with
-        crops, the image and each crop follow a fixed English sentence.
+        """Return the tokens of an image (`item`): its placeholders between start and end tokens and blank lines. With
+        crops, one fixed English phrase stands before the image and another before the crops, which have spaces between
+        them.
         """
         rows = self.tower.unit // self.tower.merge
         end = self.token_id("eoi_token_index", "eoi_token_id")

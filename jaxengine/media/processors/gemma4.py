@@ -110,7 +110,7 @@ class Gemma4Processor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize and cut an image or a video's frames for the tower.
 
-        value: uint8[H, W, 3] or frames.Video. options: only max_soft_tokens. most: limit of patches; None for none.
+        value: uint8[H, W, 3] or frames.Video. options: only max_soft_tokens. most: limit of patches; None for no limit.
         Raises RequestError for other options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
@@ -127,7 +127,7 @@ class Gemma4Processor(GridProcessor):
         """Cut frames f32[N, H, W, 3] into patches of one frame, in which the three colours of a pixel are adjacent; the
         patches of each merged row are together.
 
-        H and W must be multiples of `factor`. seconds: of each frame of a video; () for an image.
+        H and W must be multiples of `factor`. seconds: time of each frame of a video; () for an image.
         """
         patch, merge = self.tower.patch_size, self.tower.spatial_merge_size
         count, height, width, _ = frames.shape
@@ -248,7 +248,7 @@ def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
     """Return (file, settings) of a modality. Without readable settings for videos, they are those of images without
     their budget.
 
-    folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
+    folder: folder of the checkpoint. Raises ModelFileError for a missing or invalid file.
     """
     if modality == "video":
         try:

@@ -35,8 +35,8 @@ def gemma4(
     """Return the processor of Gemma4ForConditionalGeneration for the towers that it is served with; a PairedProcessor
     for one tower of each kind.
 
-    folder: of the checkpoint. config_json: content of its config.json. model_config: of the model. tokenizer: None
-    without one. Raises ModelFileError and ModelConfigError for missing or invalid files and settings.
+    folder: folder of the checkpoint. config_json: content of its config.json. model_config: configuration of the model.
+    tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
     towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
     found: list[Any] = []

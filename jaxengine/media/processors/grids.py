@@ -57,7 +57,7 @@ class GridProcessor:
     def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
         """Raise RequestError if resized frames have more than `most` patches; None for no limit.
 
-        frames: number of frames. height, width: of a frame in pixels.
+        frames: number of frames. height, width: size of a frame in pixels.
         """
         steps = -(-frames // self.tower.temporal_patch_size)
         check_room(modality, steps * (height // self.tower.patch_size) * (width // self.tower.patch_size), most)
@@ -66,8 +66,8 @@ class GridProcessor:
         """Cut frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
         patch colour by colour and frame by frame.
 
-        H and W must be multiples of `factor`. seconds: of each temporal step of a video; () for none. The last frame is
-        repeated to fill a temporal patch.
+        H and W must be multiples of `factor`. seconds: time of each temporal step of a video; () for none. The last
+        frame is repeated to fill a temporal patch.
         """
         tower = self.tower
         patch, depth, merge = tower.patch_size, tower.temporal_patch_size, tower.spatial_merge_size
@@ -83,7 +83,7 @@ class GridProcessor:
         """Return the Processed item of a grid's patches, reordered for the tower, with their columns and rows.
 
         patches: f32 [number of patches, features], merged row by merged row. grid: (time, height, width) in patches.
-        seconds: of each temporal step of a video; () for none.
+        seconds: time of each temporal step of a video; () for none.
         """
         tower = self.tower
         order, window = self.order(grid)

@@ -61,7 +61,7 @@ class HunYuanVLProcessor(Qwen2VLProcessor):
         """Raise RequestError if an image has more than `most` patches, those of marked squares included; None for no
         limit.
 
-        frames: not used. height, width: of the image after resizing, in pixels.
+        frames: not used. height, width: size of the image after resizing, in pixels.
         """
         del frames
         squares = height // self.factor * (width // self.factor + 1) + 2

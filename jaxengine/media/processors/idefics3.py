@@ -91,7 +91,7 @@ class Idefics3Processor(UnitProcessor):
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the placeholders of each tile after its row and column, with a line
-        break after each line, then those of the whole image.
+        break after each line, then those of the whole image. An image of one tile has only the latter.
         """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid

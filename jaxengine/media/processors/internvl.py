@@ -50,8 +50,8 @@ class InternVLProcessor(TilesProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, with one tile per frame.
 
-        options: mm_processor_kwargs. most: limit of patches; None for none. Raises RequestError for unknown options,
-        other values, extreme aspect ratios, and more patches.
+        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
+        options, other values, extreme aspect ratios, and more patches.
         """
         if modality == "image":
             return super().process(modality, value, options, most)

@@ -65,7 +65,8 @@ class KimiK25Processor(KimiVLProcessor):
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
         """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`.
 
-        Raises ModelConfigError for invalid token ids, and if images and videos have the same.
+        Raises ModelConfigError for invalid token ids, for an empty text in place of a video, and if images and videos
+        have the same id.
         """
         image = fields.integer("media_placeholder_token_id", fields.integer("image_token_id", 163605, minimum=0))
         self.video = fields.text("video_placeholder", "<|kimi_k25_video_placeholder|>")
@@ -78,8 +79,8 @@ class KimiK25Processor(KimiVLProcessor):
         self.embedded_ids = {"image": image, "video": video if video < known else image}
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """Raise ModelConfigError if the placeholder of images is not below vocab_size; that of videos is not
-        checked.
+        """Raise ModelConfigError if the placeholder of images is not below vocab_size; that of videos and `others` are
+        not checked.
         """
         if self.token_ids["image"] >= model_config.vocab_size:
             problem = f"image_token_id must be below vocab_size {model_config.vocab_size}"
@@ -154,8 +155,9 @@ class KimiK25Processor(KimiVLProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, or a video's frames with the time of each chunk.
 
-        value: uint8[H, W, 3] or frames.Video. options: only max_patches. most: limit of patches; None for none. Raises
-        RequestError for other options and values, more patches, extreme aspect ratios, and a video of a day or more.
+        value: uint8[H, W, 3] or frames.Video. options: only max_patches. most: limit of patches; None for no limit.
+        Raises RequestError for other options and values, more patches, extreme aspect ratios, and a video of a day or
+        more.
         """
         if modality != "video":
             return super().process(modality, value, options, most)
@@ -204,7 +206,7 @@ class KimiK25Processor(KimiVLProcessor):
         """Return the Processed item of a grid's patches, f32[P, features], reordered for the tower. The frames of a
         chunk share embeddings, whose rows are those of its first frame.
 
-        grid: (time, height, width) in patches. seconds: of each chunk of a video.
+        grid: (time, height, width) in patches. seconds: time of each chunk of a video.
         """
         found = super().processed(patches, grid, seconds)
         cells = grid[1] * grid[2] // self.tower.merge
@@ -262,8 +264,8 @@ class KimiK25Processor(KimiVLProcessor):
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return ((height, width) after scaling, (height, width) after padding) of an image, in pixels.
 
-        height, width: of the image. limit: of patches, to about which it is scaled down if it has more. An image with a
-        side that is too long is scaled down, not refused. Raises RequestError for an extreme aspect ratio.
+        height, width: size of the image. limit: limit of patches, to about which it is scaled down if it has more. An
+        image with a side that is too long is scaled down, not refused. Raises RequestError for an extreme aspect ratio.
         """
         check_ratio(height, width)
         patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size

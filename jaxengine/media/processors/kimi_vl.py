@@ -108,7 +108,7 @@ class KimiVLProcessor(GridProcessor):
         """Preprocess an image, uint8[H, W, 3], for the tower.
 
         options: only the one named by `option`, the limit of patches to which the image is scaled. most: limit of
-        patches above which it is refused; None for none. Raises RequestError for other options and values, more
+        patches above which it is refused; None for no limit. Raises RequestError for other options and values, more
         patches, and extreme sizes.
         """
         check_options(options, self.option_names())
@@ -128,8 +128,9 @@ class KimiVLProcessor(GridProcessor):
         """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them with black, and cut them into
         patches.
 
-        modality: for errors. pixels: the transform. most: limit of all patches; None for none. seconds: of each chunk
-        of a video; () for none. Raises RequestError for more patches, and for extreme sizes.
+        modality: kind of the item, for errors. pixels: the transform. most: limit of all patches; None for no limit.
+        seconds: time of each chunk of a video; () for none. Raises RequestError for more patches, and for extreme
+        sizes.
         """
         (height, width), (padded_height, padded_width) = self.scaled(frames.shape[1], frames.shape[2], limit)
         self.check_room(modality, len(frames), padded_height, padded_width, most)
@@ -145,8 +146,8 @@ class KimiVLProcessor(GridProcessor):
     def largest_of(self, num_frames: int, limit: int, size: tuple[int, int] | None) -> Processed:
         """Return the largest item of num_frames frames, with patches f32[P, 0].
 
-        limit: of patches of each frame. size: (height, width) in pixels before scaling; None for the largest. Raises
-        RequestError for an extreme size.
+        limit: limit of patches of each frame. size: (height, width) in pixels before scaling; None for the largest.
+        Raises RequestError for an extreme size.
         """
         if size is not None:
             _, (height, width) = self.scaled(*size, limit)
@@ -169,8 +170,8 @@ class KimiVLProcessor(GridProcessor):
         """Return ((height, width) after scaling, (height, width) after padding to whole rows of the tower) of an image,
         in pixels.
 
-        height, width: of the image, which is scaled down to about `limit` patches if it has more. Raises RequestError
-        for an extreme aspect ratio, and for a padded side of _SIDE patches or more.
+        height, width: size of the image, which is scaled down to about `limit` patches if it has more. Raises
+        RequestError for an extreme aspect ratio, and for a padded side of _SIDE patches or more.
         """
         check_ratio(height, width)
         patch = self.tower.patch_size
@@ -185,7 +186,8 @@ class KimiVLProcessor(GridProcessor):
         return (height, width), (high, wide)
 
     def _largest_grid(self, limit: int) -> tuple[int, int]:
-        """Return a grid, (rows, columns) of patches, with at least as many patches as any image's. limit: of patches.
+        """Return a grid, (rows, columns) of patches, with at least as many patches as any image's. limit: limit of
+        patches.
 
         An image whose grid begins another row of the tower after `rows` patches, and another column after `columns`, is
         larger than these. If it was scaled down, it has less than `limit` patches times the factor of the partial

@@ -224,8 +224,8 @@ class Lfm2VlProcessor(GridProcessor):
         )
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by its image's crops, each after its name, between the start
-        and end tokens. items: by modality, in the order of the prompt.
+        """Return the prompt with each placeholder replaced by its image's crops, each after its name if there are
+        several, between the start and end tokens. items: by modality, in the order of the prompt.
 
         Raises RequestError for another number of items than placeholders.
         """

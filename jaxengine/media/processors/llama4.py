@@ -162,7 +162,7 @@ def _tiling(height: int, width: int, side: int, most: int, fills: bool) -> tuple
     """Return the (rows, columns) of the tiling that shrinks an image least. If it fits into several without shrinking,
     the one that enlarges it least (with `fills`, most), and the smallest of equal ones.
 
-    height, width: of the image in pixels. side: of a tile in pixels. most: limit of tiles.
+    height, width: size of the image in pixels. side: side of a tile in pixels. most: limit of tiles.
     """
     tilings = _tilings(most)
     sizes = np.asarray(tilings) * side

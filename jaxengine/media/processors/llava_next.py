@@ -96,8 +96,8 @@ class LlavaNextProcessor(LlavaProcessor):
         """Preprocess an image, uint8[H, W, 3], in tiles for the tower; its rows leave out black margins, and include
         the newline after each line.
 
-        most: limit of patches; None for none. Raises RequestError for any option, other values, extreme aspect ratios,
-        and more patches.
+        most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
+        ratios, and more patches.
         """
         made = super().process(modality, value, options, most)
         height, width, _ = value.shape
@@ -150,7 +150,7 @@ class LlavaNextProcessor(LlavaProcessor):
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
         """Return the (rows, columns) of `tilings` that keeps most of an image's pixels, and of equal ones the smallest.
 
-        height, width: of the image in pixels, which keeps its aspect ratio.
+        height, width: size of the image in pixels, which keeps its aspect ratio.
         """
         best, most_kept, least_waste = self.tilings[0], 0, math.inf
         for rows, columns in self.tilings:
@@ -166,7 +166,7 @@ class LlavaNextProcessor(LlavaProcessor):
     def _without_black(height: int, width: int, lines: int, columns: int) -> tuple[int, int, int, int]:
         """Return the first line, first column, lines and columns of the patches that are not black margin.
 
-        height, width: of the image in pixels; lines, columns: of the patches of all tiles.
+        height, width: size of the image in pixels; lines, columns: numbers of the patches of all tiles.
         """
         if width / height > columns / lines:
             cut = (lines - int(round(height * (columns / width), 7))) // 2

@@ -50,8 +50,8 @@ class LlavaNextVideoProcessor(LlavaNextProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is a unit.
 
-        most: limit of patches; None for none. Raises RequestError for any option, other values, extreme aspect ratios,
-        and more patches.
+        most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
+        ratios, and more patches.
         """
         if modality != "video":
             made = super().process(modality, value, options, most)

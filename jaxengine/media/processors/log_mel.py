@@ -26,7 +26,8 @@ _FLOOR, _RANGE = 1e-10, 8.0
 def read_features(folder: Path, num_bins: int) -> ConfigFields:
     """Return a checkpoint's settings of spectrograms, without fields if it has none.
 
-    folder: of the checkpoint. Raises ModelFileError for settings other than this module's and `num_bins` mel bins.
+    folder: folder of the checkpoint. Raises ModelFileError for settings other than this module's and `num_bins` mel
+    bins.
     """
     wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
     return required_features(folder, **wanted, dither=0.0, padding_side="right", padding_value=0.0)
@@ -35,8 +36,8 @@ def read_features(folder: Path, num_bins: int) -> ConfigFields:
 def required_features(folder: Path, **wanted: Any) -> ConfigFields:
     """Return the fields of a checkpoint's feature extractor; without fields if it has none.
 
-    folder: of the checkpoint. wanted: values by field. Raises ModelFileError if the checkpoint has another value for
-    one of these fields.
+    folder: folder of the checkpoint. wanted: values by field. Raises ModelFileError if the checkpoint has another value
+    for one of these fields.
     """
     whole = read_object(folder, WHOLE) or {}
     own = next((whole[key] for key in _FEATURES[:-1] if whole.get(key)), None)
@@ -85,7 +86,7 @@ def _filters(num_bins: int) -> np.ndarray:
 @lru_cache
 def htk_filters(num_bins: int, length: int, lowest: float = 0.0, highest: float = RATE / 2) -> np.ndarray:
     """Return triangular filters over frequencies, [length / 2 + 1, num_bins], from `lowest` to `highest` hertz, evenly
-    spaced on HTK's mel scale. length: of Fourier transforms.
+    spaced on HTK's mel scale. length: length of Fourier transforms.
     """
     low, high = (2595.0 * np.log10(1.0 + each / 700.0) for each in (lowest, highest))
     mels = np.linspace(low, high, num_bins + 2)

@@ -30,7 +30,7 @@ def canvas_positions(token_ids: list[int], frames: list[Frame], marks: Set[int])
     """Return M-RoPE positions in time, height and width, i32[3, T], and the M-RoPE position delta of tokens after the
     prompt.
 
-    frames: of the prompt's images, in order. marks: tokens that separate crops; between images with nothing else
+    frames: frames of the prompt's images, in order. marks: tokens that separate crops; between images with nothing else
     between them, no text positions are counted. Text advances all three coordinates.
     """
     places = np.zeros((3, len(token_ids)), np.int32)

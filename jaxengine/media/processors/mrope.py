@@ -52,7 +52,7 @@ def mrope_positions(num_tokens: int, runs: Sequence[EmbeddingRun]) -> tuple[np.n
     """Return M-RoPE positions in time, height and width, i32[3, num_tokens], and the M-RoPE position delta of tokens
     after the prompt.
 
-    runs: of the prompt's embeddings, in order; all other tokens are text. Text advances all three coordinates.
+    runs: runs of the prompt's embeddings, in order; all other tokens are text. Text advances all three coordinates.
     Embeddings count from the end of the text before them, each by its coordinates in the grid, and the following text
     begins after their largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section 2.1, and transformers 4;
     transformers 5.23 begins after the larger of rows and columns, which is less if a video has more temporal steps than

@@ -35,7 +35,7 @@ class PairedProcessor:
         """Preprocess an item by its modality's processor. For sounds the options are only checked, as options of
         images.
 
-        most: limit of patches; None for none. Raises the RequestErrors of that processor.
+        most: limit of patches; None for no limit. Raises the RequestErrors of that processor.
         """
         if modality == AUDIO:
             self.seeing.with_options(options)

@@ -28,7 +28,8 @@ class PaliGemmaProcessor(LlavaProcessor):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the expanded prompt, with a beginning-of-sequence token after the last image instead of one at the
-        start, and another line break at the end, merged with those of the prompt.
+        start, and another line break at the end, merged with those of the prompt. A prompt without images is returned
+        unchanged.
 
         Raises RequestError for another number of items than placeholders.
         """

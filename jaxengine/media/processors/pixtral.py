@@ -100,7 +100,7 @@ class PixtralProcessor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize an image, uint8[H, W, 3], and cut it into patches for the tower.
 
-        options: only `size`, its longest edge. most: limit of patches; None for none. Raises RequestError for other
+        options: only `size`, its longest edge. most: limit of patches; None for no limit. Raises RequestError for other
         options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
@@ -176,7 +176,8 @@ class PixtralProcessor(GridProcessor):
 
 def _settings(folder: Path, fields: ConfigFields) -> tuple[Path, ConfigFields]:
     """Return (file, settings) of a checkpoint's images: in Mistral AI's format, without a file of such settings, the
-    size of images that params.json gives. fields: of config.json. Raises ModelFileError and ModelConfigError.
+    size of images that params.json gives. fields: content of config.json. Raises ModelFileError and ModelConfigError
+    for missing or invalid settings.
     """
     if (folder / PARAMS_FILE).exists() and not any((folder / name).exists() for name in (WHOLE, IMAGES[1])):
         size = fields.part("vision_config").integer("image_size")
@@ -202,7 +203,7 @@ def llava_or_pixtral(
     """Return the processor of a LLaVA checkpoint: a PixtralProcessor if its vision tower is Pixtral's, which takes
     images of any aspect ratio, else a LlavaProcessor.
 
-    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
+    folder: folder of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
     ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor

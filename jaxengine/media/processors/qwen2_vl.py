@@ -126,8 +126,8 @@ class Qwen2VLProcessor(GridProcessor):
         return _OPTIONS
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose bounds are widened to those of an engine's options, so that its largest items are at
-        least as large; this processor if they are not wider.
+        """Return a copy whose least and most pixels are each the larger of its own and the engine's option, so that its
+        largest items are at least as large; this processor if nothing changes.
 
         Raises RequestError for unknown options, and for invalid bounds.
         """
@@ -148,7 +148,7 @@ class Qwen2VLProcessor(GridProcessor):
         """Resize and cut an image or a video's frames for the tower.
 
         value: uint8[H, W, 3] or frames.Video. options: bounds of their pixels, min_pixels, max_pixels or size. most:
-        limit of patches; None for none. Raises RequestError for other options and values, more patches, and extreme
+        limit of patches; None for no limit. Raises RequestError for other options and values, more patches, and extreme
         aspect ratios.
         """
         check_options(options, self.option_names())
@@ -179,8 +179,8 @@ class Qwen2VLProcessor(GridProcessor):
         """Return (height, width) in pixels of an image or a video's frames after resizing, as by transformers'
         smart_resize: multiples of `factor` near the aspect ratio, with a number of pixels within bounds.
 
-        bounds: of the pixels of an image or frame. modality, num_frames: only used by subclasses. Raises RequestError
-        if one side is more than MAX_ASPECT_RATIO times the other.
+        bounds: bounds of the pixels of an image or frame. modality, num_frames: only used by subclasses. Raises
+        RequestError if one side is more than MAX_ASPECT_RATIO times the other.
         """
         del modality, num_frames
         check_ratio(height, width)
@@ -218,7 +218,7 @@ class Qwen2VLProcessor(GridProcessor):
 
     def widest(self, bounds: Bounds, num_frames: int = 1) -> tuple[int, int]:
         """Return (height, width) in pixels of the frame with the most patches; of equal ones the squarest. The width is
-        the longer side. bounds: of the pixels of num_frames frames together.
+        the longer side. bounds: bounds of the pixels of num_frames frames together.
         """
         high, wide = max(self.sides(bounds, num_frames), key=lambda sides: sides[0] * sides[1])
         return high * self.factor, wide * self.factor
@@ -227,7 +227,7 @@ class Qwen2VLProcessor(GridProcessor):
         """Return (shorter side, longest other side with it), in squares of `factor` pixels, for each shorter side that
         a frame may have after resizing; the squarest first.
 
-        bounds: of the pixels of num_frames frames together.
+        bounds: bounds of the pixels of num_frames frames together.
         """
         ratio, share = MAX_ASPECT_RATIO, num_frames * self.factor**2
         units = max(1, bounds.most // share)
@@ -316,8 +316,8 @@ def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]
 
 
 def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
-    """Return the pixel bounds in `fields`: min_pixels and max_pixels, or else `size` with shortest_edge and
-    longest_edge, which are numbers of pixels here.
+    """Return the pixel bounds in `fields`: min_pixels and max_pixels, or else those in `size`, where shortest_edge and
+    longest_edge, which are numbers of pixels here, come before min_pixels and max_pixels.
 
     default: bounds for values that are missing. Raises ModelConfigError unless 1 <= least <= most <= MAX_PIXELS.
     """

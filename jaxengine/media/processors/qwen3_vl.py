@@ -39,8 +39,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return tuple(((shown[:, 0] + shown[:, -1]) / 2).tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """Return (height, width) in pixels after resizing. bounds: of an image's pixels, or of those of all num_frames
-        of a video together.
+        """Return (height, width) in pixels after resizing. bounds: bounds of an image's pixels, or of those of all
+        num_frames of a video together.
 
         Raises RequestError for an extreme aspect ratio.
         """
@@ -129,8 +129,8 @@ def resized_frames(
 ) -> tuple[int, int]:
     """Return (height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL.
 
-    bounds: of the pixels of all frames together. factor: side in pixels of one row of the tower. depth: frames of a
-    patch. Raises RequestError if one side is more than MAX_ASPECT_RATIO times the other.
+    bounds: bounds of the pixels of all frames together. factor: side in pixels of one row of the tower. depth: frames
+    of a patch. Raises RequestError if one side is more than MAX_ASPECT_RATIO times the other.
     """
     # Fewer frames are repeated to fill a patch.
     num_frames = max(num_frames, depth)

@@ -118,7 +118,7 @@ class OmniProcessor(PairedProcessor):
 def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
     """Return the processor of Qwen2.5-Omni for the towers that it is served with.
 
-    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
+    folder: folder of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
     ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
     return _processor(Qwen2_5OmniImages, Qwen2_5OmniSounds, folder, config_json, model_config, tokenizer)
@@ -127,7 +127,7 @@ def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: Mod
 def qwen3_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
     """Return the processor of Qwen3-Omni for the towers that it is served with.
 
-    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
+    folder: folder of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
     ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
     return _processor(Qwen3OmniImages, Qwen3OmniSounds, folder, config_json, model_config, tokenizer)
@@ -143,9 +143,9 @@ def _processor(
 ) -> MediaProcessor:
     """Return the processor of the towers that model_config has: an OmniProcessor for both, or that of the only one.
 
-    images, sounds: classes of the two processors. folder: of the checkpoint. config_json: its config.json, in which
-    fields of thinker_config take precedence. tokenizer: None without one. Raises ModelFileError and ModelConfigError
-    for missing or invalid files and settings.
+    images, sounds: classes of the two processors. folder: folder of the checkpoint. config_json: its config.json, in
+    which fields of thinker_config take precedence. tokenizer: None without one. Raises ModelFileError and
+    ModelConfigError for missing or invalid files and settings.
     """
     thinker = {**_IDS, **config_json, **(config_json.get("thinker_config") or {})}
     # Qwen2.5-Omni has other names for these fields.

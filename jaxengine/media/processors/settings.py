@@ -32,8 +32,8 @@ _MOST = 1e6
 def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
     """Return (file, settings) of a processor, from the first of `places` that the checkpoint has.
 
-    folder: of the checkpoint. places: pairs of a key in the file of all processors (WHOLE) and the name of a file with
-    only this processor. Raises ModelFileError if it has none of them, and for an unreadable file.
+    folder: folder of the checkpoint. places: pairs of a key in the file of all processors (WHOLE) and the name of a
+    file with only this processor. Raises ModelFileError if it has none of them, and for an unreadable file.
     """
     whole = read_object(folder, WHOLE) or {}
     for key, name in places:
@@ -109,7 +109,7 @@ class Pixels:
 def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[float, ...]:
     """Return the field `name`, a number for each of the three colours; a single number counts for all.
 
-    Raises ModelConfigError for a number that is not from `least` to _MOST.
+    Raises ModelConfigError for a number that is not from `least` to _MOST, and for a list of other than three.
     """
     value = fields.value(name)
     listed = value if isinstance(value, (list, tuple)) else [value] * 3

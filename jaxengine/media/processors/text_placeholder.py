@@ -35,7 +35,7 @@ class TextPlaceholderProcessor(TilesProcessor):
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids of a prompt `text`, with image_id for each placeholder text.
 
-        token_ids: of the whole text (see `with_one_token`).
+        token_ids: token ids of the whole text (see `with_one_token`).
         """
         return with_one_token(text, token_ids, self._placeholder, self.image_id, self.tokenizer)
 
@@ -61,9 +61,9 @@ class TextPlaceholderProcessor(TilesProcessor):
 def with_one_token(text: str, token_ids: Sequence[int], placeholder: str, token: int, tokenizer: Any) -> list[int]:
     """Return the token ids of a prompt `text`, with `token` for each occurrence of the text `placeholder`.
 
-    token_ids: of the whole text, tokenized with or without special tokens at its beginning, which are kept. The text
-    between placeholders is tokenized again, because a placeholder's tokens may depend on the text around it. Token ids
-    that are not those of `text` are returned unchanged.
+    token_ids: token ids of the whole text, tokenized with or without special tokens at its beginning, which are kept.
+    The text between placeholders is tokenized again, because a placeholder's tokens may depend on the text around it.
+    Token ids that are not those of `text` are returned unchanged.
     """
     plain: list[int] = tokenizer.encode(text, add_special_tokens=False)
     before = len(token_ids) - len(plain)

@@ -112,8 +112,8 @@ class TilesProcessor(UnitProcessor):
         """Return the (rows, columns) whose aspect ratio is nearest to the image's; (1, 1) if the limits allow no
         tiling.
 
-        height, width: of the image in pixels. least, most: limits of the number of tiles. Among equally near ones it is
-        the one with the most tiles whose area is less than twice the image's.
+        height, width: size of the image in pixels. least, most: limits of the number of tiles. Among equally near ones
+        it is the one with the most tiles whose area is less than twice the image's, else the one with the fewest tiles.
         """
         best, nearest = (1, 1), float("inf")
         for rows, columns in tilings(least, most):

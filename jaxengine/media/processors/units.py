@@ -47,8 +47,8 @@ def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dic
 def check_placeholders(modality: str, shown: str | int, found: int, given: int) -> None:
     """Raise RequestError unless the prompt has one placeholder per item.
 
-    modality: for the message. shown: the placeholder. found: number of placeholders in the prompt. given: number of
-    items.
+    modality: kind of the items, for the message. shown: the placeholder. found: number of placeholders in the prompt.
+    given: number of items.
     """
     if found != given:
         problem = f"the prompt has {found} of the placeholder {shown!r}, and {given} {modality}s are given"
@@ -115,7 +115,7 @@ class UnitProcessor:
         """Return whether the checkpoint preprocesses video frames in the same way as images; other videos are not
         supported.
 
-        folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
+        folder: folder of the checkpoint. Raises ModelFileError for a missing or invalid file.
         """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
@@ -210,8 +210,8 @@ class UnitProcessor:
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image, uint8[H, W, 3], into units and these into patches.
 
-        options: names of option_names. most: limit of patches; None for none. Raises RequestError for other options and
-        values, extreme aspect ratios, and more patches.
+        options: names of option_names. most: limit of patches; None for no limit. Raises RequestError for other options
+        and values, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -226,8 +226,8 @@ class UnitProcessor:
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
         """Check a video and return its frames, uint8 [N, H, W, 3], each of which becomes one unit.
 
-        value: frames.Video, or only the frames. options: mm_processor_kwargs. most: limit of patches; None for none.
-        Raises RequestError for unknown options, a value without frames, extreme aspect ratios, and more patches.
+        value: frames.Video, or only the frames. options: mm_processor_kwargs. most: limit of patches; None for no
+        limit. Raises RequestError for unknown options, a value without frames, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         frames = getattr(value, "frames", value)
@@ -305,7 +305,7 @@ class UnitProcessor:
 
     def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
         """Return units uint8[side, side, 3] cut into patches, f32[all patches, 3 * patch * patch], colour by colour and
-        row by row.
+        row by row. Pixels at the right and at the bottom that fill no patch are left out.
         """
         values, patch = self.normalized(np.stack(units)), self.patch
         count, side = len(values), values.shape[1] // patch

@@ -48,7 +48,7 @@ class WhisperProcessor:
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings.
 
-        folder: of the checkpoint. config_json: content of its config.json. model_config: with the tower's sizes.
+        folder: folder of the checkpoint. config_json: content of its config.json. model_config: with the tower's sizes.
         tokenizer: None without one, so that `previous` and `no_speech` are None. Raises ModelFileError for settings
         that are invalid or not the tower's.
         """
@@ -110,8 +110,8 @@ class WhisperProcessor:
         return ""
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Return a Sound or Spectrogram of at most one window, padded with silence, as one item. modality, most: not
-        used.
+        """Return a Sound, padded with silence to one window, or a Spectrogram, padded with zeros, as one item.
+        modality, most: not used.
 
         Raises RequestError for any option, longer sounds, and spectrograms of another shape.
         """
@@ -171,7 +171,8 @@ def _named_tokens(tokenizer: Any, raw: Mapping[str, Any], config_json: Mapping[s
     """Return the fields that an old generation_config.json lacks, by the names of the tokenizer's special tokens:
     no_timestamps_token_id, and lang_to_id and task_to_id unless the model is of English alone.
 
-    tokenizer: None without one; the result is then empty. raw: content of GENERATION. config_json: of config.json.
+    tokenizer: None without one. The result is empty without a tokenizer, and for one without the token that switches
+    timestamps off. raw: content of GENERATION. config_json: content of config.json.
     """
     if tokenizer is None or (no_timestamps := tokenizer.backend.token_to_id(_NO_TIMESTAMPS)) is None:
         return {}

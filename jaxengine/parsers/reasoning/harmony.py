@@ -35,7 +35,7 @@ class HarmonyFormat:
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
         """Return a parser for one output. calls: calls that the tool parser will find, of which only the function names
-        matter; None for none.
+        matter; None if no tool parser follows.
 
         prompt, continued: not used.
         """
@@ -56,8 +56,8 @@ class HarmonyFormat:
         return self.waits_for(prompt, continued) or None
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words: what ends and begins reasoning, and the text that closes it. Only a
-        first message of the channel analysis is limited.
+        """Return the fields of thinking_words: reasoning_end and reasoning_begin, the words that end and begin
+        reasoning, and closing, the text that closes it. Only a first message of the channel analysis is limited.
 
         None if `continued`, the beginning of the answer, is not empty; the prompt is not used.
         """

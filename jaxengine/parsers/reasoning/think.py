@@ -107,7 +107,8 @@ class ThinkFormat:
         ended before it, or if it continues an answer without reasoning; None if it does not begin inside but may open
         reasoning.
 
-        prompt: of which only a word at its end counts. continued: the beginning of the answer; "" for a new answer.
+        prompt: text before the output, of which only a word at its end counts. continued: the beginning of the answer;
+        "" for a new answer.
         """
         for text, decides in ((continued, False), (prompt[-_TAIL_CHARS:].rstrip(), True)):
             # The line break after a word at the end of a prompt has been stripped.

@@ -44,7 +44,8 @@ class ArgumentForm:
 
     def texts(self, name: str) -> list[str]:
         """Return the texts that the parameter `name` may have: those in every enum and const of non-empty texts that
-        applies to it, in the order of the last. [] if nothing restricts it. Raises KeyError for an unknown parameter.
+        applies to it, in the order of the last. [] if nothing restricts it, or if the restrictions have no text in
+        common. Raises KeyError for an unknown parameter.
         """
         texts: list[str] | None = None
         for place in self.places[name]:

@@ -79,7 +79,7 @@ class ParameterJson:
             self._value = [said[len(now) :]]
 
     def end_value(self, closed: bool) -> None:
-        """End the value, and write what is held of it.
+        """End the value, and write what is held of it; the value of a wrapper is kept for `end`.
 
         closed: the closing word of the value has come. If that word is missing, one more line break at the end of the
         text, which the format has after the word, is not part of the value.

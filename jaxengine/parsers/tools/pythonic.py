@@ -72,7 +72,7 @@ def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
 
     The rule first_<at>_<n> holds the arguments from the n-th on if none precedes them, and rest_<at>_<n> those with a
     comma before them. Raises ValueError for a name that is not a Python identifier, UnresolvedError for a reference
-    that leads nowhere.
+    that leads nowhere, and the errors of calls.json.
     """
     for number, name in enumerate(form.places):
         if not name.isidentifier():

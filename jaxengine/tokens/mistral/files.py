@@ -84,7 +84,7 @@ def _version_of_pieces(name: str) -> int:
 
 def _read_pieces(path: Path) -> tuple[Tokenizer, MistralFormat]:
     """Return the tokenizer and the chat format of a SentencePiece file, whose name has the version. Raises
-    ModelFileError.
+    ModelFileError for an invalid file, a model that is not BPE, and a version that is not known.
     """
     source = read_bytes(path.parent, path.name, MAX_PIECES_BYTES) or b""
     pieces, is_unigram, _ = read_sentencepiece(source, path)
@@ -98,7 +98,7 @@ def _read_pieces(path: Path) -> tuple[Tokenizer, MistralFormat]:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a tekken.json. Raises ModelFileError."""
+    """Return the JSON object in a tekken.json. Raises ModelFileError if it is too large or not a JSON object."""
     return parse_object(path, read_text(path.parent, path.name, MAX_TEKKEN_BYTES) or "", dict)
 
 
@@ -156,7 +156,8 @@ def _size(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 def _special(listed: Any, count: int, version: int, path: Path) -> list[str]:
     """Return the `count` special tokens in the order of their ids; ids without one get a name with the id. listed:
-    the field special_tokens. Raises ModelFileError for tokens that are not distinct texts with ranks below `count`.
+    the field special_tokens; None for the usual tokens, which only versions up to _LAST_UNLISTED allow. Raises
+    ModelFileError for tokens that are not distinct texts with ranks below `count`.
     """
     if listed is None and version > _LAST_UNLISTED:
         raise ModelFileError(path, f"must be a list in version {version}", "special_tokens")

@@ -70,8 +70,8 @@ def read_byte_level(
       vocab: content of vocab.json, ids by token.
       merges: content of merges.txt, two tokens in each line, the best pair first, perhaps after a line with a version.
       tokens: special tokens, of which those count that the vocabulary has.
-      enclosing: tokens before and after a text, both also between two; None for none.
-      folder: of the files, for errors.
+      enclosing: tokens before and after a text, both also between two; None if nothing is added.
+      folder: folder of the files, for errors.
       adds_space: whether a text begins as if a space stood before it.
 
     Raises ModelFileError for ids that are not integers, a line that has not two tokens, and an enclosing token that the

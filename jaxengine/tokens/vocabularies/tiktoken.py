@@ -122,7 +122,8 @@ def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
 
 def _special(row: Ranks, named: Mapping[int, str], first: int, path: Path) -> list[str]:
     """Return the special tokens in the order of their ids, which begin at `first`. named: special tokens by id, which
-    take precedence over those of `row`. Raises ModelFileError for more than MAX_SPECIAL.
+    take precedence over those of `row`. Ids without a token, up to the last one and at least `row.more` in all, get the
+    names that `row.unnamed` makes. Raises ModelFileError for more than MAX_SPECIAL.
     """
     known = dict(enumerate(row.special, first)) | {at: name for at, name in named.items() if at >= first}
     size = max(row.more, max(known, default=first) + 1 - first)
