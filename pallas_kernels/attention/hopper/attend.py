@@ -122,7 +122,7 @@ def attention_schedule(
     """Return the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
     `kv_limits` is given.
 
-    Arguments are those of attention.op.attention_schedule, which has checked them. computing: the card's.
+    Arguments are those of attention.op.attention_schedule, which has checked them. computing: kernels of the card.
     """
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
@@ -195,8 +195,8 @@ def decode_attention(
     tokens.
 
     q, q_rest, kv, batch: arguments of the public operation; q_rest is None unless values lie in keys. spec: with the
-    shard's heads. sinks: f32 [N] or None. sizes: the tuning's. interpret: argument of `mosaic_gpu.launch`. attend:
-    `Computing.decode`. Raises ValueError if shared memory does not hold two blocks.
+    shard's heads. sinks: f32 [N] or None. sizes: tile sizes of the tuning. interpret: argument of `mosaic_gpu.launch`.
+    attend: `Computing.decode`. Raises ValueError if shared memory does not hold two blocks.
     """
     num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape
