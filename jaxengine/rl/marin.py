@@ -122,9 +122,9 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         complete.
 
         The choices of a completion also have prompt_token_ids and response_token_ids. prompts: messages of a user, or
-        conversations; [] returns []. decoding: a DecodingConfig. system_prompt: text before each message of a user;
-        None for none. Raises ValueError for log-probabilities that the engine does not report and for a system prompt
-        with conversations, RuntimeError for an answer that was aborted or failed, and the errors of `LLM.chat`.
+        conversations; [] returns []. decoding: a DecodingConfig. system_prompt: text before each message of a user, or
+        None. Raises ValueError for log-probabilities that the engine does not report and for a system prompt with
+        conversations, RuntimeError for an answer that was aborted or failed, and the errors of `LLM.chat`.
         """
         params = self._params(decoding, n)
         if not prompts:
