@@ -101,9 +101,9 @@ class Build:
         """Return the build for a part of the model outside of its text layers: without adapters, and with each module
         stored as the checkpoint's quantization defines for the module's name.
 
-        quantization: that of the model's configuration. If it is not the checkpoint's own, because the text's matrices
-        are quantised at load, the modules are plain. They are plain for AutoGPTQ as well, which only quantises the text
-        layers and does not name modules.
+        quantization: quantization of the model's configuration. The modules are plain if it is not a Quantization, if
+        it is not the checkpoint's own because the text's matrices are quantised at load, and for AutoGPTQ, which only
+        quantises the text layers and does not name modules.
         """
         if not isinstance(quantization, Quantization) or quantization.method == GPTQ:
             return replace(self, lora=None, scheme=PLAIN)

@@ -251,7 +251,8 @@ def rows_per_page(groups: Sequence[Paged | State]) -> int:
 
 
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
-    """Return the spec of one device's pool that holds `num_pages` pages of any group.
+    """Return the spec of one device's pool that holds `num_pages` pages of any group. The spec's own num_pages is the
+    number of the pool's rows, a multiple of that.
 
     If no layer has pages, it is the Paged.nothing of a group. If pages differ, its rows have one KV head that is wide
     enough for all layers. Raises ValueError if pages differ and have scales of tokens.
@@ -324,8 +325,8 @@ def of_layer(kv: KVPages, location: LayerLocation, index: int) -> KVPages:
     """Return the pool with the spec and the scales of one layer. Its data array is unchanged; `as_viewed` gives it the
     layer's shape.
 
-    location: where the layer's pages are. index: its index among this stage's layers with pages. Raises ValueError on
-    TPUs for a layer that shares rows and whose pages are not a whole number of tiles.
+    location: where the layer's pages are. index: index of the layer among this stage's layers with pages. Raises
+    ValueError on TPUs for a layer that shares rows and whose pages are not a whole number of tiles.
     """
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     scaled = replace(kv, k_scale=k_scale, v_scale=v_scale)
@@ -370,8 +371,8 @@ def row_step(kv: KVPages, location: LayerLocation) -> int:
 
 
 def as_viewed(kv: Any) -> Any:
-    """Return a pool, a result of `of_layer`, with its data reshaped to the layer's pages. In a tuple, each element is
-    treated so; anything else is returned unchanged.
+    """Return a pool, a result of `of_layer`, with its data reshaped to the layer's pages; unchanged for a pool in the
+    layout TOKEN_ROWS or SEQUENCES. In a tuple, each element is treated so; anything else is returned unchanged.
     """
     if type(kv) is tuple:
         return tuple(as_viewed(each) for each in kv)

@@ -53,7 +53,7 @@ class ClassTable(MutableMapping[str, type[_Model]]):
         return len(self._all())
 
     def _all(self) -> dict[str, Any]:
-        """Return all rows, with those of `further`."""
+        """Return all rows. The first call adds those of `further`, which do not replace rows of the same name."""
         for name, model in self._further().items():
             self._rows.setdefault(name, model)
         self._further = dict  # after that: another thread may look up a name in the meantime

@@ -68,8 +68,8 @@ def launch(
 
 
 def interpreter(**options: Any) -> Any:
-    """Return parameters that make `launch` interpret the kernel on the CPU. options: the interpreter's, such as
-    `detect_races=True`.
+    """Return parameters that make `launch` interpret the kernel on the CPU. options: fields of jax's
+    InterpretGPUParams, such as `detect_races=True`.
 
     Every warpgroup blocks a thread of XLA's pool while it waits. On a host with few cores, a process must be started
     with NPROC=8 in its environment, or it hangs.

@@ -79,7 +79,7 @@ def visible_keys(
 
     num_computed, q_len: tokens of the sequence before the step, and its new tokens. causal, window, chunk: see
     AttentionSpec. tree_row: u32, bit b says whether the token sees new token b of its sequence; it narrows the causal
-    range. None for no tree.
+    range. None if there is no tree.
     """
     position = num_computed + index
     keys = np.arange(position + 1 if causal else num_computed + q_len)
@@ -93,7 +93,7 @@ def visible_keys(
 
 def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tuple[np.ndarray, float]:
     """Return the mean [Hv] of values [n, Hv] weighted by the softmax of logits [n], and the natural log-sum-exp. `sink`
-    is one more logit whose value is 0, -inf for none. Returns zeros and -inf if no logit is above -inf.
+    is one more logit whose value is 0; at -inf it has no effect. Returns zeros and -inf if no logit is above -inf.
     """
     largest = max(np.max(logits, initial=-np.inf), sink)
     if largest == -np.inf:
@@ -205,8 +205,8 @@ def lora_product(
     """Return what the adapter in each row's slot adds to the product: float64 [T, out], the outputs of all sources one
     after the other; zeros for slot -1.
 
-    x: [T, in]. a: [modules, slots, rank, in]. slots: [T], -1 for none. bs, modules: for each source, a matrix that is
-    part of the product, B [slots, rank, its outputs] and the index of its A in `a`.
+    x: [T, in]. a: [modules, slots, rank, in]. slots: [T], -1 for rows without an adapter. bs, modules: for each source,
+    a matrix that is part of the product, B [slots, rank, its outputs] and the index of its A in `a`.
     """
     out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
     for row, slot in enumerate(slots):

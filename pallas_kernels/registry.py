@@ -180,7 +180,8 @@ def rows_of(platform: str) -> Iterator[None]:
 
 def platform_rows() -> dict[str, str]:
     """Return the platforms whose rows operations that are chosen at compilation use, by the keyword of
-    `jax.lax.platform_dependent`: {"default": platform} within `rows_of`, otherwise one entry for each jax platform.
+    `jax.lax.platform_dependent`: {"default": platform} within `rows_of`, otherwise one entry for each jax platform, in
+    which "cuda" uses "gpu_triton" if the trace is for a card with Triton kernels (Ampere or Ada).
     """
     if (only := _ONLY.get()) is not None:
         return {"default": only}
@@ -222,7 +223,7 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
 
 def layout_of(platform: str) -> str:
     """Return the layout in which `platform`, one of PLATFORMS or UNPAGED, stores keys and values. Raises ValueError for
-    another platform.
+    any other platform.
     """
     if platform == UNPAGED:
         return SEQUENCES

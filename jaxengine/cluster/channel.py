@@ -93,7 +93,8 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
+    """Encode a message: length of the header (u32, little-endian), header as JSON with spaces up to a multiple of 16
+    bytes, bytes of the arrays in order.
 
     Raises KeyError for an array with a dtype that is not in DTYPES, ClusterError for fields that are too large.
     """
@@ -134,8 +135,8 @@ def decode(payload: bytes) -> Message:
 def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.ndarray]:
     """Return the arrays of a message, which begin at byte `start` of its payload, as views.
 
-    listed: [dtype, shape] of each, not yet checked. Raises ClusterError if it is invalid, or if the arrays do not end
-    where the payload does.
+    listed: list of the [dtype, shape] of each array, not yet checked. Raises ClusterError if the list is invalid, or if
+    the arrays do not end where the payload does.
     """
     arrays = []
     for entry in listed if isinstance(listed, list) else [None]:

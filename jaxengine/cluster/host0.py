@@ -143,7 +143,7 @@ class Cluster(Peers):
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
         """Announce an operation to the workers, then `run` the function that executes it here; return its result.
 
-        arrays, fields: of the message. Raises ClusterError if a process is lost, and the errors of `function`.
+        arrays, fields: content of the message. Raises ClusterError if a process is lost, and the errors of `function`.
         """
         self.announce(op, arrays, **fields)
         return self.run(function)
@@ -152,7 +152,7 @@ class Cluster(Peers):
         """Send all workers the operation `op`, a key of OPERATIONS, which this process will execute too; return without
         waiting.
 
-        arrays, fields: of the message. Raises ClusterError if a process is lost.
+        arrays, fields: content of the message. Raises ClusterError if a process is lost.
         """
         self.check()
         for worker in self._workers.values():
@@ -379,10 +379,11 @@ class Cluster(Peers):
         return message.op != "bye"
 
     def _lose(self, worker: _Worker, reason: str) -> None:
-        """Record the loss of a worker. A worker that has ended is not lost.
+        """Mark a worker as ended and record its loss, unless it had ended before.
 
         Before the start it is removed and may join again. Afterwards the engine fails: every call raises ClusterError
-        with this `reason`, and the other workers are sent "failed". Logs the loss.
+        with this `reason`, and all workers are sent "failed". Logs the loss. After a first loss, or during shutdown,
+        only the mark is set.
         """
         with self._changed:
             first = self._started and not self._closing and self._failure is None and not worker.ended
@@ -418,9 +419,10 @@ class Cluster(Peers):
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
     """Initialise jax.distributed for this process, wait for all processes, and discover all devices.
 
-    num_processes: of the engine. process_id: of this one, from 0 on. port: on this machine, of jax's coordination
-    service in process 0, or of a relay to it elsewhere. timeout: seconds after which jax aborts this process if others
-    are missing.
+    Sets jax's options so that the loss of another process does not end this one. num_processes: number of processes of
+    the engine. process_id: rank of this process, from 0 on. port: port of this machine, on which process 0 has jax's
+    coordination service and the others have a relay to it. timeout: seconds after which jax aborts this process if
+    others are missing.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # jax does not end this process when another one is lost

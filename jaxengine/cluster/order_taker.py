@@ -88,8 +88,8 @@ class OrderTaker:
         """Answer with some bytes of a part of a weight, u8[n], or without an array if another process sends that part.
 
         Host 0 requests one part at a time, from its first byte on; the part is kept until its last byte is sent. first,
-        count: the bytes. which: stage, index and part, for `jaxengine.runner.weights.process_weights.bytes_of_part`,
-        whose errors are raised.
+        count: offset of the first byte and number of bytes. which: stage, index and part, for
+        `jaxengine.runner.weights.process_weights.bytes_of_part`, whose errors are raised.
         """
         if first == 0:
             self._part = bytes_of_part(self._runner, **which)
@@ -101,8 +101,8 @@ class OrderTaker:
     def _read_weights(self, number: int, arrays: Any, *, key: int, path: str | None, **options: Any) -> None:
         """Start to read new weights on a thread, under a key.
 
-        path: of a folder; the order is answered when it has been read. None if host 0 sends tensors; the order is then
-        answered at once. options: fields of ReadOptions.
+        path: path of a folder of weights; the order is answered when it has been read. None if host 0 sends tensors;
+        the order is then answered at once. options: fields of ReadOptions.
         """
         report = None if path is None else lambda content: self._answer(number, content)
         self._read[key] = _Reading(self._runner, path, options, self._answer, report)
@@ -194,7 +194,8 @@ class _Reading:
             self._report(content)
 
     def _messages(self) -> Iterator[tuple[np.ndarray, Mapping[str, Any]]]:
-        """Yield the bytes and the dict of each piece that host 0 sends, and set `_report` after the last piece.
+        """Yield the bytes and the dict of each piece that host 0 sends, and set `_report` after the last piece. Ends
+        early if the reading is given up.
 
         A piece is answered when the next one is requested. Host 0 waits for that even if a tensor is faulty, so the
         iterator must be read to its end.

@@ -250,8 +250,9 @@ def serve(host0: Host0, runner: ModelRunner) -> Any:
     """Execute the steps, changes of state and orders that host 0 sends, until its message "end"; return the last step's
     output.
 
-    runner: this process's part of the engine. Returns None without a forward pass. Raises ClusterError for an operation
-    or a shape that this engine does not have.
+    runner: this process's part of the engine. Returns None if no forward pass was executed, or the last one was not
+    sampled. Raises ClusterError for an operation or a shape that this engine does not have, and for an epilogue without
+    a forward pass that still awaits it.
     """
     buckets, pending, orders = set(runner.buckets), None, OrderTaker(runner, host0.send)
     while (message := host0.next()).op != "end":

@@ -76,7 +76,7 @@ def chat(
     """Read messages until /exit, /quit, the end of input or Ctrl-C at the prompt, and answer each; return the exit
     status.
 
-    A line with another command executes that command and is not answered.
+    A line with another command executes that command and is not answered, and an empty message is skipped.
 
     engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams; others have the model's
     defaults, and an answer may fill the context. system: text of the system message. images: files and addresses of
@@ -107,7 +107,8 @@ def chat(
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
-    """Load a model; return a function that streams the model's answer to a conversation.
+    """Load a model and set the log level to warnings; return a function that streams the model's answer to a
+    conversation.
 
     engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams. Raises ConfigError,
     ModelConfigError, ModelFileError or RequestError; the function raises RequestError for a message that is refused.
@@ -134,8 +135,9 @@ def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piec
     """Run one request and yield the new part of its output after each step. Leaving the iteration early aborts the
     request.
 
-    prompt: as for `LLM.generate`. params: with output_kind DELTA. Raises RequestError if the prompt is longer than
-    max_model_len or has an image that cannot be used, and if a step refuses the request, as for an invalid grammar.
+    prompt: as for `LLM.generate`. params: sampling parameters with output_kind DELTA. Raises RequestError if the prompt
+    is longer than max_model_len or has an image that cannot be used, and if a step refuses the request, as for an
+    invalid grammar.
     """
     core = llm.core
     prepared = core.inputs.prepare(prompt, params)
@@ -158,9 +160,9 @@ def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piec
 
 def _obey(conversation: Conversation, command: str, text: str | None) -> None:
     """Execute a user's command on `conversation` and print what was done; print an error to stderr for an unknown
-    command.
+    command and for "image" without text.
 
-    command: without its slash. text: what follows it, None for nothing.
+    command: name of the command, without its slash. text: what follows the command; None if nothing does.
     """
     if command == "image" and text:
         conversation.images.append(text)
@@ -179,11 +181,12 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
 
 
 def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
-    """Print the answer to a message and its timing, add both to the conversation, and return True.
+    """Print the answer to a message, and its timing to stderr, add the message and the answer without its reasoning to
+    the conversation, and return True.
 
     If the message is refused, prints the error, adds neither, drops the message's images, and returns False. answer:
-    streams the answer to a conversation. Ctrl-C ends the answer, not the chat. Raises ConfigError if the connection to
-    a server is lost.
+    function that streams the answer to a conversation. Ctrl-C ends the answer, of which the part so far is added, not
+    the chat. Raises ConfigError if the connection to a server is lost.
     """
     conversation.say(text)
     pieces, times, num_tokens, start = [], [], 0, time.monotonic()
@@ -216,9 +219,11 @@ def _picture(image: str) -> Message:
 
 
 def speed(num_tokens: int, first_seconds: float, later_seconds: float) -> str:
-    """Return a text with the number of tokens, the time to the first token, and the rate of the others.
+    """Return a text with the number of tokens, the time to the first token, and the rate of the others, which is left
+    out if there are none or they took no time.
 
-    num_tokens: tokens of the answer. first_seconds: until the first token. later_seconds: from it to the last one.
+    num_tokens: tokens of the answer. first_seconds: time until the first token. later_seconds: time from the first
+    token to the last.
     """
     rate = f", then {(num_tokens - 1) / later_seconds:.1f} tokens/s" if num_tokens > 1 and later_seconds > 0 else ""
     return f"{num_tokens} tokens, the first after {first_seconds:.2f} s{rate}"
@@ -228,7 +233,7 @@ def _read_message() -> tuple[str, bool] | None:
     """Read a message; return (its text, stripped; whether it may be a command), None at the end of input or for Ctrl-C.
 
     A message within three double quotes, or with lines that end in a backslash, has several lines. The former is not a
-    command.
+    command; if input ends within its quotes, None is returned.
     """
     line = read_line("> ")
     if line is None:

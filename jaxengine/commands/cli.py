@@ -79,8 +79,8 @@ class _Parser(FlexibleArgumentParser):
 def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands. The result of parsing has the command's function as `run`.
 
-    words: of the command line that will be parsed. Only commands whose names are among them get their arguments,
-    because adding those of all commands takes ten times as long. None for all.
+    words: words of the command line that will be parsed; None for the arguments of all commands. Only commands whose
+    names are among them get their arguments, because adding those of all commands takes ten times as long.
     """
     parser = _Parser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
@@ -217,9 +217,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Run `jaxengine calibrate`, print its summary, and return 0. Raises ConfigError, ModelFileError or
-    DefaultModelMissing.
-    """
+    """Run `jaxengine calibrate`, print its summary, and return 0. Raises the errors of `calibrate`."""
     from jaxengine.commands.calibrate import calibrate
 
     config = EngineConfig.from_options(**given_options(args, EngineConfig))
@@ -264,12 +262,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    """Run `jaxengine generate`: print outputs, and counts to standard error; return 1 if any output ended with an
-    error, else 0.
+    """Run `jaxengine generate`: print outputs, and counts to standard error unless disable_log_stats is set; return 1
+    if any output ended with an error, else 0.
 
-    A first prompt that looks like a model becomes `args.model`. Raises RequestError for wrong sampling options, before
-    the model is loaded, without a prompt, and for a prompt that is refused; ConfigError, ModelConfigError or
-    ModelFileError if the prompts or the model cannot be loaded.
+    With --json an output is a JSON object on a line; without --chat its text follows its prompt. A first prompt that
+    looks like a model becomes `args.model`. Raises RequestError for wrong sampling options, before the model is loaded,
+    without a prompt, and for a prompt that is refused; ConfigError, ModelConfigError or ModelFileError if the prompts
+    or the model cannot be loaded.
     """
     if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
         setattr(args, MODEL, args.prompts.pop(0))
@@ -331,7 +330,8 @@ def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts from the arguments, a file or standard input. Blank lines of a file are left out.
+    """Return the prompts: the arguments, or the lines of the file --file that are not blank. Without arguments and
+    --file, or with "-" as the file, the lines are those of standard input.
 
     Raises RequestError if there are none, or from both arguments and --file; ConfigError for a file that cannot be
     read.

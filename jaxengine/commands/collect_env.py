@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collected() -> Iterator[str]:
-    """Yield the lines of the text, as they become known, with the home folder replaced by ~."""
+    """Yield the lines of the report, as they become known, with the home folder replaced by ~: for each section the
+    line "== TITLE" and its lines.
+    """
     for title, lines in (
         ("jaxengine", _ours()),
         ("system", _system()),
@@ -124,8 +126,8 @@ def _devices() -> Iterator[str]:
 
 
 def _output(command: list[str], failure: str) -> Iterator[str]:
-    """Run a command and yield the lines that it prints, then a line with `failure` if it fails or takes more than
-    _DEVICE_SECONDS.
+    """Run a command and yield the lines that it prints, then a line of `failure` and the reason if it fails or takes
+    more than _DEVICE_SECONDS.
 
     Blocks until the command ends. Raises OSError if there is no such command.
     """

@@ -28,7 +28,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
     """Load the model for the config's dtype and parallel sizes and write it, in device layout, to the new folder
     `folder`.
 
-    merge_lora: folder of an adapter to merge into the weights; None for none. Prints progress and the folder's name to
+    merge_lora: folder of an adapter to merge into the weights, or None. Prints progress and the folder's name to
     stderr. The folder is complete or absent afterwards.
 
     Raises ConfigError for options that do not fit the model, pipeline stages, hf_overrides, a pooling model, a model

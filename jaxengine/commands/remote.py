@@ -82,9 +82,9 @@ def remote_model(
     """Return the model of the server that --url names; None without --url.
 
     engine_options, sampling_options: the options that were given on the command line. The server is asked for its
-    models unless --model-name is given. Raises ConfigError with --url for any engine option, for sampling options that
-    requests over HTTP do not have, for both or a wrong one of the API keys, and for a server that does not answer.
-    Raises ConfigError without --url for --model-name, --api-key and --api-key-file.
+    models unless --model-name is given. Raises ConfigError with --url for a wrong URL, for any engine option, for
+    sampling options that requests over HTTP do not have, for both or a wrong one of the API keys, and for a server that
+    does not answer. Raises ConfigError without --url for --model-name, --api-key and --api-key-file.
     """
     if args.url is None:
         for name in ("model_name", "api_key", "api_key_file"):
@@ -176,8 +176,8 @@ class RemoteModel:
         """Yield the Pieces of the streamed answer to a POST of `body` with the model's name and the sampling options.
 
         route: path after the base URL, such as "/completions". Raises RequestError for a refusal, an error in the
-        stream and an answer without its final "[DONE]". Raises ConfigError if no server answers, the connection is lost
-        or an event is not JSON.
+        stream, an event that is not a chunk as JSON, and an answer without its final "[DONE]". Raises ConfigError if no
+        server answers or the connection is lost.
         """
         options = {"stream": True, "stream_options": {"include_usage": True}}
         payload = json.dumps({"model": self.name, **body, **self._fields, **options}).encode()
@@ -287,8 +287,8 @@ def _pieces(event: bytes) -> Iterator[Piece]:
 
 
 def _checked(what: str, value: Any, kind: type[_T]) -> _T:
-    """Return a value of a chunk; an empty one, or 0, for null. Raises RequestError, which names it by `what`, for a
-    value of another type than `kind`.
+    """Return a value of a chunk; for null the empty value of `kind`, which is 0 for int. Raises RequestError, with the
+    name `what` for the value, if its type is not `kind`.
     """
     if value is None:
         return kind()

@@ -110,9 +110,9 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
-    """Return the problems to tune, every combination of args.codes, args.shapes and args.rows, as tuples of the fields
-    of jaxengine.models.quantization.base.tuning.Problem: rows, inputs, outputs, group size, dtype of the codes, whether
-    there are zeros.
+    """Return the problems to tune, every combination of args.codes, args.shapes and args.rows in this order, the rows
+    changing fastest, as tuples of the fields of jaxengine.models.quantization.base.tuning.Problem: rows, inputs,
+    outputs, group size, dtype of the codes, whether there are zeros.
 
     Raises ConfigError for a shape that is not KxN, for a number of inputs that is not a positive multiple of 128, and
     for fewer than 128 outputs.

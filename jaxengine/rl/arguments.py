@@ -53,9 +53,10 @@ def checked(
 ) -> Arguments:
     """Check the arguments of `jaxengine.rl.forward` and return them as jax arrays.
 
-    Positions that are None stay None, unless a row is longer than the model's learned position embeddings: then they
-    count from 0 in each segment. Raises ValueError for arguments whose structure, shape, dtype or range does not fit,
-    and for a model without such a forward pass.
+    Values that are traced are checked on the device, and the result has which tokens fit. Positions that are None stay
+    None, unless a row is longer than the model's learned position embeddings: then they count from 0 in each segment.
+    Raises ValueError for arguments whose structure, shape, dtype or range does not fit, and for a model without such a
+    forward pass.
     """
     check_unpaged(model)
     _check_params(model, params)
@@ -136,8 +137,8 @@ def _num_positions(model: CausalLM) -> int | None:
 
 
 def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """Return the index of each token in its segment, int32[B, T]. segment_ids: int32[B, T], of which equal neighbours
-    are a segment; None if each row is one segment. shape: [B, T].
+    """Return the index of each token in its segment, int32[B, T]. segment_ids: int32[B, T], where neighbours with equal
+    ids are a segment; None if each row is one segment. shape: [B, T].
     """
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     if segment_ids is None:
@@ -159,7 +160,7 @@ def _check_axes(arguments: dict[str, Any]) -> None:
 
 def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> Any:
     """Return integers as a numpy or jax array of their own dtype. Raises ValueError for other dtypes or shapes. name:
-    of the argument, for the error; shape: required shape, None for any [B, T] that is not empty.
+    name of the argument, for the error. shape: required shape; None allows any [B, T] that is not empty.
     """
     values = values if isinstance(values, jax.Array) else np.asarray(values)
     expected = "[B, T] with B, T >= 1" if shape is None else list(shape)

@@ -99,10 +99,11 @@ def certify(
 
     Args:
       llm: a jaxengine.LLM that reports raw_logprobs.
-      model: the trainer's, as returned by `jaxengine.open_model`, or its module together with `params`.
+      model: model of the trainer, as returned by `jaxengine.open_model`, or its module together with `params`.
       prompts: token ids of each prompt.
       params: weights of the trainer, an `nnx.State`; by default those of `model`.
-      sampling_params: of each request, by default 16 tokens of temperature 1, with a seed for each prompt. One
+      sampling_params: parameters of each request, of which n and logprobs are replaced; by default 16 tokens of
+        temperature 1 without regard to the end token, and a seed for each prompt. One
         completion of a prompt is compared.
 
     Raises ValueError if there are no prompts or one is empty, and for a model without weights, and the errors of
@@ -164,7 +165,9 @@ def _trained(
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of jaxengine, jax and jaxlib, and the platform and kind of this process's first device."""
+    """Return the versions "jaxengine", "jax" and "jaxlib", and the "platform" and kind ("device") of this process's
+    first device.
+    """
     device = jax.devices()[0]
     return {
         "jaxengine": __version__,

@@ -56,7 +56,8 @@ def forward(
 
     Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
     several devices, quantised weights), for arguments whose shape, dtype or range does not fit, for arrays over
-    explicit mesh axes, for routed_experts of a model without experts, and for exact=True if the bits cannot be equal.
+    explicit mesh axes, for routed_experts of a model without experts or with exact=True, and for exact=True if the bits
+    cannot be equal.
     """
     given = _checked_for(exact, model, params, tokens, segment_ids, positions, routed_experts)
     return _forward(model, params, given, remat, exact)
@@ -138,8 +139,8 @@ def _logits(
 ) -> jax.Array:
     """Compute logits f32[B, T, V] of checked arguments.
 
-    graph: of the model, from `nnx.split`. experts: int32[B * T, k] by layer number, to be replayed; None for the
-    router's choice. Other operands are arguments of `forward`.
+    graph: graph definition of the model, from `nnx.split`. experts: choices to be replayed, int32[B * T, k] by layer
+    number; None if the router chooses. Other operands are arguments of `forward`.
     """
     sections: dict[str, Any] = {"recompute": Recompute()} if remat else {}
     if experts is not None:
@@ -158,7 +159,7 @@ def _exact_logits(
     remat: bool,
 ) -> jax.Array:
     """Compute logits f32[B, T, V] in the engine's exact form, with the derivatives of the plain forward pass
-    (`_logits`). graph: of the model, from `nnx.split`. Other operands are arguments of `forward`.
+    (`_logits`). graph: graph definition of the model, from `nnx.split`. Other operands are arguments of `forward`.
     """
 
     @jax.custom_jvp
@@ -198,8 +199,8 @@ def _states(
     graph: Any, params: Any, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
 ) -> jax.Array:
     """Compute hidden states [B, T, layers + 1, D] from checked arguments: the embeddings, the outputs of all layers but
-    the last, and the final norm's output. graph: of the model, from `nnx.split`. Other operands are arguments of
-    `forward`.
+    the last, and the final norm's output. graph: graph definition of the model, from `nnx.split`. Other operands are
+    arguments of `forward`.
     """
     model = nnx.merge(graph, params)
     counts = range(model.config.num_layers)

@@ -84,10 +84,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
     def reload_model(self, model: Any, state_dict: Mapping[str, Any] | None) -> Any:
         """Replace the engine's weights between two steps, all of them or none; return `model`.
 
-        state_dict: of a Levanter model, on hosts or devices; None or an empty one to take it from `model`. Running
-        requests are computed again from their first token. Raises WeightUpdateError for tensors that are missing,
-        unknown or of a wrong shape, such as those of a trainer that has changed the size of the vocabulary; ValueError
-        if there is neither a model nor a tensor.
+        state_dict: state of a Levanter model, on hosts or devices; if it is None or empty, that of `model` is taken.
+        Running requests are computed again from their first token. Raises WeightUpdateError for tensors that are
+        missing, unknown or of a wrong shape, such as those of a trainer that has changed the size of the vocabulary;
+        ValueError if there is neither a model nor a tensor.
         """
         if not state_dict:
             if model is None:
@@ -122,9 +122,9 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         complete.
 
         The choices of a completion also have prompt_token_ids and response_token_ids. prompts: messages of a user, or
-        conversations; [] returns []. decoding: a DecodingConfig. system_prompt: text before each message of a user;
-        None for none. Raises ValueError for log-probabilities that the engine does not report and for a system prompt
-        with conversations, RuntimeError for an answer that was aborted or failed, and the errors of `LLM.chat`.
+        conversations; [] returns []. decoding: a DecodingConfig. system_prompt: text before each message of a user, or
+        None. Raises ValueError for log-probabilities that the engine does not report and for a system prompt with
+        conversations, RuntimeError for an answer that was aborted or failed, and the errors of `LLM.chat`.
         """
         params = self._params(decoding, n)
         if not prompts:
@@ -189,8 +189,8 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         )
 
     def _params(self, decoding: Any, n: int) -> SamplingParams:
-        """Return the SamplingParams of `n` answers with the fields of a DecodingConfig; fields that are None or that
-        SamplingParams lacks are ignored.
+        """Return the SamplingParams of `n` answers, with the log-probabilities of their tokens, from the fields of a
+        DecodingConfig; fields that are None or that SamplingParams lacks are ignored.
 
         Raises ValueError for log-probabilities that the engine does not report at this temperature, RequestError for
         invalid values.
@@ -202,8 +202,8 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return SamplingParams(n=n, logprobs=0, **own)
 
     def _token_params(self, sampling: Any, n: int) -> SamplingParams:
-        """Return the SamplingParams of `n` answers, without text, with the fields of TokenSamplingParameters that are
-        not None.
+        """Return the SamplingParams of `n` answers, without text but with the log-probabilities of their tokens, from
+        the fields of TokenSamplingParameters that are not None.
 
         Raises ValueError for log-probabilities that the engine does not report at this temperature, RequestError for
         invalid values.
@@ -268,8 +268,9 @@ def _rollout(request: Any, answer: CompletionOutput) -> Any:
     """Return the TokenizedRollout of an answer to `request`, a TokenizedRolloutRequest. The answer ended with "stop" or
     "length".
 
-    Its finish reason is LENGTH; for "stop" it is EOS_TOKEN, or STOP with a stop_reason, and stop_token_id is the last
-    token. Masks are False for the prompt and True for the answer. Its metadata have weight_versions.
+    After "length" its finish reason is LENGTH and stop_token_id is None. After "stop" the reason is EOS_TOKEN, or STOP
+    if the answer has a stop_reason, and stop_token_id is the last token. Masks are False for the prompt and True for
+    the answer. Its metadata have weight_versions. Raises ValueError for an answer without log-probabilities.
     """
     tokens, reasons = tuple(answer.token_ids), _types.TokenRolloutFinishReason
     stopped = answer.finish_reason == "stop"

@@ -248,8 +248,8 @@ class _Model:
         """Return a function that converts an array of a layer without changing it in place: it undoes the family's
         query scale and order of rope dimensions, then applies `turn`.
 
-        name: within a layer, or that of the last norm. For a norm in a family with an offset, the function only
-        subtracts the offset.
+        name: name of the tensor within a layer, or of the last norm. For a norm in a family with an offset, the
+        function only subtracts the offset.
         """
         if name.endswith("norm.scale") and self.family.norm_offset:
             return in_float32(lambda values: values - np.float32(self.family.norm_offset))
@@ -271,8 +271,8 @@ class _Model:
 
     @property
     def _rope_is_interleaved(self) -> bool:
-        """Whether rope rotates neighbouring elements, as MaxText does for Llama 3.1 and later; recognised by rope type
-        "llama3".
+        """Whether rope rotates neighbouring elements, as MaxText does for Llama 3.1 and later: models of the type
+        "llama" with the rope type "llama3".
         """
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type"))
@@ -280,8 +280,8 @@ class _Model:
 
 
 def _by_layer(name: str, array: np.ndarray, axis: int, count: int) -> np.ndarray:
-    """Return a scanned array with its layer axis `axis` moved to the front. name: for the error. Raises ValueError
-    unless that axis has `count` layers.
+    """Return a scanned array with its layer axis `axis` moved to the front. name: name of the array, for the error.
+    Raises ValueError unless that axis has `count` layers.
     """
     if array.ndim <= axis or array.shape[axis] != count:
         raise ValueError(f"{name} must have {count} layers along axis {axis}, got shape {array.shape}")

@@ -83,10 +83,10 @@ class OpenModel:
 def open_model(model: str | PathLike[str] | None = None, *, dtype: str = "float32") -> OpenModel:
     """Open a model with its weights, which are then on the default device.
 
-    model: a Hugging Face folder, a GGUF file or a hub id; None for the embedded one. dtype: of weights and activations,
-    "float32" or "bfloat16". Raises ConfigError, DefaultModelMissing, ModelConfigError and ModelFileError as an engine
-    does for a model that it cannot load; ConfigError also for another dtype, and for a folder in device layout, whose
-    weights are cut for an engine's devices.
+    model: a Hugging Face folder, a GGUF file or a hub id; None for the embedded one. dtype: type of weights and
+    activations, "float32" or "bfloat16". Raises ConfigError, DefaultModelMissing, ModelConfigError and ModelFileError
+    as an engine does for a model that it cannot load; ConfigError also for another dtype, and for a folder in device
+    layout, whose weights are cut for an engine's devices.
     """
     if dtype not in DTYPES:
         raise ConfigError("dtype", dtype, " or ".join(DTYPES))

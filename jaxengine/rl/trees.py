@@ -42,8 +42,8 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_unknown(names: Iterable[str], is_known: Callable[[str], bool], kind: str) -> None:
-    """Raise ValueError, with the first MAX_SHOWN of them, if `is_known` is false for some names. kind: description of
-    the known names, for the error.
+    """Raise ValueError if `is_known` is false for some names; the error shows the first MAX_SHOWN of these and counts
+    the rest. kind: description of the known names, for the error.
     """
     if unknown := [name for name in names if not is_known(name)]:
         more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""

@@ -148,7 +148,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         prompts: texts or token ids; a text is one prompt. kwargs: fields of SamplingParams, which override those of the
         config. With a seed, each prompt of each call has its own seed, and repeating the same calls on a new object
         gives the same answers. Tokens of answers have no padding, and end with the token that ended the answer; their
-        texts leave it out. `logits` is None, and so is `logprobs` unless the config asks for them. Stores the
+        texts leave it out. Prompts are padded with pad_id on the left to max_prompt_length, or to a power of two that
+        holds a longer one. `logits` is None, and so is `logprobs` unless the config asks for them. Stores the
         temperature for `get_per_token_logps`. Raises ValueError for a config that the engine does not support,
         RuntimeError for an answer that was aborted or failed, and the errors of `LLM.generate`.
         """
@@ -332,8 +333,8 @@ def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> N
 
 
 def _token(tokenizer: Any, name: str) -> int:
-    """Return the id of a tokenizer's special token. name: of the tokenizer's method or attribute; -1 if its value is
-    None. Raises AttributeError if there is no such attribute.
+    """Return the id of a tokenizer's special token. name: name of the tokenizer's method or attribute that has it.
+    Returns -1 if its value is None. Raises AttributeError if there is no such attribute.
     """
     value: Any = getattr(tokenizer, name)
     found: Any = value() if callable(value) else value

@@ -83,7 +83,7 @@ def choose(
     no choice with up to MOST_CHOSEN sizes of each kind satisfies that, return the shapes that lose least.
 
     costs: seconds of steps; None counts one second for each token, so that the loss is padding. max_num_seqs,
-    max_num_batched_tokens: the largest sizes, which are always compiled.
+    max_num_batched_tokens: the largest sizes, which are always compiled and therefore left out of the result.
     """
     needs, nothing, one_token = needs_of(steps), np.empty(0), np.ones(1, int)
     longest = np.array([step.longest for step in steps if step.bucket.decode_only] or [1]).mean(keepdims=True)

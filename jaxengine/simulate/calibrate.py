@@ -232,7 +232,8 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -
     """Return the steps with their times, computed from the timeline's records of the same steps.
 
     A step's seconds count from its dispatch or from the arrival of the previous step's tokens, whichever is later, to
-    the arrival of its own tokens. records: times in seconds, one record for each step, in order.
+    the arrival of its own tokens. Its `after` is None if no later step starts once its tokens have arrived. records:
+    times in seconds, one record for each step, in order.
     """
     starts, dispatched = ([record[name] for record in records] for name in ("start", "dispatched"))
     found, free_at = [], 0.0
@@ -361,8 +362,8 @@ def _relative(fit: Fit, steps: Sequence[MeasuredStep]) -> list[float]:
 
 
 def _host(measured: Sequence[MeasuredStep]) -> HostCosts:
-    """Return the host's costs, fitted to the number of rows of steps and, for dispatch, to whether a step has prompts.
-    Steps whose `after` is None count for dispatch only.
+    """Return the host's costs, fitted to the largest number of rows of a replica in each step and, for dispatch, to
+    whether a step has prompts. Steps whose `after` is None count for dispatch only.
     """
     rows = np.array([[1.0, each.step.most_rows, not each.step.bucket.decode_only] for each in measured])
     dispatch = _shares(rows, np.array([each.dispatch for each in measured]))

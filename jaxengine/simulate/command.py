@@ -92,10 +92,11 @@ def _add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate a trace, print the result, and write it to the --json file if given. Returns 0.
+    """Simulate a trace, on one engine or a fleet (--replicas), or choose step shapes or a split for it (--optimise);
+    print the result, and write it to the --json file if given. Returns 0.
 
     Raises ConfigError for wrong arguments, options and traces, for a model that cannot be read or does not fit; OSError
-    for files that cannot be read or written.
+    for files that cannot be read or written; RuntimeError if requests wait forever.
     """
     from jaxengine.simulate.costs import HostCosts, read_costs
     from jaxengine.simulate.report import Limits
@@ -118,8 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
-    """Return the trace that `args` name, read from a file or synthetic, with its arrival times divided by --faster or
-    all 0.
+    """Return the trace that `args` name: the first --requests requests of a file, or a synthetic trace of that many
+    (default: 500). Its arrival times are divided by --faster, or all 0 with --at-once.
 
     Raises ConfigError for --rate with a file, and for what `read_trace` and `synthetic` refuse; OSError for a file that
     cannot be read.

@@ -15,13 +15,17 @@ from jaxengine.simulate.report import NONE, Limits, quantiles
 def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
     """Return a run of a fleet as JSON values: times in seconds, shares from 0 to 1, None for a quantile of no values.
 
+    "router" is the router's name.
+
     The keys "requests" (that ended), "refused", "failed" and "retried" count requests, "seconds" is the duration, and
     "requests_per_second", "output_tokens_per_second" and "good_requests_per_second" are None if that is 0.
     "first_token", "between_tokens" and "end" are the quantiles of requests' times. "load" has the largest value and the
-    mean over replicas of "queued" and "busy_seconds". The engines' counts, those of published digests and the fleet's
-    options follow under their names. All values but "cost", the real time of the router and the simulation, are
-    determined by the trace, the options and the seed. limits: times that a good request must meet; "good_share" is
-    relative to all requests of the trace.
+    mean over replicas of "queued" and "busy_seconds". Sums over all engines are "steps", "preemptions", "prefix_hits"
+    and "prefix_queries", with the share "prefix_hit_rate". "published_digests" is a number, and
+    "published_digests_per_second" None if the duration is 0. The fleet's options are "replicas", "deaths", "drains",
+    "restart_seconds", "publish_seconds" and "seed". All values but "cost", with the real "router_seconds" of a choice
+    and "cpu_seconds" of the simulation, are determined by the trace, the options and the seed. limits: times that a
+    good request must meet; "good_share" is relative to all requests of the trace.
     """
     seconds, ended = outcome.seconds, len(outcome.e2e)
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)
@@ -81,6 +85,9 @@ def fleet_text(outcomes: Sequence[FleetOutcome], head: Sequence[str], limits: Li
 def _row(outcome: FleetOutcome, limits: Limits) -> dict[str, Any]:
     """Return one router's run as a row of a table: times in milliseconds, shares in percent, None where there is no
     value.
+
+    The columns are "router", p50 and p99 of "ttft", "itl" and "e2e", "tokens/s", "good %" (None without limits), "hits
+    %", "most/mean load", "preempted", "failed", "retried" and "us a choice p50".
     """
     found = fleet_json(outcome, limits)
     times = {"ttft": found["first_token"], "itl": found["between_tokens"], "e2e": found["end"]}

@@ -100,8 +100,8 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention with the rope of its kind, values of `v_head_dim` elements and, if it is SLIDING, a
-    window, sinks and twice the KV heads. Raises ModelConfigError for wrong fields.
+    """Return the layer's attention with the rope of its kind, values of `v_head_dim` elements, no bias of the output
+    and, if it is SLIDING, a window, sinks and twice the KV heads. Raises ModelConfigError for wrong fields.
     """
     own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
     own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
@@ -111,8 +111,9 @@ def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types` (by default as `hybrid_layer_pattern` says, or the first and every sixth layer FULL),
     `mlp_layer_types` (by default as `moe_layer_freq` says, or all but the first sparse), and `sliding_window`, which
-    counts the token itself, as `sliding_window_size` does not. Raises ModelConfigError for wrong fields, and if SLIDING
-    layers do not have the heads of FULL ones and twice their KV heads.
+    counts the token itself: `sliding_window_size`, which does not, plus one; without that field the file's own, 129 by
+    default. Raises ModelConfigError for wrong fields, and if SLIDING layers do not have the heads of FULL ones and
+    twice their KV heads.
     """
     count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")

@@ -23,7 +23,8 @@ _UNBIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention
 
 
 def _dbrx_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the fields of `attn_config` and `ffn_config` under the usual names, with defaults for absent ones. Raises
+    """Return the KV heads, bound of q, k and v, and base of rope of `attn_config`, and the size, number, choice and
+    activation of experts of `ffn_config`, under the usual names and with defaults for absent ones. Raises
     ModelConfigError for wrong fields, and if moe_normalize_expert_weights is neither 1 nor null.
     """
     attention, experts = (ConfigFields(fields.mapping(name) or {}) for name in ("attn_config", "ffn_config"))
@@ -126,7 +127,9 @@ def _step_ropes(fields: ConfigFields, kinds: list[str]) -> Mapping[str, Any]:
 
 def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return the kinds of attention and of MLPs, the ropes by kind, the window, and the heads of SLIDING layers, under
-    the usual names. Raises ModelConfigError for wrong fields, and if `per_layer_config` contains anything else.
+    the usual names. Raises ModelConfigError for wrong fields, and if `per_layer_config` contains anything else. The
+    window is 1 if no layer is SLIDING; `per_layer_config` and `rope_scaling` are None, as what they say is in the other
+    fields.
     """
     count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     own = ConfigFields({**fields.raw, "layer_types": _of_layers(fields, "layer_types", count)})

@@ -75,9 +75,9 @@ def encoder_fields(
     encoders share.
 
     encoder: the configuration read already. The result's vocab_size counts each token once for each token type, and its
-    max_position_embeddings leaves out the rows of a position table before the first position. rope: rope of all layers;
-    None for none. bias: whether attention's projections have biases. names: further arguments of hf_fields,
-    `activation` and `eps`. Raises ModelConfigError for wrong fields, and for too many token types.
+    max_position_embeddings leaves out the rows of a position table before the first position. rope: rope of all layers,
+    or None. bias: whether attention's projections have biases. names: further arguments of hf_fields, `activation` and
+    `eps`. Raises ModelConfigError for wrong fields, and for too many token types.
     """
     ropes = [rope] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=bias, output_bias=bias, **names)

@@ -115,8 +115,8 @@ def parse_object(
 ) -> dict[str, Any]:
     """Return the JSON object that `source` has, of at most MAX_JSON_DEPTH levels of objects and lists.
 
-    pairs_hook: json's object_pairs_hook, which may raise ModelFileError itself; None for none. Raises ModelFileError,
-    which names `path`, for anything else.
+    pairs_hook: json's object_pairs_hook, which may raise ModelFileError itself, or None. Raises ModelFileError, which
+    names `path`, for anything else.
     """
     try:
         value = json.loads(source, object_pairs_hook=pairs_hook)

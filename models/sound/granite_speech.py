@@ -115,7 +115,7 @@ def _bounded(fields: ConfigFields, name: str, most: int) -> int:
 
 
 def read_granite_speech(fields: ConfigFields, multiplier: float, *, joins: bool = False) -> GraniteSpeechConfig:
-    """Return the tower's configuration from a config.json. multiplier: the text model's factor of embeddings. joins:
+    """Return the tower's configuration from a config.json. multiplier: factor of embeddings of the text model. joins:
     whether `cat_hidden_layers` is read. Raises ModelConfigError for wrong fields, and for sizes that do not fit each
     other or are too large.
     """

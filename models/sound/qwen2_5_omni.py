@@ -45,8 +45,8 @@ class Qwen2_5OmniSoundConfig(TowerConfig):
 
 
 def read_qwen2_5_omni_sound(fields: ConfigFields, hidden_size: int) -> Qwen2_5OmniSoundConfig:
-    """Return the tower's configuration from a config.json. hidden_size: the text model's. Raises ModelConfigError for
-    wrong fields, and if `n_window` is odd or `output_dim` is not hidden_size.
+    """Return the tower's configuration from a config.json. hidden_size: size of the text model's hidden states. Raises
+    ModelConfigError for wrong fields, and if `n_window` is odd or `output_dim` is not hidden_size.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     positions = audio.integer("n_window")

@@ -56,8 +56,8 @@ class DotsOcrTowerConfig(Qwen2VLTowerConfig):
 def read_dots_ocr(fields: ConfigFields, hidden_size: int) -> DotsOcrTowerConfig:
     """Return the tower's configuration from a config.json, for a text model of this hidden size.
 
-    Raises ModelConfigError for wrong fields, and if `hidden_size` of vision_config, the merger's output size, is
-    another, and for causal attention.
+    Raises ModelConfigError for wrong fields, for causal attention, and if `hidden_size` of vision_config, the merger's
+    output size, differs from the text model's.
     """
     vision = ConfigFields(fields.mapping("vision_config") or {}).with_defaults(
         embed_dim=1536, num_hidden_layers=42, num_attention_heads=12, patch_size=14, temporal_patch_size=1

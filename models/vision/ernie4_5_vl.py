@@ -59,8 +59,7 @@ def read_ernie4_5_vl(fields: ConfigFields, text: ConfigFields) -> ErnieVLTowerCo
     """Return the tower's configuration from a config.json. text: fields of its text part.
 
     The resampler's sizes may be in vision_config, as transformers writes them, or outside, as published. Raises
-    ModelConfigError for wrong fields, and for an epsilon of norms other than 1e-6, and for other than two frames to be
-    joined.
+    ModelConfigError for wrong fields, for an epsilon of norms other than 1e-6, and unless two frames are joined.
     """
     vision = fields.part(
         "vision_config", depth=32, hidden_size=1280, num_heads=16, patch_size=14, hidden_act="quick_gelu"

@@ -42,8 +42,8 @@ def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
     """Return the vision tower's configuration from a config.json; a unit becomes `mm_tokens_per_image` embeddings
     (default: 256).
 
-    Raises ModelConfigError for wrong fields, and for a tower other than SigLIP, and if that number is not a square
-    whose side divides the number of patches along a unit's side.
+    Raises ModelConfigError for wrong fields, for a tower other than SigLIP, and if that number is not a square whose
+    side divides the number of patches along a unit's side.
     """
     vit = read_siglip(fields)
     rows = fields.integer("mm_tokens_per_image", 256)

@@ -66,8 +66,8 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
 def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
     """Return the tower's configuration from a vision_config, for a text model of this hidden size.
 
-    Raises ModelConfigError for wrong fields, and for another out_hidden_size, and an image_size that is not 1 to 1024
-    times patch_size.
+    Raises ModelConfigError for wrong fields, for an out_hidden_size that differs from hidden_size, and for an
+    image_size that is not 1 to 1024 times patch_size.
     """
     fields = fields.with_defaults(hidden_size=1536, num_heads=12, attention_bias=False)
     shared = _read_shared(fields, hidden_size)
@@ -85,7 +85,7 @@ def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
     """Return the configuration of GLM-OCR's tower from a vision_config, for a text model of this hidden size. Raises
-    ModelConfigError for wrong fields, and for another out_hidden_size.
+    ModelConfigError for wrong fields, and for an out_hidden_size that differs from hidden_size.
     """
     shared = _read_shared(fields.with_defaults(hidden_size=1024, num_heads=16, attention_bias=True), hidden_size)
     return Glm4vTowerConfig(
@@ -100,7 +100,7 @@ def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 def _read_shared(fields: ConfigFields, hidden_size: int) -> dict[str, Any]:
     """Return the keyword arguments of a Glm4vTowerConfig that both towers read from the same fields. Raises
-    ModelConfigError for wrong fields.
+    ModelConfigError for wrong fields, and for an out_hidden_size that differs from hidden_size.
     """
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")

@@ -90,8 +90,8 @@ class Granite4TowerConfig(TowerConfig):
 def read_granite4_vision(fields: ConfigFields, num_layers: int) -> Granite4TowerConfig:
     """Return the tower's configuration from a config.json. num_layers: number of the text model's layers.
 
-    Raises ModelConfigError, also for a downsample_rate other than one half, for windows that do not divide a unit, and
-    for layers of the text model that are named twice or do not exist.
+    Raises ModelConfigError for wrong fields, for a downsample_rate other than one half, for windows that do not divide
+    a unit, and for layers of the text model that are named twice or do not exist.
     """
     fields.require(use_spatial_sampling=True, use_image_newline_parameter=True)
     vit = read_llava(fields).vit
@@ -114,8 +114,8 @@ def read_granite4_vision(fields: ConfigFields, num_layers: int) -> Granite4Tower
 
 
 def _read_rate(fields: ConfigFields, vit: VitConfig) -> tuple[int, int]:
-    """Return the sides of a window's queries and patches, the two numbers of `downsample_rate`. Raises
-    ModelConfigError.
+    """Return the sides of a window's queries and patches, the two numbers of `downsample_rate`. Raises ModelConfigError
+    unless it is n/2n, where 2n is at most _MOST_WINDOW and divides the number of patches of a line.
     """
     query, slash, window = fields.text("downsample_rate").partition("/")
     right = bool(slash) and all(each.isdecimal() and 1 <= len(each) <= 3 for each in (query, window))
@@ -129,7 +129,8 @@ def _read_parts(fields: ConfigFields, depth: int, num_layers: int) -> tuple[Part
     """Return the parts of the embeddings in the order of the text model's layers, from `deepstack_layer_map`,
     `spatial_vision_layer` (default: -1) and `spatial_target_layers` (default: 12, 15, 18 and 21).
 
-    depth, num_layers: number of layers of the tower, and of the text model. Raises ModelConfigError.
+    depth, num_layers: number of layers of the tower, and of the text model. Raises ModelConfigError for a field that is
+    missing or wrong, and for layers of the text model that are named twice or do not exist.
     """
     pairs = fields.value("deepstack_layer_map", None)
     pairs = [list(pair) if isinstance(pair, list | tuple) else pair for pair in pairs] if _is_list(pairs) else pairs
@@ -170,7 +171,9 @@ def _are_integers(value: Any, count: int) -> bool:
 def _read_queries(fields: ConfigFields, size: int, num_queries: int, window: int) -> QueryConfig:
     """Return the sizes of the Q-Formers from `qformer_config`, whose hidden size and heads follow from the tower's
     `size`, whatever the file says. num_queries, window: number of queries, and of patches, of a window. Raises
-    ModelConfigError.
+    ModelConfigError for wrong fields, and for a `size` that cannot be split into size
+
+    64 heads.
     """
     given = fields.mapping("qformer_config")
     own = ConfigFields(_LACKING | _ALONE if given is None else dict(given)).with_defaults(**_LACKING)

@@ -60,7 +60,7 @@ class HunYuanVLTowerConfig(VitTowerConfig):
 def read_hunyuan_vl(fields: ConfigFields, hidden_size: int) -> HunYuanVLTowerConfig:
     """Return the tower's configuration from a vision_config. hidden_size: not used.
 
-    Raises ModelConfigError for wrong fields, and for another interpolation of positions than bilinear, and grouped
+    Raises ModelConfigError for wrong fields, for an interpolation of positions other than bilinear, and for grouped
     keys.
     """
     del hidden_size

@@ -73,8 +73,8 @@ class Llama4TowerConfig(TowerConfig):
 def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
     """Return the vision tower's configuration from a config.json.
 
-    Raises ModelConfigError for wrong fields, and for sizes of the adapter and projector that do not fit the sizes
-    before them, and for heads whose number of elements is not a multiple of 4.
+    Raises ModelConfigError for wrong fields, for sizes of the adapter and projector that do not fit the sizes before
+    them, and for heads whose number of elements is not a multiple of 4.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vision.require(hidden_act="gelu", vision_feature_select_strategy="default", multi_modal_projector_bias=False)

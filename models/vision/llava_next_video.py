@@ -39,8 +39,8 @@ class LlavaNextVideoTowerConfig(LlavaTowerConfig):
 
 
 def read_llava_next_video(fields: ConfigFields) -> LlavaNextVideoTowerConfig:
-    """Return the configuration of LLaVA-NeXT-Video's tower from a config.json. Raises ModelConfigError, also for an odd
-    number of patches in a line, for another stride, and for a pooling with weights.
+    """Return the configuration of LLaVA-NeXT-Video's tower from a config.json. Raises ModelConfigError for wrong
+    fields, for an odd number of patches in a line, for a stride other than two, and for a pooling with weights.
     """
     fields.require(spatial_pool_stride=_STRIDE)
     mode = fields.text("spatial_pool_mode", _MODES[0])

@@ -72,8 +72,8 @@ class MiniCPMVTowerConfig(VitTowerConfig):
 def read_minicpmv(fields: ConfigFields, mode: str) -> MiniCPMVTowerConfig:
     """Return the tower's configuration from a config.json. mode: default of `downsample_mode`.
 
-    Raises ModelConfigError for wrong fields, and for squares other than of 2 x 2 patches, for `merger_times` other than
-    1, which no published processor has, and for an `insert_layer_id` that is not a layer.
+    Raises ModelConfigError for wrong fields, for squares other than of 2 x 2 patches, for `merger_times` other than 1,
+    which no published processor has, and for an `insert_layer_id` that is not a layer.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     vit = read_vit(vision)

@@ -94,8 +94,8 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
 def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfig:
     """Return the configuration of Kimi K2.5's tower from its config.json, with published or transformers' field names.
 
-    hidden_size: the text model's, which `text_hidden_size` must equal. Raises ModelConfigError for wrong fields, and
-    for a setting that the tower does not have.
+    hidden_size: size of the text model's hidden states. Raises ModelConfigError for wrong fields, for a setting that
+    the tower does not have, and if `text_hidden_size` differs from hidden_size.
     """
     given = fields.mapping("vision_config") or {}
     raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}

@@ -97,7 +97,7 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
     """Return the keyword arguments of a Qwen2VLTowerConfig, except intermediate_size, that Qwen2-VL, Qwen2.5-VL and
     Qwen3-VL read from the same fields of vision_config.
 
-    width: the field of the tower's hidden size. defaults: defaults of fields that may be absent. Raises
+    width: name of the field with the tower's hidden size. defaults: values for fields that are absent. Raises
     ModelConfigError for wrong fields.
     """
     fields = fields.with_defaults(**{"spatial_merge_size": 2, "temporal_patch_size": 2, **defaults})
@@ -130,7 +130,8 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
     """Return the tower's configuration from a vision_config, for a text model of this hidden size. MLPs have
     `mlp_ratio` (default: 4) times the tower's width.
 
-    Raises ModelConfigError for wrong fields, and if the file's `hidden_size`, the text model's, is another.
+    Raises ModelConfigError for wrong fields, and if the field `hidden_size`, that of the text model, differs from the
+    argument.
     """
     defaults = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "patch_size": 14, "hidden_act": "quick_gelu"}
     sizes = read_sizes(fields, width="embed_dim", **defaults)
@@ -148,8 +149,8 @@ def read_qwen2_5_vl(
     """Return the configuration of Qwen2.5-VL's tower, of class `kind`, from a vision_config, for a text model of this
     hidden size. Numbers in `fullatt_block_indexes` that are not a layer's are left out.
 
-    Raises ModelConfigError for wrong fields, and if `out_hidden_size` is another, or a window's side is not 1 to 64
-    patches.
+    Raises ModelConfigError for wrong fields, and if `out_hidden_size` differs from hidden_size, or a window's side is
+    not 1 to 64 patches.
     """
     sizes = read_sizes(fields, depth=32, num_heads=16, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:

@@ -48,8 +48,8 @@ def read_qwen3_vl(
 ) -> Qwen3VLTowerConfig:
     """Return the tower's configuration, of class `kind`, from a vision_config, for a text model of this hidden size.
 
-    Raises ModelConfigError for wrong fields, and if `out_hidden_size` is another, `num_position_embeddings` is not a
-    square, or `deepstack_visual_indexes` are not ascending layers.
+    Raises ModelConfigError for wrong fields, and if `out_hidden_size` differs from hidden_size,
+    `num_position_embeddings` is not a square, or `deepstack_visual_indexes` are not ascending layers.
     """
     defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
     sizes = read_sizes(fields, **defaults)
@@ -110,7 +110,7 @@ class Qwen3VLTower(Qwen2VLTower):
 
     def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:
         """Return a new merger for the states of layer deepstack_layers[number], whose norm is over all patches that it
-        merges. hidden_size: the text model's.
+        merges. hidden_size: size of the text model's hidden states.
         """
         owner, names = self.deepstack_names
         norm, first, second = (f"{owner}.{number}.{name}" for name in names)

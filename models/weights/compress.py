@@ -45,10 +45,10 @@ def compress(
       model: abstract, of all stages, with one of jaxengine.models.quantization.registry.ROUNDED.
       progress: called before each tensor with (tensors done, tensors in total, its name), and at the end.
 
-    Returns the quantization_config, and the error of each kind of matrix: the root of the mean squared error relative
-    to the matrix's own root mean square. Raises ModelFileError for a checkpoint that does not fit the model, that
-    stores experts in one tensor, that has no matrix to round, or whose matrices have numbers that are not finite, and
-    if writing fails.
+    Returns the quantization_config, and the error of each kind of matrix, by its module's name with "*" for numbers:
+    the root of the mean squared error relative to the matrix's own root mean square. Raises ModelFileError for a
+    checkpoint that does not fit the model, that stores experts in one tensor, that has no matrix to round, or whose
+    matrices have numbers that are not finite, and if writing fails.
     """
     renamed = RenamedSource(checkpoint, model.checkpoint_names)
     if model.config.experts is not None and any(split_stack(name) for name in renamed.names()):

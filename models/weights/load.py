@@ -387,7 +387,7 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
     """Return beginnings of the names of the towers' tensors that are not read: tensors that the served towers leave
     unused, the tower of sounds if no served one hears, and the tower of images if none is served.
 
-    towers: those of the model as it is served.
+    towers: towers of the model as it is served.
     """
     unread = [beginning for tower in towers for beginning in tower.unused]
     if not any(tower.hears for tower in towers):

@@ -47,8 +47,8 @@ def select_keys(
     followed by -1; a token of no sequence gets -1 alone. Slots that no token sees may hold NaN. A pool of codes has one
     scale for all keys of the head; it does not change their order and is not applied.
 
-    schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes,
-    dtypes, a pool or a `count` below 1 that do not fit.
+    schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes and
+    dtypes that do not fit, a pool without exactly one kv head of an indexer's keys, and a `count` below 1.
     """
     width, num_tokens = kv.spec.v_head_dim, q.shape[0]
     if q.ndim != 3 or num_tokens < 1 or q.shape[2] != width:

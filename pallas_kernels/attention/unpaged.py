@@ -121,8 +121,8 @@ def _attend(
 
     A query sees the tokens of its own run in `schedule` that causality, window and chunk of the spec allow.
 
-    sinks: f32 [1, K, G, 1, 1], one more logit of each head, without a value; None for none. slopes: f32 [K, G, 1, 1],
-    subtracted from a logit per position of distance to the key; None for none.
+    sinks: f32 [1, K, G, 1, 1], one more logit of each head, without a value, or None. slopes: f32 [K, G, 1, 1],
+    subtracted from a logit per position of distance to the key, or None.
     """
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:

@@ -48,9 +48,10 @@ def whole_prompt_attention(
     prompt get 0. A token's result does not depend on other prompts, bit for bit. schedule: result of
     `whole_prompt_schedule` for this step. biases: f32 [N, 2 R + 1], added to a head's logits by the distance, the
     position of the key minus that of the query, from -R to R; greater distances use the nearest bias. relative: (keys,
-    queries) of the distances, [2 R + 1, N, H] each and of q's dtype. To the product of a query and a key are added,
-    before the scale, the products of the query with its distance's key and of the key with its distance's query. Raises
-    ValueError for shapes, dtypes or a spec that do not fit.
+    queries) of the distances, [2 R + 1, N, H] each and of q's dtype; needs K = N. To the product of a query and a key
+    are added, before the scale, the products of the query with its distance's key and of the key with its distance's
+    query. Raises ValueError for shapes and dtypes that do not fit, and for a spec or platform without
+    `has_whole_prompts`.
     """
     if not has_whole_prompts(spec, platform):
         raise ValueError(f"whole_prompt_attention does not run {spec} on platform {platform!r}")

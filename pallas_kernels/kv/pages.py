@@ -247,10 +247,12 @@ def has_head_scales(spec: KVSpec) -> bool:
 
 
 def alloc(spec: KVSpec, *, platform: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
-    """Allocate and return a pool of zeros, of which each device only allocates its shard. Scales of heads are 1.
+    """Allocate and return a pool of zeros, of which each device only allocates its shard. Scales of heads, which only
+    one-byte pools without token scales have, are 1.
 
     platform: platform whose kernels will read it. sharding: sharding of `data` (see `partition_spec`); None for the
-    default device. Raises ValueError for a platform without pages, or whose kernels cannot read the dtype.
+    default device. Raises ValueError for a platform without pages, for token scales that its kernels cannot read, and
+    for a dtype not in DTYPES.
     """
     check_token_scales(platform, spec)
     layout = layout_of(platform)
@@ -396,8 +398,8 @@ def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages
     """Write canonical pages, as `export_pages` returns them, to the pool's pages i32 [n], and return the new pool.
     Pages whose ids are negative or otherwise out of range are dropped.
 
-    Donate `kv` under jit. Raises ValueError for another dtype or shape, and if keys and values differ in head dim. Not
-    for use in shard_map.
+    Donate `kv` under jit. Raises ValueError for `values` of another dtype or shape, and if keys and values differ in
+    head dim. Not for use in shard_map.
     """
     wanted = (page_ids.shape[0], kv.page_size, _parts(kv.spec), kv.spec.num_kv_heads, kv.spec.key_width)
     if values.shape != wanted or values.dtype != kv.dtype:

@@ -15,7 +15,7 @@ def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *,
     f32 [..., count * H], or f32 [..., count * Hv].
 
     pages, offsets: i32 [...], page ids and the first slot in the page; all of the slots must be in the page. Page ids
-    out of range are clipped. kv: a pool of one kv head without scales. Raises ValueError for another pool, and for
+    out of range are clipped. kv: a pool of one kv head without scales. Raises ValueError for any other pool, and for
     of_values if values lie in keys.
     """
     spec = kv.spec

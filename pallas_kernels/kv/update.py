@@ -41,11 +41,13 @@ def kv_cache_update(
     values lie in keys.
 
     A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
-    be distinct. One-byte pools store x / scale, rounded and saturating; token scales are computed here, each from its
-    own token and head alone. Donate `kv` when jitting: the update is in place.
+    be distinct. k and v of any float dtype are rounded to the pool's. One-byte pools store x / scale, rounded and
+    saturating; token scales are computed here, each from its own token and head alone. Donate `kv` when jitting: the
+    update is in place.
     schedule: result of `kv_update_schedule` for the same step, None to build it here with `tuning`. `tuning` may be
         given only if schedule is None.
-    Raises ValueError if shapes or dtypes do not fit the pool, and for a pool that the platform cannot write.
+    Raises ValueError for shapes that do not fit the pool, slots of another dtype, `tuning` with a schedule, and a pool
+    that the platform cannot write.
     """
     spec, num_tokens = kv.spec, slot_mapping.shape[0]
     num_heads = k.shape[1] if k.ndim == 3 and holds_heads(kv, k.shape[1]) else spec.num_kv_heads

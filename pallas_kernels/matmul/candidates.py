@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
 
 
 def operands(problem: Problem) -> tuple[Any, ...]:
-    """Return the shapes and dtypes of x, codes, scales and zeros of a problem; None in place of zeros without them."""
+    """Return the shapes and dtypes of x, codes, scales and zeros of a problem. If it has no zeros, the last is None."""
     rows, size, out, group, codes, zeros = problem
     packed = 2 if codes == "uint8" else 1
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)

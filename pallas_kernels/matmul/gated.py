@@ -95,7 +95,7 @@ def activated(
     """Return activation(gate, up), where gate and up are the halves of y [M, 2 F] plus the bias [G, 2 F] of each row's
     group: [M, F] in out_dtype, computed in float32.
 
-    group_sizes: i32 [G], consecutive rows of each group; rows after the last get no bias. bias: None for none.
+    group_sizes: i32 [G], consecutive rows of each group; rows after the last get no bias. bias may be None.
     """
     y = y if bias is None else y + rows_of_groups(bias, group_sizes, len(y))
     # XLA:TPU would store all of `y` in float32 before it is split.
@@ -106,7 +106,7 @@ def activated(
 def biased(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return y [M, out] plus the bias [G, out] of each row's group, in y's dtype. Rows of no group are unchanged.
 
-    group_sizes: i32 [G], consecutive rows of each group. bias: None for none.
+    group_sizes: i32 [G], consecutive rows of each group. bias may be None.
     """
     return y if bias is None else (y + rows_of_groups(bias, group_sizes, len(y))).astype(y.dtype)
 

@@ -31,7 +31,7 @@ def grouped_matmul(
       x: [M, in], bfloat16 or float32.
       w: [G, in, out] in x's dtype.
       group_sizes: i32 [G], rows of each group; their sum is at most M.
-      bias: [G, out], added to the rows of each group, None for none. Kernels that add it themselves round once;
+      bias: [G, out], added to the rows of each group, or None. Kernels that add it themselves round once;
         elsewhere it is added to the rounded product.
 
     Raises ValueError if shapes or dtypes do not fit together.
@@ -56,9 +56,9 @@ def gated_matmul(
     x's).
 
     Arguments are `grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the second ups,
-    to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0: the activation must map zeros to
-    zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to `out_dtype` before
-    it is activated.
+    to which the group's bias [G, 2 F], if it is not None, is added. A row of no group is 0: the activation must map
+    zeros to zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to
+    `out_dtype` before it is activated.
 
     Raises ValueError if shapes or dtypes do not fit together.
     """

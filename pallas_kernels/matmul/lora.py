@@ -50,8 +50,8 @@ def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dty
     """Return the name of the module that computes lora_product on `platform`, or "MODULE: REASON", with the name of the
     plain XLA module, if the platform's own module leaves these shapes to XLA.
 
-    size, widths: inputs of the matrix and outputs of its sources. rank, dtype: of the adapters. Raises ValueError if
-    the platform does not have this operation.
+    size, widths: inputs of the matrix and outputs of its sources. rank, dtype: those of the adapters. Raises ValueError
+    if the platform does not have this operation.
     """
     module = kernel_module(OP, platform)
     why_xla = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{module}"), "why_xla", None)
@@ -76,8 +76,8 @@ def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
 
 
 def lora_visits(slots: jax.Array, *, num_slots: int, rank: int, sizes: LoraTiles | None = None) -> LoraVisits:
-    """Return the visits of rows whose adapters are in `slots`, i32 [T] with -1 for none, out of `num_slots` slots of
-    this rank.
+    """Return the visits of rows whose adapters are in `slots`, i32 [T] with -1 for rows without an adapter, out of
+    `num_slots` slots of this rank.
 
     Rows are cut into tiles in order, and slots in the order of their first rows. sizes: tile sizes, the same that the
     product will use; None for the default, which `lora_product` uses.

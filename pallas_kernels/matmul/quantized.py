@@ -45,7 +45,7 @@ def quantized_matmul(
       codes: [in, out] int8 or float8_e4m3fn, or [in / 2, out] uint8, pairs of four-bit codes (see nibbles). A pair then
         has one scale.
       scales: [n, out], bfloat16 or float32.
-      zeros: [n, out], the zero points times their scales; None for none.
+      zeros: [n, out], the zero points times their scales, or None.
       dtype: dtype that codes are widened to; default x's, float32 for rounded rows.
 
     Raises ValueError if shapes or dtypes do not fit together.
@@ -63,7 +63,7 @@ def product_of(op: str, platform: str, size: int, out: int, num_scales: int, cod
     "MODULE: REASON", with the name of the plain XLA module, if the platform's own module leaves this shape to XLA.
 
     op: a product of the registry. num_scales: scales along the inputs. codes: dtype of the stored codes. dtype: the
-    model's. Raises ValueError for an op that the platform does not have.
+    model's dtype. Raises ValueError for an op that the platform does not have.
     """
     module = kernel_module(op, platform)
     why_xla = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{module}"), "why_xla", None)
@@ -115,8 +115,8 @@ def quantized_gated_matmul(
     `dtype`.
 
     Arguments are `quantized_grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the
-    second ups, to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0: the activation must
-    map zeros to zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to
+    second ups, to which the group's bias [G, 2 F], if it is not None, is added. A row of no group is 0: the activation
+    must map zeros to zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to
     `out_dtype` before it is activated.
 
     Raises ValueError if shapes or dtypes do not fit together.

@@ -28,7 +28,7 @@ def quantized_table_matmul(
     """Multiply x [M, in] by the transpose of a table [V, in], codes * scales - zeros: return [M, V] in `out_dtype`.
 
     x: bfloat16 or float32. codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n
-    neighbouring numbers of a token; zeros None for none. dtype: dtype that codes are widened to, default x's. Sums are
+    neighbouring numbers of a token; zeros may be None. dtype: dtype that codes are widened to, default x's. Sums are
     float32, rounded to `out_dtype` once. The implementation is chosen when the program is compiled.
 
     Raises ValueError if the shapes do not fit together, and for codes of another dtype.

@@ -70,8 +70,10 @@ def largest_of(values: jax.Array) -> jax.Array:
 def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> jax.Array:
     """Return scales f32, of the shape of `largest`, for which these largest values just fit into codes of `dtype`.
 
-    A scale is 1 for 0, and for values so small that it would be subnormal. With E8M0 a value may exceed the largest
-    code, and then saturates. kind: any of SCALES but E4M3 (AssertionError).
+    A scale is 1 for 0, and for values so small that it would be subnormal. UE8M0 scales are rounded up to powers of
+    two. An E8M0 scale is the largest value's power of two (the next one if the mantissa is at least 1.75) over that of
+    the largest code; a value may then exceed the largest code, and saturates. kind: any of SCALES but E4M3
+    (AssertionError).
     """
     assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:

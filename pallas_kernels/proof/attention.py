@@ -116,8 +116,8 @@ def _pool(
 ) -> KVPages:
     """Return a pool like `kv`, which may hold shapes instead of arrays, with `num_pages` random pages.
 
-    unseen: bool [pages, page_size], slots that become NaN if the dtype has NaN; None for none. spec: of the attention,
-    which counts the heads; may be None if `unseen` is.
+    unseen: bool [pages, page_size], slots that become NaN if the dtype has NaN, or None. spec: AttentionSpec that
+    counts the heads; may be None if `unseen` is.
     """
     shape, dtype = (num_pages, *kv.data.shape[1:]), kv.dtype
     values = normal(rng, shape, dtype)
@@ -137,7 +137,7 @@ def _scale(shape: Any, dtype: Any, rng: np.random.Generator) -> jax.Array | None
 
 def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:
     """Return bool, in a shape that broadcasts to the data of a pool like `kv`, whether each element belongs to a slot
-    that is True in `slots`, bool [pages, page_size]. spec: of the attention, which counts the heads.
+    that is True in `slots`, bool [pages, page_size]. spec: AttentionSpec that counts the heads.
     """
     if kv.layout == TOKEN_ROWS:
         first, _ = kv.lanes_of_page

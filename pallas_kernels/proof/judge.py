@@ -148,7 +148,7 @@ def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler)
 
 def compare(got: Any, want: Any) -> tuple[float, str]:
     """Compare two pytrees of results, a kernel's and plain XLA's. Return the largest difference, relative to the
-    largest value of its row as LIMITS counts it, and a text that says what is wrong, "" for nothing.
+    largest value of its row as LIMITS counts it, and a text that says what is wrong, "" if nothing is.
 
     NaN in one of the two alone, and a row that differs by more than its limit, are wrong; the first array with one ends
     the comparison. NaN in both at the same place, and equal infinities, count as equal; the other values of their row

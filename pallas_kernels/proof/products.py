@@ -96,7 +96,7 @@ def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generat
     """Return the random argument `name` of a product, of this shape and dtype, scaled so that results are about 1; None
     for group sizes. Scales and zeros are uniformly distributed, others normally.
 
-    shapes: of all arguments, by name.
+    shapes: shapes and dtypes of all arguments, by name.
     """
     if name == "group_sizes":
         return None

@@ -47,7 +47,7 @@ def ragged_batch(
     mix: str, sizes: Sizes, spec: AttentionSpec, rng: np.random.Generator, *, most_new: int | None = None
 ) -> Batch:
     """Return a random batch of this mix, one of MIXES, with `sizes`. most_new: limit of a sequence's new tokens, None
-    for none.
+    for no limit.
 
     The last page of a sequence belongs to it alone; earlier ones are drawn from shared pages. Page-table entries that
     no token sees, also because of the window or chunk of `spec`, are page 0. That page, and slots after a sequence's

@@ -46,7 +46,8 @@ def config_file(folder: Path | str, config_format: str = AUTO) -> str:
 
 def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str, Any]:
     """Return the content of a checkpoint folder's config.json, or what Mistral AI's params.json says in its place. If
-    config.json has no quantization settings, those of hf_quant_config.json in the same folder are added.
+    config.json has no quantization settings, those of hf_quant_config.json in the same folder are added, with the
+    method "modelopt" unless they name another.
 
     config_format: which of the two, see `config_file`. Raises ModelFileError if the file is absent or not a JSON
     object, and for a params.json of an unsupported model.

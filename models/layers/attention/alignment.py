@@ -63,8 +63,8 @@ class NotedSounds(Sounds):
         rows of tokens in `span` are meaningful.
 
         row: i32[], the sound's row in the pool. num_positions: S. num_layers: the decoder's number of layers. width:
-        that of `smoothed`. The layers must have run within this trace, so that `observe` has recorded their queries.
-        Devices that split the heads add up their shares, so that all have the same result.
+        entries of the median's window in `smoothed`. The layers must have run within this trace, so that `observe` has
+        recorded their queries. Devices that split the heads add up their shares, so that all have the same result.
         """
         num_tokens, num_heads, head_dim = next(iter(self._queries.values())).shape
         # Devices that split the heads compute all, and add up their own.

@@ -133,7 +133,7 @@ def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, n
     """Return the bytes of keys and values that attention copies out of the pages at once for a layer's decodes; 0 on
     platforms whose kernels read the pages directly.
 
-    platform: the pool's platform. num_seqs: sequences of the step. page_size: in tokens.
+    platform: the pool's platform. num_seqs: sequences of the step. page_size: tokens of a page.
     """
     return gathered_by(attention_spec(attention, mesh), platform, num_seqs, page_size)
 

@@ -280,7 +280,7 @@ def _selected(
 ) -> jax.Array:
     """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence,
     best first, of equal ones the lowest block first. A sequence with at most k blocks has all of them, ascending, then
-    -1. q, weights: the indexer's, [B, I, J] and f32[B, I]. seqs: i32[B], rows of the sequences. top_k: k.
+    -1. q, weights: queries [B, I, J] and weights f32[B, I] of the indexer. seqs: i32[B], sequences' rows. top_k: k.
     """
     at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)

@@ -118,9 +118,9 @@ class Sounds(Section):
 def cross_attend(q: jax.Array, step: StepSounds, layer: jax.Array) -> jax.Array:
     """Return softmax(q k^T / sqrt(H)) v of each token over the sound of its row, [T, N, H]; zeros for tokens of no row.
 
-    q: [T, N, H]. step: with the pool as [B, L, 2, S, N, H]. layer: i32[], the index of the decoder's layer. The loop
-    runs over tiles of one row's tokens, as many as there are: its length is a run-time value, and a sound is read in
-    place.
+    q: [T, N, H]. step: sounds of the step, with the pool as [B, L, 2, S, N, H]. layer: i32[], the index of the
+    decoder's layer. The loop runs over tiles of one row's tokens, as many as there are: its length is a run-time value,
+    and a sound is read in place.
     """
     num_tokens, tile = q.shape[0], 1 if q.shape[0] == len(step.of_row) else _TILE
     lengths = jnp.where(jnp.arange(len(step.of_row)) < step.num_rows, jnp.diff(step.cu_q_lens), 0)

@@ -339,8 +339,8 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
 
 def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
     """Return (attention results [T, N, Hv], log-sum-exps [T, N]) over the union of two disjoint sets of keys.
-    all_before, part: the same for each set. All are f32. member: bool[T, 1]; tokens for which it is False attend to the
-    first set only.
+    all_before, part: (results, log-sum-exps) over each of the sets. All are f32. member: bool[T, 1]; tokens for which
+    it is False attend to the first set only.
     """
     (o, lse), (more, more_lse) = all_before, part
     more_lse, more = jnp.where(member, more_lse, -jnp.inf), jnp.where(member[..., None], more, 0.0)

@@ -174,7 +174,7 @@ class GatedMLP(nnx.Module):
         """Return this device's partial result f32[T, D] for x[T, D], whose tokens are already gathered.
 
         The sum over the devices that share the MLP is the result, except for the biases, which are left out. adapters:
-        those of x's rows; None for none.
+        those of x's rows, or None.
         """
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)

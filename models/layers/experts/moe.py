@@ -227,7 +227,7 @@ class MixtureOfExperts(nnx.Module):
         """Return the output [T, D] for this device's tokens in x's dtype, including the shared MLP: gathers all tokens
         on every device that shares the weights, and reduces the devices' results.
 
-        weights, ids: [T, k], from `route`, with ids E for padding. adapters: those of x's rows; None for none.
+        weights, ids: [T, k], from `route`, with ids E for padding. adapters: those of x's rows, or None.
         """
         dtype = x.dtype
         with jax.named_scope("group"):
@@ -366,7 +366,7 @@ class MixtureOfExperts(nnx.Module):
 
         If a device has a slice of each expert, the result is a partial sum. It has the rows' dtype: as float32 it would
         be most of a step's temporary memory. sizes: i32[experts of this device], the number of rows of each. adapters:
-        those of the rows; None for none.
+        those of the rows, or None.
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
@@ -404,7 +404,7 @@ class MixtureOfExperts(nnx.Module):
         which experts are picked. With `norm_weights` they are divided by their sum, or by min_weight_sum if that is
         larger: for softmax scores the weights are then the softmax over the k largest logits. All are multiplied by
         `routed_scaling_factor`. With `notes_experts`, sets the attribute `picked` to the PickedExperts. adapters: those
-        of x's rows; None for none.
+        of x's rows, or None.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)
@@ -437,7 +437,7 @@ class MixtureOfExperts(nnx.Module):
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Return the router logits f32[T, E] of tokens x [T, D]. With `notes_logits`, also sets the attribute `logits`.
 
-        adapters: those of x's rows; None for none.
+        adapters: those of x's rows, or None.
         """
         x = x.astype(self.router_dtype)
         # By default accelerators multiply float32 with fewer bits, and the float32 weights would be of no use.

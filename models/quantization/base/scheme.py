@@ -35,8 +35,8 @@ class Weight(Protocol):
         """Return the product of each row of x [M, in] and the matrix of its group, plus the group's bias: [M, out] in
         `out_dtype` (see jaxengine.pallas_kernels.matmul.grouped).
 
-        group_sizes: i32[E], number of rows of each group, in order. bias: [E, out]; None for none. Raises ValueError
-        for a quantised table.
+        group_sizes: i32[E], number of rows of each group, in order. bias: [E, out] or None. Raises ValueError for a
+        quantised table.
         """
         ...
 
@@ -46,8 +46,8 @@ class Weight(Protocol):
         """Return activation(gate, up), [M, F] in `out_dtype`, where gate and up are the halves of the grouped product
         of x [M, in] (see jaxengine.pallas_kernels.matmul.quantized.quantized_gated_matmul).
 
-        group_sizes: i32[E], number of rows of each group, in order. bias: [E, out]; None for none. Raises ValueError
-        for a quantised table.
+        group_sizes: i32[E], number of rows of each group, in order. bias: [E, out] or None. Raises ValueError for a
+        quantised table.
         """
         ...
 

@@ -243,7 +243,7 @@ def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.n
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | None) -> np.ndarray:
     """Return weights f32 [rows, in]: codes [rows, in] times their scales, minus their zeros, [rows, n] of `group`
-    inputs each. zeros: None for none. group: None for all inputs.
+    inputs each. zeros may be None. group: None for all inputs.
     """
     size = codes.shape[1]
     values = codes.astype(np.float32) * spread(scales, group, size, size)

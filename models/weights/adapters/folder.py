@@ -53,7 +53,7 @@ class AdapterWeights:
 
 
 def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_rank: int, dtype: Any) -> AdapterWeights:
-    """Read the adapter in `folder` for a model with these targets. dtype: that of the model, and of the matrices that
+    """Read the adapter in `folder` for a model with these targets. dtype: dtype of the model, and of the matrices that
     are returned.
 
     Raises ModelFileError for an invalid or unsupported adapter, for one of another model, or with a rank above
@@ -78,7 +78,7 @@ def adapter_of(
     """Return the adapter with this configuration and the tensors of `source`, for a model with these targets. Reads all
     matrices of `source` and does not close it.
 
-    dtype: that of the model, and of the matrices that are returned. Raises ModelFileError for an adapter that is
+    dtype: dtype of the model, and of the matrices that are returned. Raises ModelFileError for an adapter that is
     invalid, unsupported, of another model, or with a rank above `max_rank`; its `others` are all further faults of
     tensors.
     """
@@ -142,7 +142,8 @@ def _stored_modules(
     layer, which are not in the map.
 
     Modules that lack one of their two matrices, that the model does not have, or that appear twice are added to
-    `faults` as errors. Raises ModelFileError if the pairs for all experts are not those of the configuration.
+    `faults` as errors; those that lack a matrix are in the map all the same. Raises ModelFileError if the pairs for all
+    experts are not those of the configuration.
     """
     path = tensors.path
     stored: dict[str, str] = {}

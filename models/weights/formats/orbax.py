@@ -195,7 +195,8 @@ def _check_files(weights: Path) -> None:
 
 
 def read_layout(folder: Path) -> dict[str, Any]:
-    """Return the layout.json of a checkpoint folder: format, mesh (axis sizes), weights (arrangements by name).
+    """Return the layout.json of a checkpoint folder: format, mesh (axis sizes), weights (arrangements by name) and,
+    only if scales of keys and values are stored, HAS_SCALES.
 
     Raises ModelFileError for a missing or invalid file, and for another version of the format.
     """

@@ -20,8 +20,8 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gg
 def other_parts(path: str, metadata: Mapping[str, Any]) -> list[str]:
     """Return the paths of the files that belong to the first one at `path`, in order; [] for a model in one file.
 
-    Raises ModelFileError for a file that is not the first, is not named as the first, or whose other files do not all
-    exist.
+    Raises ModelFileError for numbers of files that are invalid, for a file that is not the first, is not named as the
+    first, or whose other files do not all exist.
     """
     count, number = metadata.get(COUNT, 1), metadata.get(NUMBER, 0)
     if type(count) is not int or type(number) is not int or count < 0 or not 0 <= number < max(count, 1):

@@ -103,8 +103,8 @@ def to_object(largest: KVScales) -> dict[str, Any]:
 def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
     """Return the largest magnitudes, f64, from a result of `to_object`.
 
-    shape: the model's. Raises ValueError for anything else, with a text that states what a file of this model must
-    have.
+    shape: layers and heads of the model. Raises ValueError for anything else, with a text that states what a file of
+    this model must have.
     """
     names = [_LARGEST_KEYS, *([] if shape.values_in_keys else [_LARGEST_VALUES])]
     kinds = [_numbers(content.get(name), shape) for name in names]
@@ -148,7 +148,7 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
     """Return the scales of keys or of values, f32[layers, K]; None if no layer has any. Raises ModelFileError if only
     some layers have one, and for invalid ones.
 
-    names: the source's. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
+    names: all names of the source. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
     """
     stored = {
         layer: [name for each in kind for name in (_name(layer, each), _paired(layer, each)) if name in names]

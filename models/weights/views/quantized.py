@@ -97,7 +97,8 @@ class QuantizedSource(WrappedSource):
         """Replace a weight's tensors in `names` by those that the model declares, if it is quantised, and add its
         modules to `modules`.
 
-        Raises ModelFileError for tensors that do not fit the format, and for scales that are not finite.
+        Does nothing if the checkpoint may lack weights and has no module of this one. Raises ModelFileError for tensors
+        that do not fit the format, and for scales that are not finite.
         """
         if self._begun is not None and self._begun.isdisjoint(_modules_of(param)):
             return

@@ -69,10 +69,10 @@ def why_not(
     Not supported: unequal head dims of keys and values, head dims that are not a multiple of 16 (32 for a pool of one
     byte) or are above MAX_HEAD_DIM (MAX_ONE_BYTE_HEAD_DIM), more than 64 query heads per kv head, page sizes other than
     8, 16, 32 and multiples of 64, tree masks, slopes, chunks, a window without `causal`, queries not of two bytes, a
-    pool of a dtype not in KV_DTYPES, or of two bytes and another dtype than the queries. For latents see
-    `why_not_latent`. q_dtype, kv_dtype: None if not known yet, because a schedule is built before them; conditions that
-    depend on them are then not checked. tree_mask: whether there is one. latents: whether there is a kernel for values
-    that lie in keys.
+    pool of a dtype not in KV_DTYPES, or of two bytes and another dtype than the queries. For values in keys (latents),
+    `why_not_latent` decides instead, save that a one-byte pool or `latents` False rules them out. q_dtype, kv_dtype:
+    None if not known yet, because a schedule is built before them; conditions that depend on them are then not checked.
+    tree_mask: whether there is one. latents: whether there is a kernel for values that lie in keys.
     """
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
     if spec.values_in_keys:
@@ -122,7 +122,7 @@ def attention_schedule(
     """Return the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
     `kv_limits` is given.
 
-    Arguments are those of attention.op.attention_schedule, which has checked them. computing: the card's.
+    Arguments are those of attention.op.attention_schedule, which has checked them. computing: kernels of the card.
     """
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
@@ -149,10 +149,10 @@ def ragged_paged_attention(
     """Return the attention of queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and
     lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none). schedule: from this module. XLA computes attention that no kernel supports, and a batch
-    whose schedule is XLA's because of `kv_limits`; a warning states the reason, once per reason. interpret: False, or
-    True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: the card's. Raises
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
+    slopes may be None. schedule: from this module. XLA computes attention that no kernel supports, and a batch whose
+    schedule is XLA's because of `kv_limits`; a warning states the reason, once per reason. interpret: False, or True or
+    the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: the card's kernels. Raises
     ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_token_scales(kv.platform, kv.spec)
@@ -195,8 +195,8 @@ def decode_attention(
     tokens.
 
     q, q_rest, kv, batch: arguments of the public operation; q_rest is None unless values lie in keys. spec: with the
-    shard's heads. sinks: f32 [N] or None. sizes: the tuning's. interpret: argument of `mosaic_gpu.launch`. attend:
-    `Computing.decode`. Raises ValueError if shared memory does not hold two blocks.
+    shard's heads. sinks: f32 [N] or None. sizes: tile sizes of the tuning. interpret: argument of `mosaic_gpu.launch`.
+    attend: `Computing.decode`. Raises ValueError if shared memory does not hold two blocks.
     """
     num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape

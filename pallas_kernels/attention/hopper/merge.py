@@ -60,9 +60,9 @@ def merge_partials(
     f32 [R * K, M].
 
     o, largest, total: the results of `decode_partials`; or means of values, their log-sum-exps in base 2, and ones.
-    pair_items: i32 [R * K + 1], the first item of each pair, then the end of the last. sinks: f32 [K, M] logits, None
-    for none. v_scale: f32 [K] multiplies the output. sizes: number of stages and CTAs. interpret: see
-    `mosaic_gpu.launch`. A row that saw no key gets output 0, and log-sum-exp -inf unless it has a sink.
+    pair_items: i32 [R * K + 1], the first item of each pair, then the end of the last. sinks: f32 [K, M] logits, or
+    None. v_scale: f32 [K] multiplies the output. sizes: number of stages and CTAs. interpret: see `mosaic_gpu.launch`.
+    A row that saw no key gets output 0, and log-sum-exp -inf unless it has a sink.
     """
     stages = sizes.merge_stages
     num_pairs, num_rows, width = pair_items.shape[0] - 1, largest.shape[1], o.shape[2]
@@ -107,9 +107,9 @@ def merge_parts(
     """Merge the parts of cut pairs into the results of the others: return outputs [R * K, M, H] in o's dtype and
     natural log-sum-exps f32 [R * K, M] of every pair.
 
-    whole, parts: the two results of `latent_attention`. sinks: f32 [K, M] logits, None for none. sizes: number of
-    stages and CTAs. interpret: see `mosaic_gpu.launch`. A pair without items gets output 0, and log-sum-exp -inf unless
-    it has a sink. Only cut pairs, which are few, go through the merge kernel; their results are scattered into `whole`.
+    whole, parts: the two results of `latent_attention`. sinks: f32 [K, M] logits, or None. sizes: number of stages and
+    CTAs. interpret: see `mosaic_gpu.launch`. A pair without items gets output 0, and log-sum-exp -inf unless it has a
+    sink. Only cut pairs, which are few, go through the merge kernel; their results are scattered into `whole`.
     """
     cuts, (o, lse), (part_o, part_lse) = items.cuts, whole, parts
     merged_o, merged_lse = merge_partials(

@@ -66,11 +66,11 @@ def prefill_attention(
     """Compute the attention of the tokens in `items`: return o [T, N, H] in q's dtype and the natural log-sum-exp f32
     [T, N]; both are undefined for other tokens.
 
-    q: [T, N, H] of bfloat16 or float16. kv: a pool in HEAD_TILES, of q's dtype or one-byte codes. spec: of this
-    device's heads. sinks: f32 [N] or None. sizes: number of CTAs and stages. interpret: see `mosaic_gpu.launch`.
-    body: function (shape, refs) that runs one warpgroup of a CTA with products in tensor memory; None for `_body`,
-    which uses wgmma. most_rows: most query rows of a tile, the same as the schedule was built with. Raises ValueError
-    if shared memory does not hold two blocks of keys and values.
+    q: [T, N, H] of bfloat16 or float16. kv: a pool in HEAD_TILES, of q's dtype or one-byte codes. spec: counts the
+    heads that this device holds. sinks: f32 [N] or None. sizes: number of CTAs and stages. interpret: see
+    `mosaic_gpu.launch`. body: function (shape, refs) that runs one warpgroup of a CTA with products in tensor memory;
+    None for `_body`, which uses wgmma. most_rows: most query rows of a tile, the same as the schedule was built with.
+    Raises ValueError if shared memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
     block_q = prefill_block_q(spec, most_rows)

@@ -227,7 +227,7 @@ def _rows_of_runs(
     items.
 
     q_lens, kv_lens: i32 [S], see `_tokens`. cu_q_lens: i32 [S + 1]. token_seqs: i32 [T], the sequence of each token, S
-    for tokens of none. index: i32 [T], the token's index among its sequence's new tokens.
+    if it has none. index: i32 [T], the token's index among its sequence's new tokens.
     """
     num_seqs, num_tokens = q_lens.shape[0], token_seqs.shape[0]
     num_rows = min(num_tokens // width + num_seqs, num_tokens)

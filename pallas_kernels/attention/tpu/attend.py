@@ -66,8 +66,8 @@ def ragged_paged_attention(
     """Compute the attention of queries over the pages of their sequences on a TPU: return o [T, N, Hv] in q's dtype and
     lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none). schedule: result of this module's `attention_schedule`; if it is XLA's, XLA computes the
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
+    slopes may be None. schedule: result of this module's `attention_schedule`; if it is XLA's, XLA computes the
     attention and a warning says so once. Otherwise the leading decodes and the longer runs are one kernel call each.
     interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
     for dtypes, page sizes and pool layouts that the TPU kernel does not support.

@@ -267,8 +267,8 @@ def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array
 
 
 def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
-    """Return the queries [rows, width] of a part of tile `sub`, padded with zeros at the end if the key window is
-    wider.
+    """Return the queries [rows, width] of a part of tile `sub`, `q_rest` joined to them if there is one, padded with
+    zeros at the end if the key window is wider.
     """
 
     def rows_of(ref):
@@ -340,7 +340,7 @@ def _across(x: jax.Array, size: int) -> jax.Array:
 
 def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
     """Write the results of kv head `head` of finished tile `sub`: the output times value_scale to refs.o, and the
-    natural log-sum-exp, sinks included, to refs.lse. Rows that saw no key get 0 and -inf.
+    natural log-sum-exp, sinks included, to refs.lse. Rows that saw no key get 0 and -inf, also with sinks.
     """
     largest = refs.largest[head]
     seen = jnp.broadcast_to(jnp.sum(refs.total[head], axis=1, keepdims=True), largest.shape)

@@ -66,7 +66,8 @@ def block_profile(
     """Return (function, shapes of its arguments, sizes) for a program of one grid step on one core that repeats a part
     of the kernel. sizes is an empty list, to which tracing the function writes the Sizes of a repetition.
 
-    Call this and trace the function under the mesh of the TPU (`jax.set_mesh`) whose tuning is to be used.
+    Call this and trace the function under the mesh of the TPU (`jax.set_mesh`) whose tuning is to be used. For values
+    in the keys of one kv head, the profiled head dim is that of `spec` rounded up to a multiple of LANES.
 
     Args:
       spec, page_size: the layer's heads, and tokens of a page.
@@ -74,7 +75,7 @@ def block_profile(
       num_tokens: tokens of the step whose block sizes are used.
       max_pages: width of the page table.
       dtype, kv_dtype: of queries and of the pool.
-      part: one of PARTS or COPIES, or WALK, which runs the kernel itself. Raises ValueError for another.
+      part: one of PARTS or COPIES, or WALK, which runs the kernel itself. Raises ValueError for any other.
       trips: repetitions; not used for WALK.
     """
     if part not in (allowed := (*PARTS, *COPIES, WALK)):

@@ -43,7 +43,7 @@ def why_not(
     head than `most_rows`, tree masks, slopes, queries other than bfloat16 and float16, token scales, pools of a dtype
     outside KV_DTYPES, and two-byte pools of another dtype than the queries.
 
-    q_dtype, kv: None if not known yet (a schedule is built before them); conditions on them are then not checked.
+    q_dtype, kv: None if not known yet (a schedule is built before them); conditions on either are then not checked.
     tree_mask: whether there is one.
     """
     if spec.values_in_keys:
@@ -102,11 +102,11 @@ def ragged_paged_attention(
     """Compute the attention of queries over the pages of their sequences on an Ampere or Ada card: return o [T, N, Hv]
     in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none). schedule: result of this module's `attention_schedule`. XLA computes what the kernels do not
-    support, and any batch whose schedule is XLA's because of `kv_limits`; a warning gives each reason once. interpret:
-    run the kernels on the CPU. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and
-    for a pool of another layout.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
+    slopes may be None. schedule: result of this module's `attention_schedule`. XLA computes what the kernels do not
+    support (`why_not`), a one-byte pool of more than 2**31 and at most 2**32 codes, and any batch whose schedule is
+    XLA's because of `kv_limits`; a warning gives each reason once. interpret: run the kernels on the CPU. Raises
+    ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)

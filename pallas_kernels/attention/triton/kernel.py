@@ -124,9 +124,9 @@ def rows_attention(
     and -inf for other tokens.
 
     q: [T, N, H]. pool: [P, K, page * (H + Hv)] of any dtype of attend.KV_DTYPES. page_table: i32 [S, W]. scales: two
-    f32 [K], the factor of the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for
-    none. shape: static shape parameters. sizes: tile sizes. interpret: whether to run on the CPU. Calls two kernels:
-    one over the items, then the merge of cut pairs.
+    f32 [K], the factor of the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for a
+    head without one. shape: static shape parameters. sizes: tile sizes. interpret: whether to run on the CPU. Calls two
+    kernels: one over the items, then the merge of cut pairs.
     """
     num_tokens, num_heads, _ = q.shape
     rows, width = shape.rows, shape.spec.v_head_dim
@@ -266,7 +266,8 @@ def _logits(spec: AttentionSpec, products, scale):
 
 
 def _seen(spec: AttentionSpec, key, last, begin, end):
-    """Return bool [M, keys], whether each query row sees each key, by causal range, window and chunk.
+    """Return bool [M, keys], whether each query row sees each key, by causal range, window (on both sides without
+    `causal`) and chunk.
 
     key: i32 [1, keys] positions. last: i32 [M, 1], position of the row's token. begin, end: range of keys of the item.
     """

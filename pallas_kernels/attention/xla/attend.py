@@ -47,8 +47,8 @@ def ragged_paged_attention(
     """Compute the attention of queries over the pages of their sequences in plain XLA: return o [T, N, Hv] in q's dtype
     and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none). schedule: result of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
+    slopes may be None. schedule: result of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
     """
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)

@@ -125,8 +125,8 @@ def _single_tiles(
 def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
     """Return the tiles [n, 1, Q] of every sequence of several new tokens, in token order.
 
-    keys: determine which keys a token sees. num_tokens: of the batch. block_q: most tokens of a tile. block_kv: keys of
-    a block.
+    keys: determine which keys a token sees. num_tokens: tokens of the batch. block_q: most tokens of a tile. block_kv:
+    keys of a block.
     """
     q_lens = keys.q_lens
     num_seqs, block_q = q_lens.shape[0], min(block_q, num_tokens)

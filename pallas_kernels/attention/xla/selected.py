@@ -156,7 +156,7 @@ def _scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scales: jax.Array
     """Return the scores f32 [B, Q, b] of keys [B, b, J] for queries q [B, Q * I, J]: the sum over the I heads of
     weights f32 [B, Q, I] times relu(q . key). A score of zero is +0.
 
-    scales: f32 [B, b], factors of the keys' scores; None for none.
+    scales: f32 [B, b], factors of the keys' scores, or None.
     """
     products = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     products = jax.nn.relu(products).reshape(*weights.shape, -1)
@@ -199,8 +199,8 @@ def selected_attention(
     spec: AttentionSpec,
     tuning: Tuning,
 ) -> jax.Array:
-    """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` i32 [T, k] (-1 for
-    none) in plain XLA: return o [T, N, Hv] in q's dtype, 0 for tokens without a key. Arguments are those of
+    """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` i32 [T, k] (-1 past
+    a token's last) in plain XLA: return o [T, N, Hv] in q's dtype, 0 for tokens without a key. Arguments are those of
     attention.selected.selected_attention, which has checked them.
     """
     num_tokens, num_heads, own_dtype = *q.shape[:2], q.dtype
@@ -262,11 +262,11 @@ def _folded(
     scale: jax.Array | float,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, ...]:
-    """Add keys [B, b, H] to the online softmax of queries [B, N, H], (largest logit and total f32 [B, N], sums f32
-    [B, N, Hv]), and return the new one.
+    """Add keys [B, b, H] to the online softmax of queries [B, N, H], (largest logit and total f32 [B, N], sums f32 [B,
+    N, Hv]), and return the new one.
 
-    Values are the first Hv (of `spec`) elements of the keys. scales: f32 [B, b], factors of the keys, None for none.
-    seen: bool [B, b], False for keys to leave out. scale: factor of the logits.
+    Values are the first Hv (of `spec`) elements of the keys. scales: f32 [B, b], factors of the keys, or None. seen:
+    bool [B, b], False for keys to leave out. scale: factor of the logits.
     """
     largest, total, sums = softmax
     logits = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32) * scale

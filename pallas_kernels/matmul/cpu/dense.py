@@ -59,7 +59,7 @@ def _num_terms(shape: tuple[int, ...], contract: int) -> int:
     """Return the number of terms into which one row's bfloat16 product is cut along the inputs: the largest of _TERMS
     that divides them into vectors of _LANES. 0 if none does, or if the sums would take more than _MOST_SUMS_BYTES.
 
-    shape: of the matrix. contract: its axis of inputs.
+    shape: the matrix's shape. contract: the matrix's axis of inputs.
     """
     inputs = shape[contract]
     fits = [count for count in _TERMS[contract] if inputs % (count * _LANES[contract]) == 0]

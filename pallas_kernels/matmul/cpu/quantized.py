@@ -49,7 +49,7 @@ def columns_product(
     out].
 
     codes: [G, in, out], or [G, in / 2, out] in pairs (uint8, see matmul/nibbles.py). scales, zeros: [G, n, out] for n
-    groups of inputs; zeros None for none.
+    groups of inputs; zeros may be None.
     """
     out_size, num_scales = codes.shape[2], scales.shape[1]
     width = min(BLOCK_COLUMNS, out_size)
@@ -95,7 +95,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
     """Multiply row f32 [in] by the matrix codes * scales - zeros [in, out]: return f32 [1, out].
 
     codes: [in, out] int8, or [in / 2, out] uint8 in pairs. scales, zeros: [n, out], each for in / n neighbouring
-    inputs; zeros None for none. terms: rows of codes that are added per sum, from `_num_terms`. Terms of equal shape,
+    inputs; zeros may be None. terms: rows of codes that are added per sum, from `_num_terms`. Terms of equal shape,
     added element by element, are one vectorised loop, of which each core runs a part (see
     jaxengine.pallas_kernels.matmul.cpu.dense). Terms of one sum share a scale; a product with ones adds the sums. A
     large matrix is computed some groups at a time.

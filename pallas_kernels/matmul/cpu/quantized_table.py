@@ -28,7 +28,7 @@ def quantized_table_matmul(
     in out_dtype, computed in float32 whatever `dtype` is. matmul.quantized_table.quantized_table_matmul has checked the
     arguments.
 
-    codes: [V, in], or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n inputs; zeros None for none.
+    codes: [V, in], or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n inputs; zeros may be None.
     """
     del dtype
     x = x.astype(jnp.float32)
@@ -41,9 +41,9 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
     """Multiply row f32 [in] by the transpose of the table [V, in], codes * scales - zeros: return f32 [1, V].
 
     codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n neighbouring inputs;
-    zeros None for none. Each group of inputs is a term. Terms added element by element are one vectorised loop, of
-    which each core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense); a product with ones adds up the
-    remaining sums.
+    zeros may be None. Each group of inputs is a term. Terms added element by element are one vectorised loop, of which
+    each core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense); a product with ones adds up the remaining
+    sums.
     """
     count = len(scales)
     width = codes.shape[1] // count
@@ -62,7 +62,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
     """Multiply x f32 [M, in] by the table's transpose, block of tokens by block: return f32 [M, V].
 
-    codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V]; zeros None for none.
+    codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V]; zeros may be None.
     """
     count, num_tokens = scales.shape
     size = min(BLOCK_TOKENS, num_tokens)

@@ -181,9 +181,9 @@ def _is_unfused(
     """Whether the product, by whichever implementation, is written to memory and activated from there.
 
     reason: why XLA computes the product, "" if it does not. size, out: inputs and outputs of the matrix. interpret,
-    tensor_memory: of the public functions. True if `reason` is not "", if the trace is for no card with kernels, on
-    Blackwell cards, where one warpgroup has all outputs of a tile, and for an activation that the kernel cannot
-    compute, which is logged once.
+    tensor_memory: arguments of the public functions. True if `reason` is not "", if the trace is for no card with
+    kernels, on Blackwell cards, where one warpgroup has all outputs of a tile, and for an activation that the kernel
+    cannot compute, which is logged once.
     """
     if reason or (interpret is False and not _multiplies()) or _on_blackwell(tensor_memory):
         return True
@@ -289,8 +289,8 @@ def _multiply(
 ) -> jax.Array:
     """Multiply rows x [M, in], with scales x_scales or None, by the matrix of their group in the kernel.
 
-    Returns [M, out] in out_dtype, or with `gating` the activated [M, out / 2]; 0 for rows of no group. sizes: None for
-    the table's. interpret, tensor_memory: see `grouped_matmul`.
+    Returns [M, out] in out_dtype, or with `gating` the activated [M, out / 2]; 0 for rows of no group. sizes: tile
+    sizes, None for those of the tuning table. interpret, tensor_memory: see `grouped_matmul`.
     """
     codes, scales, zeros, bias = matrix
     (num_rows, size), (num_groups, _, out) = x.shape, codes.shape

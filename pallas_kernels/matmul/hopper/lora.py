@@ -129,9 +129,9 @@ def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, coun
     """Run one CTA of the first kernel: the product of one visit's rows with one module's A, over one part of the
     inputs.
 
-    num_slots: of the pool. row_tile, slot_tile, slots: fields of _Visits. count: i32 [1], number of visits; CTAs of
-    later ones do nothing. others: the fields of _OfA after `visits`. One warpgroup loads; the two others compute and
-    store 64 columns each.
+    num_slots: slots of the pool of adapters. row_tile, slot_tile, slots: fields of _Visits. count: i32 [1], number of
+    visits; CTAs of later ones do nothing. others: the fields of _OfA after `visits`. One warpgroup loads; the two
+    others compute and store 64 columns each.
     """
     refs = _OfA(_Visits(row_tile, slot_tile, slots), *others)
     cta = lax.axis_index("cta")

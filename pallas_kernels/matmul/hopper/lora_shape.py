@@ -22,8 +22,8 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
     """Return the reason why the kernels do not support adapters with `size` inputs and sources of `widths` outputs, so
     that XLA computes the product; "" if they do.
 
-    rank: of the pool. dtype: of rows and adapters. Reasons: a dtype other than bfloat16, a rank that is not a multiple
-    of 8 or does not divide 128, inputs or outputs that are not multiples of 128.
+    rank: rank of the pool. dtype: dtype of rows and adapters. Reasons: a dtype other than bfloat16, a rank that is not
+    a multiple of 8 or does not divide 128, inputs or outputs that are not multiples of 128.
     """
     if dtype != BFLOAT16:
         return "kernels multiply bfloat16"

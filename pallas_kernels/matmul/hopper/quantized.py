@@ -64,8 +64,8 @@ def quantized_matmul(
 
     XLA computes the product if the kernel does not support it, with a log line that gives the reason, or, without one,
     if the trace is for no card with kernels. dtype: the dtype that codes are widened to; the kernel supports bfloat16
-    only. sizes: None for those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: True for the kernel of
-    Blackwell cards, False for that of Hopper cards, None for that of the trace's card.
+    only. sizes: tile sizes, None for those of the tuning table. interpret: see `mosaic_gpu.launch`. tensor_memory: True
+    for the kernel of Blackwell cards, False for that of Hopper cards, None for that of the trace's card.
     """
     x, x_scales, codes, scales, zeros = operands
     num_scales, out = scales.shape
@@ -146,7 +146,7 @@ def multiply(
     Returns [M, out] in shape.out_dtype, or with shape.gating the activated [M, F]; rows of no tile are undefined. x,
     x_scales, codes, scales, zeros: operands of `quantized_matmul` that `shape` describes; matrices of groups have a
     first axis of G. tiles_of_groups: i32 [shape.tiles * TILE] with -1 as the group of unused tiles; None for one
-    matrix. bias: [G, 2 F], for gates and ups; None for none. interpret: see `mosaic_gpu.launch`.
+    matrix. bias: [G, 2 F], for gates and ups, or None. interpret: see `mosaic_gpu.launch`.
     """
     rows, padded, count = shape.rows, shape.padded, shape.num_scales
     stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows

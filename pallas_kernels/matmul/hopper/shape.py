@@ -29,7 +29,7 @@ FEWER_ROWS = 96  # most rows of a tile of pairs of codes with more than two sums
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, grouped: bool = False) -> str:
     """Return the reason why the kernel does not support a matrix [size, out] with `num_scales` scales along its inputs,
-    so that XLA computes the product; "" if it does.
+    so that XLA computes the product; "" if the kernel supports it.
 
     Reasons: a `dtype` other than bfloat16, one scale per channel of eight-bit codes (unless grouped), inputs that are
     not a multiple of 64, groups of inputs that are too small for a product or do not fit into tiles, and outputs that

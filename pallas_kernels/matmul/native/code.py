@@ -231,7 +231,8 @@ class Code(Sums):
         """Emit code that determines how many threads take part, and return the number, i64: 1 for a matrix of at most
         _ONE_THREAD bytes or if XLA reports an error, else the size of XLA's pool, at least 1.
 
-        values: fields of the job. size: bytes of an element of the matrix. api, context: of the call.
+        values: fields of the job. size: bytes of an element of the matrix. api, context: XLA's FFI table and execution
+        context, from the call's frame.
         """
         found = b.alloca(I64)
         b.store(I64(1), found)
@@ -276,7 +277,7 @@ class Code(Sums):
 
     def _call_api(self, b: Builder, api: Any, name: str, arguments: Any) -> Any:
         """Emit a call of the function `name` of XLA's FFI, from the table `api`, with a pointer to its arguments;
-        return its error, null for none. Raises KeyError for a name whose offset is not known.
+        return its error, null if the call succeeded. Raises KeyError for a name whose offset is not known.
         """
         function = b.read(api, self._abi[name], ir.FunctionType(PTR, [PTR]).as_pointer(), 8)
         return b.call(function, [arguments])

@@ -135,8 +135,8 @@ def ffi_abi(header: Path) -> dict[str, int]:
     """Return the FFI's version ("major", "minor") and the offsets of its functions by name, which code.Code needs, from
     jaxlib's header.
 
-    Raises UnfitError if the header cannot be read, has another major version, or a structure or constant is not what
-    code.py assumes.
+    Raises UnfitError if the header cannot be read, has a major version other than 0, lacks a function that code.py
+    calls, or has a structure or constant that is not what code.py assumes.
     """
     try:
         text = re.sub(r"//.*", "", header.read_text())

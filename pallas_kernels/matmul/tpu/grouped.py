@@ -61,8 +61,8 @@ def quantized_grouped_matmul(
     in out_dtype. matmul.quantized.quantized_grouped_matmul has checked the arguments.
 
     Rows of no group give 0. group_sizes: i32 [G], consecutive rows of each group. bias: [G, out] or None. XLA computes
-    the product if the kernel does not support it. dtype: the dtype that rows and codes are widened to. sizes: None for
-    those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    the product if the kernel does not support it. dtype: the dtype that rows and codes are widened to. sizes: tile
+    sizes, None for those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     x, x_scales, codes, scales, zeros = operands
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
@@ -184,7 +184,7 @@ def rows_for(
     """Return rows x [M, in], with the scales [M, n] of rounded ones, prepared for a product in `dtype` with matrices of
     `num_groups` groups.
 
-    codes: dtype of the matrices. count: scales of one of their columns, 0 for none. sizes: tile sizes.
+    codes: dtype of the matrices. count: scales of one column of a matrix, 0 without scales. sizes: tile sizes.
     """
     by_sums = not count or sums_are_scaled(tile_rows_of(len(x), num_groups), x.shape[1] // count, sizes)
     return prepared(x, x_scales, codes, count, dtype, sizes, by_sums=by_sums)
@@ -207,7 +207,8 @@ class Shape(NamedTuple):
 
 
 def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix.
+    """Whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix: for groups of at least
+    CHUNK inputs, and where `sums_are_smaller`.
 
     average: rows of a tile of an average group (`tile_rows_of`). group: number of inputs that share a scale.
     """
@@ -306,7 +307,9 @@ def _call(
         return pl.BlockSpec((shape.rows, array.shape[1]), lambda n, v, _, tile, *__: (tile[v], 0))
 
     def of_half(half: int, array: jax.Array | None) -> pl.BlockSpec | None:
-        """Return the BlockSpec of a strip of columns of one half of a group's array or biases; None for no array."""
+        """Return the BlockSpec of a strip of columns of one half of a group's array or biases; None if there is no
+        array.
+        """
         if array is None:
             return None
 

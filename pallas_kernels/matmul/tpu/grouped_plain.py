@@ -36,7 +36,7 @@ def grouped_matmul(
     out] in out_dtype, 0 for rows of no group. The public operation has checked the arguments. jax.lax.ragged_dot
     computes what the kernel does not support.
 
-    sizes: None for those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    sizes: tile sizes, None for those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     if why_not_aligned(x.shape[1], 1, x.dtype):
         y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)

@@ -41,8 +41,8 @@ def lora_product(
 
     Arguments are those of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank, in],
     each of bs [slots * rank, out of a source], modules: for each of bs the module whose A it uses. XLA computes the sum
-    if the kernels do not support it. sizes: the sizes that the visits were made with, None for the default. interpret:
-    argument of `pl.pallas_call`.
+    if the kernels do not support it (`why_xla`) or the rows are not a multiple of a tile's. sizes: the sizes that the
+    visits were made with, None for the default. interpret: argument of `pl.pallas_call`.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     widths = [b.shape[1] for b in bs]
@@ -60,8 +60,8 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
     """Return the reason why the kernels do not support adapters with `size` inputs and sources of `widths` outputs, so
     that XLA computes the product; "" if they do.
 
-    rank: of the pool. dtype: of rows and adapters. Reasons: a dtype other than bfloat16, a rank that is not a multiple
-    of 16, inputs or outputs that are not multiples of 128.
+    rank: rank of the pool. dtype: dtype of rows and adapters. Reasons: a dtype other than bfloat16, a rank that is not
+    a multiple of 16, inputs or outputs that are not multiples of 128.
     """
     if dtype != jnp.bfloat16:
         return "kernels multiply bfloat16"

@@ -35,8 +35,8 @@ def quantized_matmul(
     matmul.quantized.quantized_matmul has checked the arguments.
 
     XLA computes the product if the kernel does not support it, see `why_xla`. dtype: the dtype that rows and codes are
-    widened to. sizes: None for those of the table for the chip that the trace is for. interpret: argument of
-    `pl.pallas_call`.
+    widened to. sizes: tile sizes, None for those in the tuning table for the chip that the trace is for. interpret:
+    argument of `pl.pallas_call`.
     """
     x, x_scales, codes, scales, zeros = operands
     (num_rows, size), (count, out) = x.shape, scales.shape
@@ -54,8 +54,8 @@ def quantized_matmul(
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
     """Return the reason why the kernel does not support a matrix [size, out] with `num_scales` scales along its inputs,
-    so that XLA computes the product; "" if it does. Reasons are those of `widened.why_not`. dtype: the dtype that codes
-    are widened to. out and codes are not used.
+    so that XLA computes the product; "" if the kernel supports it. Reasons are those of `widened.why_not`. dtype: the
+    dtype that codes are widened to. out and codes are not used.
     """
     return why_not(size, num_scales, dtype)
 
@@ -164,7 +164,7 @@ def _call(
     interpret: Any,
 ) -> jax.Array:
     """Run the kernel with prepared rows: return [M, out] in out_dtype. codes: [in, out] or pairs [in / 2, out]. scales,
-    zeros: [n, out]; zeros None for none. sizes, interpret: see `quantized_matmul`.
+    zeros: [n, out]; zeros may be None. sizes, interpret: see `quantized_matmul`.
     """
     (num_rows, size), (count, out) = rows.values.shape, scales.shape
     tile_rows, columns = tiles(num_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
@@ -231,8 +231,8 @@ def tiles(
     smallest tile may exceed that.
 
     It begins with at most num_rows and sizes.rows rows, and out and sizes.columns columns (twice that for pairs of
-    codes); the larger part is halved until two tiles fit. num_scales: along the inputs, 0 for a plain matrix. x_dtype,
-    codes_dtype: of rows and matrix.
+    codes); the larger part is halved until two tiles fit. num_scales: scales along the inputs, 0 for a plain matrix.
+    x_dtype, codes_dtype: dtypes of rows and matrix.
     """
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
@@ -256,7 +256,8 @@ def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: An
     """Return the bytes in VMEM of two tiles, as two numbers: for `rows` rows with their results, and for `columns`
     columns of a matrix.
 
-    size: inputs. num_scales: along the inputs, 0 for a plain matrix. x_dtype, codes_dtype: of rows and matrix.
+    size: inputs. num_scales: scales along the inputs, 0 for a plain matrix. x_dtype, codes_dtype: dtypes of rows and
+    matrix.
     """
     of_rows = rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
     return 2 * of_rows, 2 * columns * column_bytes(size, num_scales, codes_dtype)

@@ -36,7 +36,8 @@ SUBLANES = 16
 
 def why_not(size: int, num_scales: int, dtype: Any) -> str:
     """Return the reason why the dense kernel does not support a matrix of `size` inputs in `num_scales` groups, widened
-    to `dtype`, or "" if it does: it needs more than one scale per channel, and what `why_not_aligned` checks.
+    to `dtype`, or "" if the kernel supports it: it needs more than one scale per channel, and what `why_not_aligned`
+    checks.
     """
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"
@@ -69,9 +70,9 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
     """Add rows times a tile of a matrix to `total`, f32 [M, N], in place. All operands are references in VMEM. by_sums:
     whether sums are scaled instead of weights (see the module); not used for bfloat16 weights.
 
-    x: [M, in], bfloat16, or codes that are multiplied directly with those of the matrix.
-    x_scales: f32 [M, n], one per group of the matrix if by_sums, else one per chunk of inputs (`chunk_of`); None for
-    none. codes: [in, N] or pairs [in / 2, N], or bfloat16 weights. scales: f32 [n, N]; None for bfloat16 weights.
+    x: [M, in], bfloat16, or codes that are multiplied directly with those of the matrix. x_scales: f32 [M, n], one per
+    group of the matrix if by_sums, else one per chunk of inputs (`chunk_of`), or None. codes: [in, N] or pairs [in / 2,
+    N], or bfloat16 weights. scales: f32 [n, N]; None for bfloat16 weights.
     """
     size = x.shape[1]
     if scales is None:
@@ -123,8 +124,8 @@ def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length)
     """Add the product of x and codes over inputs [first, first + length) to `total`, in place, with the codes of each
     `group` inputs scaled, in units of the first scale of their piece.
 
-    chunk: number of inputs that share a scale of the rows, by which the product is multiplied; x_scales is None for
-    none. References: see `add_product`.
+    chunk: number of inputs that share a scale of the rows, by which the product is multiplied; x_scales may be None.
+    References: see `add_product`.
     """
     rows, wide = x[:, pl.ds(first, length)], _widened(codes, first, length, x.dtype)
     step, pieces = min(group, length), []

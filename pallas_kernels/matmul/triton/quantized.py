@@ -48,7 +48,7 @@ def quantized_matmul(
 
     XLA computes the product if the kernel does not support it (`why_xla`, rounded rows) or is slower for so many rows;
     a log line gives the reason once. dtype: the dtype that codes are widened to; the kernel supports bfloat16 only.
-    sizes: None for those of the table. interpret: whether to run on the CPU.
+    sizes: tile sizes, None for those of the tuning table. interpret: whether to run on the CPU.
     """
     x, x_scales, codes, scales, zeros = operands
     (rows, size), (num_scales, out) = x.shape, scales.shape
@@ -78,7 +78,7 @@ def quantized_matmul(
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
     """Return the reason why the kernel does not support a matrix [size, out] with `num_scales` scales along its inputs,
-    so that XLA computes the product; "" if it does.
+    so that XLA computes the product; "" if the kernel supports it.
 
     codes: dtype of the stored codes. dtype: dtype that they are widened to. Reasons: a dtype other than bfloat16,
     groups of inputs that are not a multiple of 16 (32 for pairs), fewer than 32 outputs, more than 2 and up to 4 GiB of

@@ -28,10 +28,10 @@ def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any,
     """Multiply rows x [M, in] by codes * scales - zeros (all fields of `operands`) in plain XLA: return [M, out] in
     out_dtype.
 
-    Few rows, and matrices with one scale per channel, are multiplied as codes, whose sums are scaled. Otherwise the
-    matrix is widened, some columns at a time. dtype: the dtype that codes and rows are widened to. fine: see
-    `fine_rows`. The public operation, jaxengine.pallas_kernels.matmul.quantized, documents the shapes and has checked
-    them.
+    Few rows, and matrices with one scale per channel, are multiplied as codes, whose sums are scaled, unless rows have
+    more scales than the matrix. Otherwise the matrix is widened, some columns at a time. dtype: the dtype that codes
+    and rows are widened to. fine: see `fine_rows`. The public operation, jaxengine.pallas_kernels.matmul.quantized,
+    documents the shapes and has checked them.
     """
     x, x_scales, codes, scales, zeros = operands
     rows = x.shape[0]
@@ -66,7 +66,7 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
     """Return rows x [M, in], codes if they have scales x_scales [M, n], as FineRows: rounded ones divided by a unit of
     their row, others in `dtype`.
 
-    dtype: the model's. fine: dtype that rounded rows and their matrix are rounded to if the model's is bfloat16:
+    dtype: the model's dtype. fine: dtype that rounded rows and their matrix are rounded to if `dtype` is bfloat16:
     float16, or the slower float32 on devices without float16 products.
     """
     if x_scales is None:
@@ -95,7 +95,7 @@ def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, 
     """Return codes * scales - zeros of [..., in, out], rounded to `dtype` once, as a list with one array for each part
     of `code_parts`.
 
-    scales, zeros: [..., n, out], each for in / n neighbouring inputs; zeros None for none.
+    scales, zeros: [..., n, out], each for in / n neighbouring inputs; zeros may be None.
     """
     wide = []
     for part in code_parts(codes):
@@ -111,7 +111,7 @@ def widened_product(
 ) -> jax.Array:
     """Multiply rows [..., M, in] by widened matrices codes * scales - zeros [..., in, out]: return f32 [..., M, out].
 
-    parts: the rows' values in the `row_parts` that match the codes. scales, zeros: [..., n, out]; zeros None for none.
+    parts: the rows' values in the `row_parts` that match the codes. scales, zeros: [..., n, out]; zeros may be None.
     """
     units = None
     if rows.units is not None:
@@ -160,8 +160,8 @@ def _group_sums(
 def _columns_product(x: FineRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
     """Multiply rows [M, in] by codes * scales - zeros, widening BLOCK_COLUMNS columns at a time: return f32 [M, out].
 
-    codes: [in, out], or pairs [in / 2, out]. scales, zeros: [n, out], each for in / n neighbouring inputs; zeros None
-    for none.
+    codes: [in, out], or pairs [in / 2, out]. scales, zeros: [n, out], each for in / n neighbouring inputs; zeros may be
+    None.
     """
     out_size, x_parts = codes.shape[1], row_parts(x.values, codes.dtype)
     width = min(BLOCK_COLUMNS, out_size)
