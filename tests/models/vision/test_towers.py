@@ -180,11 +180,11 @@ def test_a_device_attends_with_its_part_of_the_heads():
         rows = size, num_kv * 8, num_kv * 8
         sources = tuple(Source(name, count) for name, count in zip("qkv", rows, strict=True))
         options: dict[str, Any] = {"bias": False, "out_bias": False, "build": Build("float32")}
-        attention = TowerAttention(size, 4, qkv=sources, out="o", **options)
+        attention: Any = TowerAttention(size, 4, qkv=sources, out="o", **options)
         qkv = np.asarray(rng.standard_normal((size, sum(rows))), np.float32)
         out = np.asarray(rng.standard_normal((size, size)), np.float32)
 
-        def result(qkv, out, attention=attention):
+        def result(qkv, out, attention: Any = attention):
             attention.qkv.weight.values.set_value(jnp.asarray(qkv))
             attention.out.weight.values.set_value(jnp.asarray(out))
             return np.asarray(attention(x, None, attend))
