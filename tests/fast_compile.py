@@ -151,7 +151,8 @@ def share_programs(patch: pytest.MonkeyPatch, may_share: Callable[[], bool]) -> 
 
     def compile_sharing(cache, *args, **kwargs):
         own, is_ours = cache._traces, cache._family is None or ours in cache._family.parents
-        cache._traces = _SHARED_TRACES if is_ours and cache._changed == unchanged and may_share() else own
+        if is_ours and cache._changed == unchanged and may_share():
+            cache._traces = _SHARED_TRACES, cache.unused  # kernels that a program is made without decide traces, too
         try:
             return compile_alone(cache, *args, **kwargs)
         finally:

@@ -53,8 +53,10 @@ def test_few_are_kept(monkeypatch):
     assert get("a") is first and get("b") is not second
 
 
-def num_traces(family: type | None = None) -> int:
-    """How often a function within the programs of two engines is traced."""
+def num_traces(family: type | None = None, unused: frozenset[tuple[str, str]] = frozenset()) -> int:
+    """How often a function within the programs of two engines is traced, the second of which may not use some
+    kernels.
+    """
     traced = []
 
     @jax.jit
@@ -62,15 +64,16 @@ def num_traces(family: type | None = None) -> int:
         traced.append(x)
         return x + 1
 
-    for _ in range(2):
+    for each in (frozenset(), unused):
         cache = ExecutableCache("", jax.devices()[:1], family=family)
+        cache.unused = each
         cache.compile(lambda x: within(x), [jax.ShapeDtypeStruct((2,), np.float32)], donate=())
     return len(traced)
 
 
 def test_engines_share_traces_but_for_those_of_a_users_family():
     assert (num_traces(), num_traces(SimpleNamespace)) == (1, 2)
-    assert num_traces(type("Own", (), {})) == 2
+    assert num_traces(type("Own", (), {})) == num_traces(unused=frozenset({("matmul", "cuda")})) == 2
 
 
 def num_loads(folder: str) -> int:

@@ -361,14 +361,16 @@ def _own_fields(fields: ConfigFields, count: int) -> dict[int, ConfigFields] | N
     """
     if LAYER_CONFIG not in fields.raw:
         return None
-    listed = ConfigFields(fields.mapping(LAYER_CONFIG) or {})
+    given = fields.mapping(LAYER_CONFIG) or {}
+    listed = ConfigFields({LAYER_CONFIG: given}).part(LAYER_CONFIG)
     found: dict[int, ConfigFields] = {}
-    for key in listed.raw:
+    for key in given:
         if not (key.isascii() and key.isdigit() and len(key) < 10) or int(key) >= count or int(key) in found:
             raise fields.fail(LAYER_CONFIG, f"a mapping whose keys are numbers of layers, each once and below {count}")
-        found[int(key)] = ConfigFields(listed.mapping(key) or {})
-        if found[int(key)].raw.keys() - {"head_dim", "num_key_value_heads"}:
+        own = listed.mapping(key) or {}
+        if own.keys() - {"head_dim", "num_key_value_heads"}:
             raise fields.fail(LAYER_CONFIG, "head_dim and num_key_value_heads of single layers")
+        found[int(key)] = listed.part(key) if own else ConfigFields({})
     return found
 
 

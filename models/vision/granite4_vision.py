@@ -176,7 +176,8 @@ def _read_queries(fields: ConfigFields, size: int, num_queries: int, window: int
     64 heads.
     """
     given = fields.mapping("qformer_config")
-    own = ConfigFields(_LACKING | _ALONE if given is None else dict(given)).with_defaults(**_LACKING)
+    raw = ConfigFields({"qformer_config": _LACKING | _ALONE if given is None else given})
+    own = raw.part("qformer_config", **_LACKING)
     own.require(model_type="blip_2_qformer", use_qformer_text_input=False)
     heads = size // 64
     if not heads or size % heads:

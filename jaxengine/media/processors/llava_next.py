@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Processed, check_room
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import MAX_SIDE
 from jaxengine.models.config.fields import ConfigFields
@@ -103,9 +103,7 @@ class LlavaNextProcessor(LlavaProcessor):
         height, width, _ = value.shape
         _, lines, columns = (side * self.tower.lines // self.tower.vit.grid for side in made.grid)
         span = self._without_black(height, width, lines, columns)
-        patches = self.with_ends(made.patches)
-        check_room(modality, len(patches), most)
-        return self.arranged(patches, (1, lines, columns), span)
+        return self.arranged(self.with_ends(made.patches), (1, lines, columns), span)
 
     def with_ends(self, patches: np.ndarray) -> np.ndarray:
         """Return the patches of each unit, f32[P, F], followed by zeros in the places that the tower has for the ends

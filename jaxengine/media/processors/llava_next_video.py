@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
-from jaxengine.media.base.processor import Processed, check_room
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
@@ -58,7 +58,6 @@ class LlavaNextVideoProcessor(LlavaNextProcessor):
             return made._replace(columns=np.zeros((1, len(made.patches)), np.int32))
         frames = self.checked_frames(modality, value, options, most)
         patches = self.with_ends(self._cut([LlavaProcessor.units(self, frame, {})[0][0] for frame in frames]))
-        check_room(modality, len(patches), most)
         side = self.tower.frame_lines
         rows = np.full((len(frames), self.tower.unit), -1, np.int32)
         rows[:, : side * side] = np.arange(len(frames) * side * side, dtype=np.int32).reshape(len(frames), -1)

@@ -218,9 +218,9 @@ class UnitProcessor:
         check_ratio(*value.shape[:2])
         # Checked before units are made: a small image may become many units.
         count = self.num_units(value.shape[0], value.shape[1], options)
-        check_room(modality, count * self.tower.vit.num_patches, most)
+        check_room(modality, count * self.tower.unit, most)
         units, (rows, columns) = self.units(value, options)
-        check_room(modality, len(units) * self.tower.vit.num_patches, most)
+        check_room(modality, len(units) * self.tower.unit, most)
         return self._processed(self._cut(units), rows, columns)
 
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
@@ -233,7 +233,7 @@ class UnitProcessor:
         frames = getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 4)
         check_ratio(*frames.shape[1:3])
-        check_room(modality, len(frames) * self.tower.vit.num_patches, most)
+        check_room(modality, len(frames) * self.tower.unit, most)
         return frames
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:

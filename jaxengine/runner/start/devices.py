@@ -17,6 +17,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedCo
 from jaxengine.config.kv.offload import memory_option
 from jaxengine.models.build import Build
 from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.tower import TOWER
@@ -37,9 +38,6 @@ from jaxengine.runner.start.bundles import executables_of
 from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, stages_of
-
-# What the first stage has before its layers, by the first part of a weight's path.
-BEFORE_LAYERS = ("embed", "layer_inputs")
 
 
 class SplitDraft(NamedTuple):
@@ -237,37 +235,51 @@ def split_stages(
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
     """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else split so that the largest
-    stage has the fewest bytes. In the latter case, layers that use the key selection of another layer's indexer are in
-    the same stage as that layer, unless there are more stages than such groups of layers.
+    stage has the fewest bytes of weights. In the latter case, no stage needs what only an earlier one has (see
+    `_needs_earlier`), unless there are too few layers at which such stages may begin.
 
     For several stages without `pipeline_layers`, raises the errors of `build_split`, and ValueError for more stages
     than layers.
     """
     if config.pipeline_layers is not None:
         return stages_of(config.pipeline_layers)
-    if config.pipeline_parallel_size == 1:
-        return stages_of([model_config.num_layers])
-    whole = build_split(model_config, config, layout, Stage(0, model_config.num_layers))
-    sizes, before, after = [0] * model_config.num_layers, 0, 0
-    for param in declared_params(whole):
+    num_layers, num_stages = model_config.num_layers, config.pipeline_parallel_size
+    if num_stages == 1:
+        return stages_of([num_layers])
+    sizes, beside = [0] * num_layers, []
+    for param in declared_params(build_split(model_config, config, layout, Stage(0, num_layers))):
         if param.layer is not None:
             sizes[param.layer] += param.num_bytes
-        elif param.path[0] in BEFORE_LAYERS:
-            before += param.num_bytes
-            after += param.num_bytes if param.path[0] == "embed" and model_config.tie_word_embeddings else 0
-        else:
-            after += param.num_bytes
-    num_stages = config.pipeline_parallel_size
-    # A layer that takes another one's selection of keys stays with it, if there are stages enough.
-    first = [
-        layer for layer, each in enumerate(model_config.attention) if each.index is None or each.index.source is None
-    ]
-    ends = [*first[1:], len(sizes)]
+    for end in (Stage(0, 1, is_last=False), Stage(num_layers - 1, num_layers, is_first=False)):
+        held = declared_params(_abstract(model_config, config, layout, end))
+        beside.append(sum(param.num_bytes for param in held if param.layer is None))
+    first = [layer for layer in range(num_layers) if layer == 0 or not _needs_earlier(model_config, layer)]
     if len(first) < num_stages:
-        first, ends = range(len(sizes)), range(1, len(sizes) + 1)
+        first = list(range(num_layers))
+    ends = [*first[1:], num_layers]
     held = [sum(sizes[begin:end]) for begin, end in zip(first, ends, strict=True)]
-    split = split_layers(held, num_stages, before=before, after=after)
+    split = split_layers(held, num_stages, before=beside[0], after=beside[1])
     return stages_of([ends[stage.layers[-1]] - first[stage.layers[0]] for stage in split])
+
+
+def _needs_earlier(model_config: ModelConfig, layer: int) -> bool:
+    """Return whether stages from `layer` on would need what only those before them have: embeddings of images, parts of
+    which are added in the layers after it, or keys and values, or a selection of keys, of an earlier layer.
+    """
+    sources = (source for each in model_config.attention[layer:] for source in _sources_of(each))
+    return layer < _num_with_parts(model_config) or any(source < layer for source, _ in sources)
+
+
+def _sources_of(attention: LayerAttention) -> list[tuple[int, str]]:
+    """Return the other layers whose results a layer with this attention uses, with what they are."""
+    of_choice = None if attention.index is None else attention.index.source
+    named = ((attention.kv_source, "keys and values"), (of_choice, "keys as selected by the indexer"))
+    return [(source, what) for source, what in named if source is not None]
+
+
+def _num_with_parts(model_config: ModelConfig) -> int:
+    """Return the number of the first layers that must be in the first stage, as parts of images are added there."""
+    return max([0, *(tower.layers_with_parts for tower in model_config.towers)])
 
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
@@ -279,7 +291,7 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         layers that add image features; or, with kv_offloading_size, no layer of the stage has pages.
       ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
-    with_parts = max([0, *(tower.layers_with_parts for tower in model_config.towers)])
+    with_parts = _num_with_parts(model_config)
     if not stage.is_first and stage.layers[0] < with_parts:
         # Image embeddings stay in the stage that encodes them; only hidden states are sent to the next stage.
         problem = f"the first {with_parts} layers add parts of images, but the first stage has {stage.layers[0]}"
@@ -290,15 +302,20 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         problem = f"{name} is given, but {where}"
         raise ConfigError.because(name, problem, "leave it out, or choose stages by pipeline_layers")
     for layer in stage.layers:
-        attention = model_config.attention[layer]
-        of_keys, of_choice = attention.kv_source, None if attention.index is None else attention.index.source
-        for source, what in ((of_keys, "keys and values"), (of_choice, "keys as selected by the indexer")):
-            if source is None or source in stage.layers:
+        for source, what in _sources_of(model_config.attention[layer]):
+            if source in stage.layers:
                 continue
             problem = f"layer {layer} attends to {what} of layer {source}, which is in an earlier stage"
             raise ConfigError.because(
                 "pipeline_parallel_size", problem, "choose stages by pipeline_layers that keep both together"
             )
+    return _abstract(model_config, config, layout, stage)
+
+
+def _abstract(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
+    """Return the abstract model of a stage, which need not be one that can run. Raises the errors of `build_split`
+    about meshes and formats.
+    """
     try:
         whole = () if config.mm_encoder_tp_mode == "weights" else (TOWER,)
         options: dict[str, Any] = {"whole_parts": whole, "exact": config.rl_exact}

@@ -211,7 +211,7 @@ class TowerAttention(nnx.Module):
         self.head_dim = size // num_heads
         heads = tower_axis("heads", build)
         parts = tuple(part._replace(group=self.head_dim) for part in qkv)
-        self.num_heads, self.num_kv_heads, _ = (part.rows // self.head_dim for part in parts)
+        self.group = parts[0].rows // parts[1].rows  # heads of q for each of k and v
         self.qkv = Linear(size, parts, axes=("embed", heads), bias=bias, build=build)
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
@@ -222,15 +222,17 @@ class TowerAttention(nnx.Module):
         v), [P, N, H] each, that returns [P, N, H].
         """
         with jax.named_scope("qkv"):
-            ends = self.num_heads, self.num_heads + self.num_kv_heads
-            q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), ends, axis=1)
+            heads = self.qkv(x).reshape(x.shape[0], -1, self.head_dim)
+            # On several devices each has an equal part of the heads of q, k and v.
+            num_kv = heads.shape[1] // (self.group + 2)
+            q, k, v = jnp.split(heads, (self.group * num_kv, (self.group + 1) * num_kv), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if turns is not None:
             with jax.named_scope("rope"):
                 q, k = (apply_rope(each, *turns, interleaved=self.interleaved) for each in (q, k))
-        if self.num_kv_heads != self.num_heads:
-            k, v = (jnp.repeat(each, self.num_heads // self.num_kv_heads, axis=1) for each in (k, v))
+        if self.group > 1:
+            k, v = (jnp.repeat(each, self.group, axis=1) for each in (k, v))
         with jax.named_scope("attend"):
             o = attend(q, k, v)
         with jax.named_scope("out"):

@@ -29,11 +29,9 @@ MODES = {
 # Whose pictures come as embeddings, too. Videos frame by frame; heads that turn, and chunks; patches that are not
 # joined; tiles and embeddings for lines; neighbours that turn together, before latent attention.
 EMBEDDED = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vision", "kimi_vl_vision")
-# What these models are too small for: a tower of three heads, parts of pictures for both of two layers, layers
-# that read keys of others in the stage before.
+# What these models are too small for: a tower of three heads, parts of pictures for both of two layers.
 REFUSED = {
     ("gemma4_both_ways_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
-    ("gemma4_pictures_vision", "pp 2"): "attends to keys and values of layer .*, which is in an earlier stage",
     **dict.fromkeys(
         [
             *((name, "tp 2, weights") for name in ("glm46v_vision", "glm46v_moe_vision", "minicpmv4_6_untied_vision")),

@@ -172,6 +172,11 @@ def test_the_largest_item_is_as_large_as_any(name, tmp_path):
         item = made.largest("image", size)
         assert len(item.patches) <= len(largest.patches) and item.num_rows <= largest.num_rows
         assert sorted(item.rows[item.rows >= 0]) == list(range(item.num_rows))
+    # The patches of ends of lines count, too.
+    count = len(made.process("image", picture(0), {}).patches)
+    assert len(made.process("image", picture(0), {}, count).patches) == count
+    with pytest.raises(RequestError, match=f"makes {count} patches of pixels; at most {count - 1} are possible"):
+        made.process("image", picture(0), {}, count - 1)
 
 
 def test_options_of_an_engine_count_for_the_largest_item(tmp_path):

@@ -16,9 +16,12 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.params.declare import declared_params
 from jaxengine.models.quantization.base.rules import LINEAR, Quantization
 from jaxengine.models.quantization.base.stored import Activation
 from jaxengine.models.quantization.schemes.eight_bits import BLOCK, EightBits
+from jaxengine.models.vision.base.vit import VitConfig
+from jaxengine.models.vision.llava import LlavaTowerConfig
 from jaxengine.runner.start.devices import build_split, choose_devices, choose_stages
 from jaxengine.sharding.layout import MESH_AXES, RAGGED, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
@@ -34,6 +37,20 @@ MODEL = ModelConfig(
     tie_word_embeddings=True,
     attention=(LayerAttention(num_heads=8, num_kv_heads=4, head_dim=8, rope=Rope(8)),) * 4,
 )
+VIT = VitConfig(
+    hidden_size=80,
+    intermediate_size=80,
+    num_layers=1,
+    num_heads=4,
+    image_size=16,
+    patch_size=4,
+    activation="gelu",
+    norm_eps=1e-5,
+)
+TOWER = LlavaTowerConfig(
+    num_features=48, columns=(), merge=1, unit=16, vit=VIT, layers=(1,), projector_activation="gelu"
+)
+SEES = replace(MODEL, tower=TOWER)
 DEVICES = [f"device {index}" for index in range(8)]
 
 
@@ -119,8 +136,29 @@ def test_layers_are_split_by_bytes_unless_said_otherwise():
     resolved = config(pipeline_parallel_size=2)
     # The embedding is on both stages; equal layers are split in halves.
     assert [len(stage.layers) for stage in choose_stages(MODEL, resolved, MeshLayout())] == [2, 2]
+    for num_layers in (1, 2, 3):  # the tower is in the first stage alone
+        stages = Stage(0, num_layers, is_last=False), Stage(num_layers, 4, is_first=False)
+        models = [build_split(SEES, resolved, MeshLayout(), stage) for stage in stages]
+        first, last = (sum(param.num_bytes for param in declared_params(model)) for model in models)
+        assert (first < last) == (num_layers == 1)
+    assert [len(stage.layers) for stage in choose_stages(SEES, resolved, MeshLayout())] == [1, 3]
     resolved = config(pipeline_parallel_size=3, pipeline_layers=[1, 1, 2])
     assert [len(stage.layers) for stage in choose_stages(MODEL, resolved, MeshLayout())] == [1, 1, 2]
+
+
+def test_a_stage_has_what_its_layers_share():
+    parts = replace(SEES, tower=replace(TOWER, num_parts=2, part_layers=(3,)))
+    reads = replace(MODEL.attention[0], kv_source=1)
+    shared = replace(MODEL, attention=(*MODEL.attention[:2], reads, MODEL.attention[3]))
+    resolved, said = config(pipeline_parallel_size=2), "^the first 3 layers add parts of images, but the first .* has 2"
+    for model, first, message in ((parts, 3, said), (shared, 3, "layer 2 attends to keys and values of layer 1")):
+        assert [len(stage.layers) for stage in choose_stages(model, resolved, MeshLayout())] == [first, 4 - first]
+        with pytest.raises(ConfigError, match=message) as error:
+            build_split(model, resolved, MeshLayout(), Stage(2, 4, is_first=False))
+        assert error.value.param == "pipeline_parallel_size"
+    # Nothing fits three stages of `parts`: an even split is made, and refused.
+    stages = choose_stages(parts, config(pipeline_parallel_size=3), MeshLayout())
+    assert len(stages) == 3 and stages[1].layers[0] < 3
 
 
 def test_a_stage_without_pages_has_none_to_keep_elsewhere():

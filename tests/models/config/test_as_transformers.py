@@ -158,6 +158,8 @@ def test_fields_of_single_layers_are_refused_where_they_are_not_read():
     assert read_hf(recorded("llama", per_layer_config={})) == read_hf(recorded("llama"))
     with pytest.raises(ModelConfigError, match="^per_layer_config must be head_dim and num_key_value_heads"):
         read_hf(recorded("gemma4", per_layer_config={"2": {"head_dim": 24, "sliding_window": 9}}))
+    with pytest.raises(ModelConfigError, match=r"^per_layer_config\.2\.head_dim must be an integer >= 1 and <= 4096"):
+        read_hf(recorded("gemma4", per_layer_config={"2": {"head_dim": 0}}))
     alike = read_hf(recorded("gemma4", per_layer_config=None))
     assert len({layer.head_dim for layer in alike.attention}) == 1
 

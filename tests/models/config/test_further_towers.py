@@ -154,7 +154,7 @@ PIXTRAL: dict[str, Any] = {
             GRANITE4,
             "qformer_config",
             {"use_qformer_text_input": True},
-            "use_qformer_text_input must be false or absent",
+            "qformer_config.use_qformer_text_input must be false or absent",
         ),
         (GRANITE4, "text_config", {"model_type": "granitemoehybrid"}, "model_type must be granite or granite4_vision"),
         (HUNYUAN, None, {"use_qk_norm": False}, "use_qk_norm must be true or absent, got False"),

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,11 +20,12 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.config.readers.hf import read_config_json
-from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.declare import Source, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.quantization.base.plain import PlainWeight
 from jaxengine.models.quantization.registry import read_quantization, rounded
 from jaxengine.models.registry import build_model, read_folder, read_hf
+from jaxengine.models.vision.base.layers import TowerAttention
 from jaxengine.models.weights.compress import compress
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
@@ -162,3 +165,33 @@ def test_devices_see_together_what_one_sees(folders, name):
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert float(np.float64(done.stdout.split()[-1])) < 1e-5
+
+
+def test_a_device_attends_with_its_part_of_the_heads():
+    """Two devices' parts of 4 heads of queries, and of 4 or 2 of keys and values, add up to what one device finds."""
+    size, rng = 32, np.random.RandomState(0)
+    x = jnp.asarray(rng.standard_normal((5, size)), jnp.float32)
+
+    def attend(q, k, v):
+        assert q.shape == k.shape == v.shape
+        return jnp.einsum("nqk,knh->qnh", jax.nn.softmax(jnp.einsum("qnh,knh->nqk", q, k)), v)
+
+    for num_kv in (4, 2):
+        rows = size, num_kv * 8, num_kv * 8
+        sources = tuple(Source(name, count) for name, count in zip("qkv", rows, strict=True))
+        options: dict[str, Any] = {"bias": False, "out_bias": False, "build": Build("float32")}
+        attention: Any = TowerAttention(size, 4, qkv=sources, out="o", **options)
+        qkv = np.asarray(rng.standard_normal((size, sum(rows))), np.float32)
+        out = np.asarray(rng.standard_normal((size, size)), np.float32)
+
+        def result(qkv, out, attention: Any = attention):
+            attention.qkv.weight.values.set_value(jnp.asarray(qkv))
+            attention.out.weight.values.set_value(jnp.asarray(out))
+            return np.asarray(attention(x, None, attend))
+
+        cut = np.split(qkv, np.cumsum(rows)[:2], axis=1)
+        parts = [
+            result(np.concatenate([np.split(each, 2, axis=1)[part] for each in cut], axis=1), np.split(out, 2)[part])
+            for part in range(2)
+        ]
+        np.testing.assert_allclose(sum(parts), result(qkv, out), rtol=1e-4, atol=1e-4)
