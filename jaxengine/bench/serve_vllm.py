@@ -15,21 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.results import percentile
+from jaxengine.scheduler.base.sampling_fields import ROWS
 
 if TYPE_CHECKING:
     from jaxengine.bench.serve_client import Server
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 # Field of a request -> how its flag is read.
-_FIELDS = {
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "repetition_penalty": float,
-    "logprobs": int,
-}
+_FIELDS = {name: type(row.neutral) for name, row in ROWS.items() if name != "temperature"} | {"logprobs": int}
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _OF_THE_BODY = ("content-length", "content-type", "transfer-encoding")
 # Flags about the client's own tokenizer and progress bar: prompts are made without the one, and there is no other.

@@ -99,12 +99,12 @@ def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, likely, step_by_step, 
 
 def same_in_any_company(chat_llm, step_by_step, many):
     """The requests have the same tokens alone, together in a pool that is too small for them, and step by step."""
-    scheduler, prompt = use_scheduler(chat_llm, num_pages=50), "word " * 40
+    scheduler, prompt = use_scheduler(chat_llm, num_pages=36), "word " * 40
     alone = tokens_of([generate(chat_llm, each, prompt=prompt)[0] for each in many[:2]])
     before = scheduler.num_preemptions
     together = tokens_of(generate(chat_llm, *many, prompt=prompt))
     assert together[:2] == alone and scheduler.num_preemptions > before
-    use_scheduler(step_by_step, num_pages=50, enable_prefix_caching=False)
+    use_scheduler(step_by_step, num_pages=36, enable_prefix_caching=False)
     assert tokens_of(generate(step_by_step, *many, prompt=prompt)) == together
     use_scheduler(step_by_step)
     use_scheduler(chat_llm)

@@ -30,7 +30,7 @@ NAMING = {
     "jaxengine/server/grpc/inference_pb2.pyi",
     # Answers of /v1/responses repeat the penalties.
     "jaxengine/server/http/responses/answers.py",
-    "jaxengine/server/http/responses/endpoint.py",
+    "jaxengine/server/http/responses/head.py",
 }
 
 

@@ -128,6 +128,7 @@ RESPONSES = {
     "thinking_token_budget": 9,
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
+    "enable_response_messages": True,
 }
 # Shown by tests of their own: they need a tokenizer, a response, beams, a picture or activations that are not here.
 ELSEWHERE = {"add_special_tokens", "previous_response_id", "length_penalty", "mm_processor_kwargs"}
