@@ -92,10 +92,10 @@ class StageArrays:
         return {purpose: leaves for purpose, own in found.items() if (leaves := jax.tree.leaves(own))}
 
     def bytes_of(self, num_pages: int) -> dict[str, int]:
-        """Return the bytes that `arrays(num_pages)` take on one device, by purpose."""
+        """Return the bytes that `arrays(num_pages)` take on one device, by purpose, without purposes of 0 bytes."""
         return total_bytes(self.arrays(num_pages))
 
 
 def total_bytes(arrays: Mapping[str, Sequence[Any]]) -> dict[str, int]:
-    """Return the bytes that arrays, abstract or real, take on one device, by purpose."""
-    return {purpose: sum(map(part_bytes, leaves)) for purpose, leaves in arrays.items()}
+    """Return the bytes that arrays, abstract or real, take on one device, by purpose, without purposes of 0 bytes."""
+    return {purpose: size for purpose, leaves in arrays.items() if (size := sum(map(part_bytes, leaves)))}
