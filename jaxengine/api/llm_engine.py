@@ -124,8 +124,8 @@ class LLMEngine(WeightMethods, VllmMethods):
 
         Raises:
           RequestError: a request turned out to be invalid, such as one whose grammar cannot be compiled. It has ended
-            and others go on. The next call runs no step: it raises the next such error or returns the outputs of this
-            step.
+            and others go on. The next call raises the next such error or returns the outputs of this step; it runs a
+            step only if there are neither.
           EngineDeadError: the engine has failed or was shut down.
         """
         if not self._outputs and not self._errors:

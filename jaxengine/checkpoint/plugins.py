@@ -95,7 +95,8 @@ def _is_imported(path: Path) -> bool:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as a module with its stem as name, or with a generated name if that is taken.
+    """Import a file as a module with its stem as name. The name is generated if the stem is no identifier, or the name
+    of a module that is imported or could be.
 
     The module is added to sys.modules, and removed again if its code fails. Raises ImportError for a file that is not
     Python, and what its code raises.

@@ -171,7 +171,7 @@ class Engine:
         self.stats.dispatch_seconds += self._now() - start
 
     def _collect(self, output: EngineOutput) -> None:
-        """Wait for the oldest step in flight, update the scheduler with its tokens, and add its results to `output`."""
+        """Wait for the oldest step; update scheduler and statistics, run `collected` hooks, add results to `output`."""
         done, start = self._in_flight.popleft(), self._now()
         token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
         arrived = self._now()

@@ -87,9 +87,9 @@ class ReasoningWatch:
         """Whether the grammar must begin at once, without reasoning.
 
         That is so if the first token of the opening marker may also begin the grammar's text, or if the grammar allows
-        no text at all. first: the grammar's first mask, i32[num_words]; None if it can only end. An opening marker of
-        one token always opens reasoning. Without an opening marker the output begins inside reasoning, and the result
-        is False.
+        no text at all. Otherwise an opening marker of one token opens reasoning, whatever the mask allows. Without an
+        opening marker the output begins inside reasoning, and the result is False. first: the grammar's first mask,
+        i32[num_words]; None if it can only end.
         """
         if not self._begin or (first is not None and len(self._begin) == 1):
             return False

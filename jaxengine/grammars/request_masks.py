@@ -248,7 +248,7 @@ class RequestMasks:
 
     def _request_mask(self, request: Request, taken: Sequence[int], drafts: Sequence[int] | None) -> None:
         """Request the next mask from the worker, and masks along the drafts. Until it arrives, no mask of the request
-        is known. taken: tokens that the worker does not have yet.
+        is known. taken: tokens that the worker does not have yet. drafts: None if no masks along drafts are wanted.
         """
         del self._known[request]
         if drafts is not None:

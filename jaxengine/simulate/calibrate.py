@@ -232,8 +232,9 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -
     """Return the steps with their times, computed from the timeline's records of the same steps.
 
     A step's seconds count from its dispatch or from the arrival of the previous step's tokens, whichever is later, to
-    the arrival of its own tokens. Its `after` is None if no later step starts once its tokens have arrived. records:
-    times in seconds, one record for each step, in order.
+    the arrival of its own tokens. Its `after` is the time from the arrival of its tokens to the start of the next
+    step, plus the time that its sampler took to dispatch before the wait for them; None if no later step starts once
+    its tokens have arrived. records: times in seconds, one record for each step, in order.
     """
     starts, dispatched = ([record[name] for record in records] for name in ("start", "dispatched"))
     found, free_at = [], 0.0

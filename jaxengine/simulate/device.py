@@ -159,9 +159,9 @@ class SimulatedRunner:
         return pending
 
     def _run(self, rank: int, rows: np.ndarray, bucket: Bucket, pending: SimulatedStep) -> list[float]:
-        """Compute one replica's rows, i32[len(ROW_COLUMNS), n]: write the tokens that they sample into
-        `pending.tokens`, add their keys and pairs to `pending.attended`, and update `pending.longest` and the lengths
-        of their slots. Returns the seconds of each stage.
+        """Compute one replica's rows, i32[len(ROW_COLUMNS), n], at least one: write the tokens of those that sample
+        into `pending.tokens`, add their keys and pairs to `pending.attended`, and update `pending.longest` and the
+        lengths of their slots. A row with a start begins its slot's request. Returns the seconds of each stage.
         """
         local, counts, start, sample, _ = rows.astype(np.int64)
         tokens = pending.tokens[rank]

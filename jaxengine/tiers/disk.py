@@ -284,8 +284,8 @@ class DiskTier:
             self._forget(key)
 
     def _updated(self, name: str, files: Sequence[os.DirEntry[str]]) -> list[tuple[float, bytes, int]]:
-        """Return (time of last use in seconds, key, bytes) for each of a subfolder's files that is not known yet, and
-        forget keys of this subfolder whose files are gone.
+        """Return (time of last use in seconds, key, bytes) for each of a subfolder's files that is not known yet and
+        still exists, and forget keys of this subfolder whose files are gone. files: named by their keys in hexadecimal.
         """
         news, present = [], set[bytes]()
         for file in files:

@@ -188,8 +188,12 @@ def _check_options(add_generation_prompt: Any, continue_final_message: Any, tool
 
 
 def _choose(templates: str | Mapping[str, str] | None, chat_template: Any, tools: Any) -> str:
-    """Return the source of the template to use. Arguments: see render_chat. Raises RequestError for a chat_template
-    that is empty or not a text, and if it is None and the model has no default template.
+    """Return the source of the template to use: the model's template that chat_template names, else chat_template
+    itself. If that is None, it is the model's only one; of several "tool_use" if there are tools and such a template,
+    else "default".
+
+    Arguments: see render_chat. Raises RequestError for a chat_template that is empty or not a text, and if there is no
+    such template of the model.
     """
     if chat_template is not None and (not isinstance(chat_template, str) or not chat_template):
         text = f"chat_template must be a text that is not empty, got {kind(chat_template)}"

@@ -163,7 +163,7 @@ class Tokenizer:
     def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
         """Return the encodings of texts, or of pairs of texts, computed in parallel and lower-cased first if `lowers`.
         special: whether to add special tokens. Raises RequestError(param="prompt") for a value that is not a text, for
-        invalid Unicode, and if the tokenizer fails.
+        invalid Unicode, and if the tokenizer's code panics; its other errors propagate.
         """
         texts = [text for each in inputs for text in (each if isinstance(each, tuple) else (each,))]
         for text in texts:

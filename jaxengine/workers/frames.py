@@ -22,6 +22,8 @@ class Frames:
     def feed(self, data: bytes) -> Iterator[Any]:
         """Add received bytes, and yield the messages that are complete now. Incomplete bytes are kept for the next
         call. Raises msgspec.MsgspecError for invalid bytes.
+
+        The iterator must be read to its end: bytes are added at its first item, and removed after its last.
         """
         self._bytes += data
         first = 0

@@ -112,8 +112,11 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _described(value: Any) -> str:
-    """Return a text of the static parts of a value, the same in any process: functions as their names, arrays as "*",
-    fields of mappings and dataclasses sorted by name, anything else as its repr.
+    """Return a text of the static parts of a value, the same in any process.
+
+    A ShapeDtypeStruct is "*", a function its name, and another callable object the name of its type. Tuples, lists,
+    mappings, dataclasses and partial functions are described item by item, mappings and dataclasses sorted by name.
+    Anything else is its repr.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return "*"

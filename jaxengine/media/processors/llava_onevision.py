@@ -124,8 +124,8 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
 
 def _between(canvas: np.ndarray, lines: int, columns: int) -> np.ndarray:
     """Return columns of the tower, i32[6, lines, columns], that interpolate the rows numbered in `canvas`, i32[H, W],
-    to this size: for each place the four rows around it, and how far down and right it is between them, in units of 1 /
-    SHARES.
+    to this size. Each place has the rows above left, above right, below left and below right of it, and how far down
+    and right it is between them, in units of 1 / SHARES.
     """
     above, below, down = _taps(canvas.shape[0], lines)
     left, right, across = _taps(canvas.shape[1], columns)

@@ -56,7 +56,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder replaced by the tokens of its item's steps, and with M-RoPE
-        positions. items: by modality, in the order of the prompt.
+        positions. Of a video, tokens around the placeholder are replaced with it (see `_replaced`). items: by modality,
+        in the order of the prompt.
 
         Raises RequestError for another number of items than placeholders, and for a video without a tokenizer.
         """

@@ -85,9 +85,11 @@ class _Fitting:
             schema["pattern"] = _UUID.format(version.group(1))
 
     def _fit_names(self, schema: dict[str, Any]) -> None:
-        """Rewrite propertyNames, in place, as properties or patternProperties if possible, with additionalProperties
-        false, and delete it if it restricts nothing. Leave it otherwise, and in a schema that has properties or
-        patternProperties.
+        """Rewrite propertyNames, in place, as properties or patternProperties if possible. Delete it if it restricts
+        nothing; leave it otherwise, and in a schema that has properties or patternProperties.
+
+        The new properties have the schema of additionalProperties, which becomes False. Names that are no strings are
+        dropped.
         """
         names = self._resolved(schema["propertyNames"])
         rules = names.keys() - {"type", "title", "description", "$schema"} if isinstance(names, dict) else None

@@ -136,7 +136,8 @@ def hf_architecture(fields: ConfigFields) -> str:
     If it begins with XLMRoberta and `position_embedding_type` is "rotary", as in jinaai/jina-embeddings-v3, that
     beginning is replaced by JinaEmbeddingsV3; by XLMRobertaFlash if it is not, but `auto_map` names that code's
     configuration, as in jinaai/jina-reranker-v2-base-multilingual. For a class that takes several kinds of text models,
-    the result depends on text_config's model_type (_BY_TEXT). Raises ModelConfigError for any other value.
+    the result depends on text_config's model_type (_BY_TEXT). Other names are returned unchanged. Raises
+    ModelConfigError if `architectures` is anything but a list of one text.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):

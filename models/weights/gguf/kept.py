@@ -29,7 +29,8 @@ def read_formats(
     """Return the quantization of a file's matrices, and the names of the modules that stay quantised (arguments of
     GGUFFile.keep).
 
-    A product stays quantised if all of its matrices are quantised in the file, except for matrices of heads in a stack.
+    A product stays quantised if all of its matrices are quantised in the file, except for matrices of heads in a stack,
+    and for those that a token table shares, such as a tied head, unless keep_tables is True.
 
     Args:
       formats: block format of each quantised matrix, by its module.

@@ -28,8 +28,8 @@ async def interleave(
     indices = iter(range(number))
 
     async def work() -> None:
-        """Put the items of streams into the queue, one stream after another, until no stream is left; then put None, or
-        the error that ended a stream.
+        """Put the items of streams into the queue, each with its stream's number, one stream after another until none
+        is left; then put None, or the error that ended a stream.
         """
         try:
             for index in indices:
