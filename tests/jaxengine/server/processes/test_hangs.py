@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.config.inputs.encoder import EncoderOptions
@@ -111,12 +112,16 @@ def test_an_api_process_that_dies_before_it_is_answered_is_dropped(tmp_path, cap
     address = f"ipc://{tmp_path}/engine"
     server = EngineServer(core, address, ServerConfig(), lambda event: None)
     try:
-        left = server._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        process = server._context.socket(zmq.DEALER)
+        events = server._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events.rcvtimeo = 10_000
+        process, another = (server._context.socket(zmq.DEALER) for _ in range(2))
         process.connect(address)
         process.send(messages.encode(messages.Hello(3)))
         process.close(1000)
-        assert left.poll(10_000)
+        assert [recv_monitor_message(events)["event"] for _ in range(2)] == [zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED]
+        # What accepts another connection has told the server's socket by then that the first one has ended.
+        another.connect(address)
+        assert recv_monitor_message(events)["event"] == zmq.EVENT_ACCEPTED
         assert server._receive()
     finally:
         server._context.destroy(0)
