@@ -1,4 +1,4 @@
-"""What a process of tests keeps of its compiled programs, and of their traces."""
+"""Compiled programs and traces that a process of tests keeps."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ class _Compiler(NamedTuple):
     Attributes:
       layer, expert_layer: bytes of code of a forward pass for each layer, without and with experts.
       of_calls: bytes of code that a forward pass has besides, if its layers share their code.
-      most_of_tower: largest number of layers of an encoder tower that have their own code; further ones share it.
       sampler, score: bytes of code of a sampler, and of another epilogue.
       rows: share of the inputs and outputs of a layer's products that a forward pass holds at once.
       logits: number of copies of its logits that a sampler needs.
@@ -44,7 +43,6 @@ class _Compiler(NamedTuple):
     layer: float
     expert_layer: float
     of_calls: float
-    most_of_tower: int
     sampler: float
     score: float
     rows: float
@@ -54,9 +52,9 @@ class _Compiler(NamedTuple):
 
 
 _COMPILERS = {
-    "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 5 * MIB, 10**6, 12 * MIB, 14 * MIB, 1.0, 5.8, 64, 200 * MIB),
-    "cuda": _Compiler(0.35 * MIB, 0.65 * MIB, 0, 10**6, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
-    "cpu": _Compiler(8 * MIB, 14 * MIB, 0, 6, 8 * MIB, 6 * MIB, 1.0, 3.0, 8),
+    "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 5 * MIB, 12 * MIB, 14 * MIB, 1.0, 5.8, 64, 200 * MIB),
+    "cuda": _Compiler(0.35 * MIB, 0.65 * MIB, 0, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
+    "cpu": _Compiler(8 * MIB, 14 * MIB, 0, 8 * MIB, 6 * MIB, 1.0, 3.0, 8),
 }
 
 
@@ -90,7 +88,7 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
         if isinstance(each, PicturesExtension):
             for layout in (tower.layout for tower in each.encoders if tower.layout.sizes):
                 patch_bytes, depth = _tower_rows(stage, layout.part)
-                held += len(layout.sizes) * min(depth, how.most_of_tower) * how.layer
+                held += len(layout.sizes) * layers_with_code(backend, depth, of_tower=True) * how.layer
                 encoder = max(encoder, how.rows * layout.sizes[-1] * patch_bytes)
     return StageNeeds(int(held), int(forward + programs.slot_bytes + epilogue + encoder), programs.memory)
 

@@ -190,9 +190,10 @@ def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dic
 
     config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
     """
-    kind, vocab = kind_of(*_classes(folder, config)), read_object(folder, BYTES_VOCAB)
-    merges = read_text(folder, MERGES, MAX_VOCABULARY_BYTES)
-    if kind is None or vocab is None or merges is None:
+    if (kind := kind_of(*_classes(folder, config))) is None:
+        return None
+    vocab, merges = read_object(folder, BYTES_VOCAB), read_text(folder, MERGES, MAX_VOCABULARY_BYTES)
+    if vocab is None or merges is None:
         return None
     flags = {name: config.get(name) or False for name in ("add_prefix_space", "add_bos_token", "add_eos_token")}
     for name, flag in flags.items():

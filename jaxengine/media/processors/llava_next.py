@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import MAX_SIDE
@@ -171,3 +173,35 @@ class LlavaNextProcessor(LlavaProcessor):
             return cut, 0, lines - 2 * cut, columns
         cut = (columns - int(round(width * (lines / height), 7))) // 2
         return 0, cut, lines, columns - 2 * cut
+
+
+class LlavaFramesProcessor(LlavaNextProcessor):
+    """LlavaNextProcessor of a model that also takes videos, unless a checkpoint has other settings for them than for
+    images.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self.modalities = ("image", "video") if self.makes_videos_alike(Path(folder)) else ("image",)
+
+    @property
+    def embedded_ids(self) -> tuple[int, ...]:
+        return tuple(self.placeholder_id_of(modality) for modality in self.modalities)
+
+    def placeholder_id_of(self, modality: str) -> int:
+        """Return the token of config.json that stands for an image or a video. Raises ModelConfigError if it is missing
+        or invalid.
+        """
+        return self.token_id("video_token_index", "video_token_id") if modality == "video" else self.placeholder_id()
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels; for "video" a
+        video of LARGEST_FRAMES frames, whatever the size.
+        """
+        if modality == "video":
+            return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
+        return super().largest(modality, size)
+
+    def video_pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of a video (`item`): the placeholder once for each embedding."""
+        return [self.placeholder_id_of("video")] * item.num_rows

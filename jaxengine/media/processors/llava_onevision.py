@@ -6,41 +6,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.media.processors.llava_next import LlavaFramesProcessor, LlavaNextProcessor
 from jaxengine.models.config.tower import SHARES
 
 # Images with more than this many times the limit's patches along a side are interpolated.
 _TOLERANCE = 1.1
 
 
-class LlavaOnevisionProcessor(LlavaNextProcessor):
+class LlavaOnevisionProcessor(LlavaFramesProcessor):
     """Processor of LlavaOnevisionForConditionalGeneration. All images of a prompt are cut into tiles, as in
     transformers' processor if they are in one list.
     """
 
     defaults = {**LlavaNextProcessor.defaults, "size": {"height": 384, "width": 384}}
     pinpoints = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
-
-    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        super().__init__(folder, config_json, model_config, tokenizer)
-        self.modalities = ("image", "video") if self.makes_videos_alike(Path(folder)) else ("image",)
-
-    @property
-    def embedded_ids(self) -> tuple[int, ...]:
-        return tuple(self.placeholder_id_of(modality) for modality in self.modalities)
-
-    def placeholder_id_of(self, modality: str) -> int:
-        """Return the token of config.json that stands for an image or a video. Raises ModelConfigError if it is missing
-        or invalid.
-        """
-        return self.token_id("video_token_index", "video_token_id") if modality == "video" else self.placeholder_id()
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is stretched to a
@@ -61,10 +45,8 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         """Return an item with the most tiles and, in num_rows, the most embeddings of any image, or the image of
         `size`, (height, width) in pixels; for "video" a video of LARGEST_FRAMES frames, whatever the size.
         """
-        if modality == "video":
-            return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
         made = super().largest(modality, size)
-        if size is not None:
+        if modality == "video" or size is not None:
             return made
         grid = self.tower.vit.grid
         lines = (self._size(rows * grid, columns * grid) for rows, columns in self.tilings)
@@ -83,10 +65,6 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         cut = _between(canvas, *self._size(lines, width))
         cut = np.concatenate([cut, self._line_ends(cut.shape[1])], axis=2)
         return self._item(patches, [_between(self._canvas(0, 1, 1), grid, grid), cut], size)
-
-    def video_pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of a video (`item`): the placeholder once for each embedding."""
-        return [self.placeholder_id_of("video")] * item.num_rows
 
     def _size(self, lines: int, columns: int) -> tuple[int, int]:
         """Return the (lines, columns) to which a grid of this size is interpolated; the same if it is not too large."""

@@ -238,7 +238,7 @@ def _check_estimates(plans: dict[str, tuple]) -> None:
 
 
 def test_an_estimate_is_near_what_compilers_said():
-    """Of programs and what they need while they run, by 0.8 % of a device's memory; docs/memory.md says so."""
+    """Programs and what they need while they run are estimated within 0.8 % of a device's memory (docs/memory.md)."""
     _check_estimates({name: each for name, each in recorded().items() if "8b_int" in name or "sm_90-4" in name})
 
 

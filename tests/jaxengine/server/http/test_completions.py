@@ -113,7 +113,7 @@ async def test_a_stream_joined_is_the_whole_answer(app, extra):
 
 
 async def test_times_of_a_request_in_its_answer(chat_engine):
-    """Of one output alone, as with vLLM's option; the steps' times are the engine's."""
+    """The times are those of requests with one output, as with vLLM's option, and agree with the engine's."""
     app = create_app(chat_engine, ServerConfig(enable_per_request_metrics=True))
     messages = [{"role": "user", "content": "Hi"}]
     for path, ask in ((PATH, {"prompt": IDS}), ("/v1/chat/completions", {"messages": messages})):

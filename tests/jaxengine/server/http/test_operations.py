@@ -1,5 +1,5 @@
-"""What operators switch on: profiles of the running engine, log lines of requests, streams in larger pieces, their own
-middleware.
+"""Options of operators: profiles of the running engine, log lines of requests, streams in larger pieces, middleware of
+their own.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_beginning_and_end_of_a_sentencepiece_model(tmp_path):
 
 
 def test_ids_of_xlm_roberta(tmp_path):
-    """Those of its SentencePiece file plus one, between <s> and </s>; <unk> has another."""
+    """The ids are those of its SentencePiece file plus one, between <s> and </s>; <unk> has another."""
     source, recorded = PIECES["unigram"]
     (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
     (tmp_path / "sentencepiece.bpe.model").write_bytes(source)
