@@ -130,7 +130,8 @@ class EngineConfig(
         context. Models with longrope (Phi-3 with 128k tokens, Phi-4-mini) use their short factors if it is at most
         their original context, otherwise the long ones.
       max_num_seqs: limit of requests that run at once, per data-parallel replica. None means 32 on a CPU and 256 on
-        other devices, or for encoders an eighth of max_num_batched_tokens if that is more.
+        other devices, or for encoders an eighth of max_num_batched_tokens if that is more; at most
+        max_num_batched_tokens.
       max_num_batched_tokens: limit of tokens in a step, per data-parallel replica.
       block_size: tokens per page (page_size).
       gpu_memory_utilization: share of the device's memory that the engine uses. If it is not given, the KV pool on a

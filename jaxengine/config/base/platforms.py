@@ -36,13 +36,15 @@ class Platform:
     keeps_tables: bool = True
 
     def seqs_of(self, is_causal: bool, max_num_batched_tokens: int) -> int:
-        """Return the default of max_num_seqs for a model.
+        """Return the default of max_num_seqs for a model: the platform's, but at most max_num_batched_tokens, as each
+        sequence takes at least one token of a step.
 
         is_causal: whether its tokens attend only to earlier ones. If not, the default is an eighth of
         max_num_batched_tokens if that is more than the platform's. An encoder computes a whole text in one step: with a
         lower limit of texts, short ones would leave steps half empty.
         """
-        return self.max_num_seqs if is_causal else max(self.max_num_seqs, max_num_batched_tokens // 8)
+        usual = self.max_num_seqs if is_causal else max(self.max_num_seqs, max_num_batched_tokens // 8)
+        return min(usual, max_num_batched_tokens)
 
 
 _DOUBLING = tuple(2**exponent for exponent in range(18))

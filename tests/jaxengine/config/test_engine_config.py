@@ -123,6 +123,7 @@ def test_resolved_leaves_nothing_open():
     assert (config.dtype, config.kv_cache_dtype) == ("float32", "float32")
     assert (config.max_model_len, config.block_size, config.max_num_seqs) == (1000, 16, 32)
     assert EngineConfig().resolved(MODEL, PLATFORMS["tpu"]).dtype == "bfloat16"
+    assert EngineConfig(max_num_batched_tokens=20).resolved(MODEL, CPU).max_num_seqs == 20  # not 32, which is refused
 
 
 @pytest.mark.parametrize(
