@@ -195,6 +195,7 @@ _MODULES = {
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
+    "DeepseekOCRForCausalLM": "deepseek_ocr",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv",
     "MiniCPMV4_7ForConditionalGeneration": "minicpmv",
     "MiniCPMOcrForConditionalGeneration": "minicpmv",

@@ -182,6 +182,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     ),
     "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2"),
+    "DeepseekOCRForCausalLM": ("deepseek-ai/DeepSeek-OCR",),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
     "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2-VL-1.6B",),
     "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),

@@ -185,6 +185,7 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
         ("got_ocr2_vision", {"crop_to_patches": True}, 13),
         ("deepseek_ocr2_vision", {"max_patches": 3}, 4),
         ("deepseek_ocr2_vision", {"crop_to_patches": False}, 1),
+        ("deepseek_ocr_vision", {"max_patches": 3}, 4),
         ("got_ocr2_vision", {"crop_to_patches": True, "max_patches": 3}, 4),
         ("internvl_vision", {"max_patches": 9}, 10),
         ("aya_vision", {"crop_to_patches": False}, 1),
@@ -228,6 +229,8 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
         ("idefics3_vision", {"max_image_size": {"longest_edge": 25}}, "max_image_size must be {'longest_edge': 24}"),
         ("gemma3_sees_vision", {"size": {"height": 48, "width": 24}}, "size must be 48 by 48"),
         ("deepseek_ocr2_vision", {"tile_size": 20}, "tile_size must be 24, three quarters of the tower's"),
+        ("deepseek_ocr_vision", {"tile_size": 20}, "tile_size must be a multiple of 8, at most the tower's image_size"),
+        ("deepseek_ocr_vision", {"tile_size": 40}, "tile_size must be a multiple of 8, at most the tower's image_size"),
         ("deepseek_ocr2_vision", {"background_color": [1, 2, 256]}, "background_color must be three integers from"),
         ("cohere2_vision", {"patch_size": 3}, "patch_size must be the side of the square of 4 embeddings"),
     ],
@@ -372,6 +375,26 @@ def test_deepseek_ocr2_of_its_first_files_of_strips_and_of_embeddings(tmp_path):
     for size in ((1, 200), (200, 1), (1, 1)):
         item = made.process("image", np.zeros((*size, 3), np.uint8), {})
         assert made.grid_of(item.num_rows, None)
+
+
+def test_deepseek_ocr_of_its_first_files_and_of_embeddings(tmp_path):
+    """A line of tiles, or of the whole image, has one row more than these; without settings tiles have 640 pixels."""
+    made = processor(tmp_path, "deepseek_ocr_vision")
+    whole, tile = 4, 3
+    first = whole * (whole + 1) + 1
+    for count in (first, first + 2 * tile * (tile + 1), first + tile * (2 * tile + 1)):
+        assert made.grid_of(count, None) == (1, 1, count)
+    for count, grid in ((first - 1, None), (first + tile * (tile + 1), None), (first, (1, 4, 4))):
+        with pytest.raises(RequestError, match=f"must be 21, and for R lines of C tiles .* no grid; got {count}"):
+            made.grid_of(count, grid)
+    whole_only = made.process("image", picture(0), {"crop_to_patches": False})
+    assert whole_only.num_rows == first and made.process("image", picture(2), {}).num_rows == first
+    path, raw = tmp_path / "preprocessor_config.json", read_config_json(FOLDER / "deepseek_ocr_vision")
+    settings = {name: value for name, value in json.loads(path.read_text()).items() if name != "tile_size"}
+    path.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))  # whose settings are those of images alone
+    with pytest.raises(ModelFileError, match=r"tile_size must be a multiple of 8, .* 32, got 640"):
+        processor_class("DeepseekOCRForCausalLM")(tmp_path, raw, read_hf(raw), made.tokenizer)
 
 
 def test_videos_of_internvl(tmp_path):
