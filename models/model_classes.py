@@ -154,6 +154,7 @@ _MODULES = {
     "NemotronHForCausalLM": "nemotron_h",
     "KimiLinearForCausalLM": "kimi_linear",
     "BailingHybridForCausalLM": "bailing_hybrid",
+    "BailingMoeV3ForCausalLM": "bailing_hybrid",
     "BailingMoeV2_5ForCausalLM": "bailing_moe_linear",
     "OlmoHybridForCausalLM": "olmo_hybrid",
     "GraniteMoeForCausalLM": "granite_moe",

@@ -182,6 +182,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     ),
     "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2"),
+    "Step3VLForConditionalGeneration": ("stepfun-ai/step3",),
+    "PanguUltraMoEForCausalLM": ("FreedomIntelligence/openPangu-Ultra-MoE-718B-V1.1",),
     "DeepseekOCRForCausalLM": ("deepseek-ai/DeepSeek-OCR",),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
     "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2-VL-1.6B",),

@@ -162,13 +162,15 @@ class LinearState:
       num_heads: heads.
       head_dim: elements of a query, of a key and of a value.
       num_groups: groups of heads whose outputs are normed together, a divisor of num_heads; 1 for all heads at once.
-      qk_norm: whether queries and keys are normed; only if they have rope.
+      qk_norm: whether queries and keys are normed; only in Ling 2.5's form, whose queries and keys have rope.
+      silu: whether queries, keys and values pass a SiLU in Ling 2.5's form; in MiniMax's they always do.
     """
 
     num_heads: int
     head_dim: int
     num_groups: int = 1
     qk_norm: bool = False
+    silu: bool = False
 
     def __post_init__(self) -> None:
         check_size("linear attention: num_heads", self.num_heads, MAX_HEADS)

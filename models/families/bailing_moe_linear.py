@@ -12,9 +12,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, read_rope
+from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import LinearState
+from jaxengine.models.families.bailing_hybrid import grouped_kinds, whole_ropes
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM
 from jaxengine.models.families.llama import LAYER
@@ -37,7 +38,6 @@ _DEFAULTS: dict[str, Any] = {
     "use_qk_norm": False,
     "group_norm_size": 1,
 }
-_PARTIAL = "partial_rotary_factor"
 
 
 class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
@@ -58,18 +58,20 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
         raw = {**fields.raw, **{usual: fields.raw[own] for own, usual in _SPELLED.items() if own in fields.raw}}
         fields = ConfigFields(raw).with_defaults(**_DEFAULTS)
         heads = fields.integer("num_attention_heads")
-        fields.require(num_kv_heads_for_linear_attn=heads, linear_silu=False, use_linear_silu=False, linear_rope=True)
+        if fields.value("num_kv_heads_for_linear_attn", heads) not in (0, heads):
+            raise fields.fail("num_kv_heads_for_linear_attn", f"0 or num_attention_heads = {heads}")
         fields.require(rope_interleave=True, moe_router_enable_expert_bias=True, use_bias=False, use_qkv_bias=False)
-        every, count = fields.integer("layer_group_size", 8), fields.integer("num_hidden_layers")
-        kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(count)]
-        shared = hf_latent_fields(_of_latents(fields))
+        # Each head has a key in both kinds of layers, whatever num_key_value_heads.
+        shared = hf_latent_fields(ConfigFields({**whole_ropes(fields).raw, "num_key_value_heads": heads}))
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // heads)
         rope = read_rope(fields, head_dim, partial_rotary=True)
         groups = fields.integer("group_norm_size")
         if heads % groups:
             raise fields.fail("group_norm_size", f"a divisor of num_attention_heads {heads}")
-        state = LinearState(heads, head_dim, groups, fields.boolean("use_qk_norm"))
-        layers = zip(shared["attention"], kinds, strict=True)
+        silu = fields.boolean("use_linear_silu", fields.boolean("linear_silu", False))
+        fields.require(linear_rope=True)
+        state = LinearState(heads, head_dim, groups, fields.boolean("use_qk_norm"), silu)
+        layers = zip(shared["attention"], grouped_kinds(fields, 8), strict=True)
         attention = (replace(each, rope=rope, state=state) if kind == LINEAR else each for each, kind in layers)
         unread = fields.integer("num_nextn_predict_layers", 0, minimum=0)
         return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields), "num_unread_layers": unread}
@@ -81,17 +83,6 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
         slopes = _slopes(own.state.num_heads, layer, config.num_layers)
         options: dict[str, Any] = {"slopes": slopes, "eps": config.rms_norm_eps, "source": source, "build": build}
         return RotatedLightningAttention(own.state, config.hidden_size, **options)
-
-
-def _of_latents(fields: ConfigFields) -> ConfigFields:
-    """Return the fields for layers with latent attention, which rotate all of a key's rotated part, and in which each
-    head has a key.
-    """
-    raw = {name: value for name, value in fields.raw.items() if name not in (_PARTIAL, "num_key_value_heads")}
-    for name in ("rope_parameters", "rope_scaling"):
-        if (rope := fields.mapping(name)) is not None:
-            raw[name] = {key: value for key, value in rope.items() if key != _PARTIAL}
-    return ConfigFields(raw)
 
 
 def _slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:

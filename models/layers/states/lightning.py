@@ -69,8 +69,9 @@ class LightningAttention(nnx.Module):
 
 class RotatedLightningAttention(nnx.Module):
     """Lightning attention of Ling 2.5: x -> o_proj(norm(o) * sigmoid(z)), where z is projected from x and o is read by
-    queries from the state. Queries and keys are normed, if the state says so, and have rope; queries are scaled by the
-    root of their size. The norm is over groups of heads. Heads are split over devices.
+    queries from the state. If the state says so, queries, keys and values pass a SiLU, and queries and keys are then
+    normed. Both have rope; queries are divided by the root of their size. The norm is over groups of heads. Heads are
+    split over devices.
 
     slopes: for all heads, the negated logarithm of the decay of one token. eps: epsilon of all norms.
     """
@@ -87,6 +88,7 @@ class RotatedLightningAttention(nnx.Module):
     ):
         size, inner = state.head_dim, state.inner_size
         self.size, self.slopes, self.num_heads = size, slopes, state.num_heads // build.mesh.num_shards("heads")
+        self.silu = state.silu
         qkv = tuple(part._replace(group=size) for part in parts_of(f"{source}.query_key_value", inner, inner, inner))
         gate = (Source(f"{source}.g_proj", inner, group=size),)
         self.qkv = Linear(hidden_size, qkv, axes=("embed", "heads"), build=build)
@@ -107,7 +109,8 @@ class RotatedLightningAttention(nnx.Module):
         """
         shape = x.shape[0], self.num_heads, self.size
         with jax.named_scope("inputs"):
-            parts = jnp.split(self.qkv(x, step.rows).astype(jnp.float32), 3, axis=1)
+            joined = self.qkv(x, step.rows).astype(jnp.float32)
+            parts = jnp.split(jax.nn.silu(joined) if self.silu else joined, 3, axis=1)
             q, k, v = (part.reshape(shape) for part in parts)
             if self.qk_norms:
                 q, k = self.qk_norms[0](q), self.qk_norms[1](k)
