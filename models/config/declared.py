@@ -30,8 +30,8 @@ class DeclaredForm:
       norm: kind of all norms.
       placement: placement of norms.
       norms: names of a layer's norms in the order of their use, one where both parts share it.
-      norm_offsets: for each of `norms`, what is added to its weights, which the checkpoint has without it; () for
-        nothing or, for OFFSET, 1. Only for RMS norms with weights.
+      norm_offsets: for each of `norms`, which must be of kind OFFSET, the number from which its weights are stored as
+        their difference; () for one.
       first_norm: whether the first layer has the first of its norms; otherwise its input is not normed.
       qkv: projections of queries, keys and values, one name where they are joined, or two where keys and values are.
       joined: order of a joined projection's rows.
