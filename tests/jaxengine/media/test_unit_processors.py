@@ -377,26 +377,6 @@ def test_deepseek_ocr2_of_its_first_files_of_strips_and_of_embeddings(tmp_path):
         assert made.grid_of(item.num_rows, None)
 
 
-def test_deepseek_ocr_of_its_first_files_and_of_embeddings(tmp_path):
-    """A line of tiles, or of the whole image, has one row more than these; without settings tiles have 640 pixels."""
-    made = processor(tmp_path, "deepseek_ocr_vision")
-    whole, tile = 4, 3
-    first = whole * (whole + 1) + 1
-    for count in (first, first + 2 * tile * (tile + 1), first + tile * (2 * tile + 1)):
-        assert made.grid_of(count, None) == (1, 1, count)
-    for count, grid in ((first - 1, None), (first + tile * (tile + 1), None), (first, (1, 4, 4))):
-        with pytest.raises(RequestError, match=f"must be 21, and for R lines of C tiles .* no grid; got {count}"):
-            made.grid_of(count, grid)
-    whole_only = made.process("image", picture(0), {"crop_to_patches": False})
-    assert whole_only.num_rows == first and made.process("image", picture(2), {}).num_rows == first
-    path, raw = tmp_path / "preprocessor_config.json", read_config_json(FOLDER / "deepseek_ocr_vision")
-    settings = {name: value for name, value in json.loads(path.read_text()).items() if name != "tile_size"}
-    path.unlink()
-    (tmp_path / "processor_config.json").write_text(json.dumps(settings))  # whose settings are those of images alone
-    with pytest.raises(ModelFileError, match=r"tile_size must be a multiple of 8, .* 32, got 640"):
-        processor_class("DeepseekOCRForCausalLM")(tmp_path, raw, read_hf(raw), made.tokenizer)
-
-
 def test_videos_of_internvl(tmp_path):
     """A frame is a tile; a checkpoint that makes something else of videos than of pictures takes none."""
     made, frames = processor(tmp_path, "internvl_vision"), np.stack([picture(0)] * 5)
