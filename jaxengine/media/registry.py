@@ -45,6 +45,7 @@ PROCESSORS = {
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl:ErnieVLProcessor",
     "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VlProcessor",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2:DeepseekOcr2Processor",
+    "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOcrProcessor",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
     "MiniCPMV4_7ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
     "MiniCPMOcrForConditionalGeneration": "minicpmv:MiniCPMVProcessor",

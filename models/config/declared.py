@@ -30,9 +30,13 @@ class DeclaredForm:
       norm: kind of all norms.
       placement: placement of norms.
       norms: names of a layer's norms in the order of their use, one where both parts share it.
+      norm_offsets: for each of `norms`, which must be of kind OFFSET, the number from which its weights are stored as
+        their difference; () for one.
       first_norm: whether the first layer has the first of its norms; otherwise its input is not normed.
-      qkv: projections of queries, keys and values, or one name where they are joined.
+      qkv: projections of queries, keys and values, one name where they are joined, or two where keys and values are.
       joined: order of a joined projection's rows.
+      query_rank: size of the vector that the projection of queries returns, from which they are projected by `wq` after
+        the norm `inter_norm`, both in `self_attn`; None where that projection returns queries.
       out: projection after attention.
       heads_norm: RMS norm of the outputs of all heads at once, before that projection; None for none.
       clip: bound of projected queries, keys and values; None for none.
@@ -46,6 +50,7 @@ class DeclaredForm:
       up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
       joined_up: whether the one projection in `up` is gate and up joined.
       down: the MLP's projection after the activation.
+      down_bias: whether `down` of a gated MLP has a bias though `up` has none.
       limits: for each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared or dense MLP,
         each None for none; () for none in all layers.
       inner_norm: RMS norm of the input of `down` in a gated MLP; None for none.
@@ -64,6 +69,7 @@ class DeclaredForm:
       depth_scaled: whether, in place of `residuals`, the n-th addend (the embeddings are the first) has the factor
         n ** -0.5, and the sum before it ((n - 1) / n) ** 0.5.
       mixer: module of a layer that keeps a state instead of attention.
+      latent_eps: epsilon of the norms of latents; None for that of DeepSeek's models, 1e-6.
       embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
         for the hidden size.
     """
@@ -71,9 +77,11 @@ class DeclaredForm:
     norm: str = LAYER
     placement: str = BEFORE
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm_offsets: tuple[float, ...] = ()
     first_norm: bool = True
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     joined: str = ROWS
+    query_rank: int | None = None
     out: str = "self_attn.o_proj"
     heads_norm: str | None = None
     clip: float | None = None
@@ -89,6 +97,7 @@ class DeclaredForm:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     joined_up: bool = False
     down: str = "mlp.down_proj"
+    down_bias: bool = False
     limits: tuple[tuple[float | None, float | None], ...] = ()
     inner_norm: str | None = None
     experts_norm: str | None = None
@@ -96,6 +105,7 @@ class DeclaredForm:
     residuals: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 3
     depth_scaled: bool = False
     mixer: str = "mamba"
+    latent_eps: float | None = None
     positions: str | None = None
     first_position: int = 0
     root_scaled: bool = False

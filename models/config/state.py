@@ -161,14 +161,24 @@ class LinearState:
     Attributes:
       num_heads: heads.
       head_dim: elements of a query, of a key and of a value.
+      num_groups: groups of heads whose outputs are normed together, a divisor of num_heads; 1 for all heads at once.
+      qk_norm: whether queries and keys are normed; only in Ling 2.5's form, whose queries and keys have rope.
+      silu: whether queries, keys and values pass a SiLU in Ling 2.5's form; in MiniMax's they always do.
     """
 
     num_heads: int
     head_dim: int
+    num_groups: int = 1
+    qk_norm: bool = False
+    silu: bool = False
 
     def __post_init__(self) -> None:
         check_size("linear attention: num_heads", self.num_heads, MAX_HEADS)
         check_size("linear attention: head_dim", self.head_dim, MAX_HEAD_DIM)
+        check_size("linear attention: num_groups", self.num_groups, self.num_heads)
+        if self.num_heads % self.num_groups:
+            text = f"linear attention: num_groups must divide num_heads = {self.num_heads}, got {self.num_groups}"
+            raise ModelConfigError(text)
 
     @property
     def inner_size(self) -> int:

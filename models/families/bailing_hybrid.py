@@ -1,5 +1,6 @@
-"""Ling 3 (Ant Group 2026): Kimi Linear's layers, where attention has rope and a gate for each head, and the decays and
-gates of delta nets are projected directly from the hidden state.
+"""Ling 3 (Ant Group 2026), as transformers stores it and as it was published first (BailingMoeV3ForCausalLM): Kimi
+Linear's layers, where attention has rope and a gate for each head, and the decays and gates of delta nets are projected
+directly from the hidden state.
 """
 
 from __future__ import annotations
@@ -37,6 +38,24 @@ _DEFAULTS: dict[str, Any] = {
     "n_group": 8,
     "topk_group": 4,
 }
+_PARTIAL = "partial_rotary_factor"
+# Fields of BailingMoeV3ForCausalLM's files and their only supported values. Published code does not use the lists of
+# bounds of SwiGLU in these files, and neither does transformers.
+_ONLY: dict[str, Any] = {
+    "no_kda_lora": True,
+    "use_kda_lora": False,
+    "use_mla_nope": False,
+    "rope_interleave": True,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "moe_router_enable_expert_bias": True,
+    "scale_router_input": False,
+    "score_function": "sigmoid",
+    "up_proj_norm": False,
+    "value_norm": False,
+    "use_nGPT": False,
+    "use_bias": False,
+    "use_qkv_bias": False,
+}
 
 
 def _lower_bound(fields: ConfigFields) -> float | None:
@@ -49,6 +68,27 @@ def _lower_bound(fields: ConfigFields) -> float | None:
     if type(bound := fields.value("kda_lower_bound", -5.0)) not in (int, float) or not -MAX_FLOAT <= bound < 0:
         raise fields.fail("kda_lower_bound", "a number < 0")
     return float(bound)
+
+
+def grouped_kinds(fields: ConfigFields, every: int) -> list[str]:
+    """Return the kind of each layer in the published code of Ling 2.5 and 3: of each group of `layer_group_size` layers
+    (`every` without the field) the last is FULL and the others LINEAR; layers after the last whole group are FULL.
+    Raises ModelConfigError for wrong sizes.
+    """
+    every, count = fields.integer("layer_group_size", every), fields.integer("num_hidden_layers")
+    whole = count - count % every
+    return [LINEAR if layer < whole and (layer + 1) % every else FULL for layer in range(count)]
+
+
+def whole_ropes(fields: ConfigFields) -> ConfigFields:
+    """Return the fields without `partial_rotary_factor`, also in ropes: latent attention has a rotated part of its own,
+    all of which is rotated.
+    """
+    raw = {name: value for name, value in fields.raw.items() if name != _PARTIAL}
+    for name in ("rope_parameters", "rope_scaling"):
+        if (rope := fields.mapping(name)) is not None:
+            raw[name] = {key: value for key, value in rope.items() if key != _PARTIAL}
+    return ConfigFields(raw)
 
 
 class GatedLatentAttention(LatentAttention):
@@ -123,3 +163,12 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         inputs = [Source(f"{source}.{name}", size) for name, size in sizes.items()]
         options: dict[str, Any] = {"eps": config.rms_norm_eps, "source": source, "inputs": inputs, "build": build}
         return GatedDeltaNet(own.state, config.hidden_size, names=APART, **options)
+
+
+class BailingMoeV3ForCausalLM(BailingHybridForCausalLM):
+    """BailingHybridForCausalLM with the fields of its first configuration."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(**_ONLY, moe_shared_expert_intermediate_size=fields.integer("moe_intermediate_size"))
+        return super().read_hf(ConfigFields({**whole_ropes(fields).raw, "layer_types": grouped_kinds(fields, 6)}))

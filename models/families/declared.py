@@ -42,7 +42,7 @@ from jaxengine.models.families.declared_row import ACTIVATIONS, Row
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
-from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.attention.mla import LATENT_EPS, LatentAttention
 from jaxengine.models.layers.base.embedding import Embedding, vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import MLP, GatedMLP, SiluThenClamped
@@ -103,7 +103,10 @@ class DeclaredLayer(nnx.Module):
     ):
         """Create the norms of the form's placement. The first layer's first norm is an identity if the form says so."""
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
-        norms: list[nnx.Module] = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
+        offsets = [{"offset": each} for each in form.norm_offsets] or [{}] * len(form.norms)
+        norms: list[nnx.Module] = [
+            norm(source=f"{LAYER_NAME}.{name}", **offset) for name, offset in zip(form.norms, offsets, strict=True)
+        ]
         if build.layer == 0 and not form.first_norm:
             norms[0] = Identity()
         if form.placement == AROUND:
@@ -150,6 +153,32 @@ class NormedMLP(nnx.Module):
         return self.norm(self.mlp(x, rows))
 
 
+class LowRankQueries(nnx.Module):
+    """Projection to queries, keys and values side by side, in which queries are projected from the norm of a vector of
+    `rank` elements: wq(inter_norm(q_proj(x))), k_proj(x), v_proj(x). Each device computes that vector.
+
+    attention: the layer's heads, which are split over devices; keys and values as in Attention. eps: epsilon of the
+    norm.
+    """
+
+    def __init__(self, rank: int, attention: LayerAttention, hidden_size: int, eps: float, build: Build):
+        source, heads = f"{LAYER_NAME}.self_attn", attention.num_heads * attention.head_dim
+        copies, dims = head_copies(attention, build.mesh), (attention.head_dim, attention.v_head_dim)
+        self.down = Linear(hidden_size, (Source(f"{source}.q_proj", rank),), axes=("embed", "latent"), build=build)
+        self.norm = RMSNorm(rank, eps, source=f"{source}.inter_norm", build=build)
+        wq = Source(f"{source}.wq", heads, group=attention.head_dim)
+        self.up = Linear(rank, (wq,), axes=("latent", "heads"), build=build)
+        kv = (
+            Source(f"{source}.{name}_proj", attention.num_kv_heads * size, repeat=copies, group=size)
+            for name, size in zip("kv", dims, strict=True)
+        )
+        self.kv = Linear(hidden_size, tuple(kv), axes=("embed", "heads"), build=build)
+
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """Return this device's queries, keys and values side by side, [T, N * H + K * (H + Hv)], of x [T, D]."""
+        return jnp.concatenate([self.up(self.norm(self.down(x, rows)), rows), self.kv(x, rows)], axis=-1)
+
+
 class DeclaredAttention(Attention):
     """Attention of a DeclaredForm. Depending on the form it bounds q, k and v, norms q and k before or after rope,
     reverses the rotation, scales values, and norms and gates the heads' outputs. eps: epsilon of the norms.
@@ -171,6 +200,8 @@ class DeclaredAttention(Attention):
             qk_norms=[None, None] if form.qk_norms_last else norms,
         )
         self.form = form
+        if form.query_rank is not None:
+            self.qkv = LowRankQueries(form.query_rank, attention, hidden_size, eps, build)
         if form.heads_norm is not None:
             count, size = attention.num_heads, attention.v_head_dim
             self.heads_norm = HeadsRMSNorm(count, size, eps, source=f"{LAYER_NAME}.{form.heads_norm}", build=build)
@@ -332,7 +363,8 @@ class DeclaredForCausalLM(Decoder):
         if isinstance(own.state, ShortConvolution):
             return ShortConv(own.state, size, source=source, build=build)
         if own.latent is not None:
-            return LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build)
+            eps = LATENT_EPS if form.latent_eps is None else form.latent_eps
+            return LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build, eps=eps)
         return DeclaredAttention(form, own, size, eps=eps, build=build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
@@ -363,6 +395,8 @@ class DeclaredForCausalLM(Decoder):
         if form.inner_norm is not None:
             named = {"source": f"{LAYER_NAME}.{form.inner_norm}", "axis": "ffn", "build": build}
             options["inner_norm"] = HeadsRMSNorm(ffn, 1, config.rms_norm_eps, **named)
+        if form.down_bias:
+            options["down_bias"] = True
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, clamped=clamped, **options)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
@@ -398,13 +432,18 @@ class DeclaredForCausalLM(Decoder):
 
 def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
     """Return the sources of queries, keys and values, in this order: three modules, or the respective rows of one
-    joined module, arranged as `form.joined` says.
+    joined module, or of keys and values alone, arranged as `form.joined` says.
     """
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     sizes = heads * head_dim, kv_heads * head_dim, kv_heads * attention.v_head_dim
     names = [f"{LAYER_NAME}.{name}" for name in form.qkv]
     if len(names) == len(sizes):
         return [Source(name, size) for name, size in zip(names, sizes, strict=True)]
+    if len(names) == 2:  # the rows of keys and values alone are joined, by heads
+        runs, rows = (head_dim, attention.v_head_dim), {"tensor_rows": sum(sizes[1:])}
+        firsts = zip(sizes[1:], (0, runs[0]), runs, strict=True)
+        own = [Source(names[1], size, first=at, run=run, stride=sum(runs), **rows) for size, at, run in firsts]
+        return [Source(names[0], sizes[0]), *own]
     if form.joined == ROWS:
         return list(parts_of(names[0], *sizes))
     count = 4 if form.joined == QUARTERS else kv_heads

@@ -202,11 +202,25 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
     return replace(attention, temperature=TemperatureTuning(original, beta))
 
 
-def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_parameters` without partial_rotary_factor; None if empty. Raises ModelConfigError without rope."""
+def _mistral_rope(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `rope_parameters` without partial_rotary_factor, and with what `llama_4_scaling` of Mistral Large 3's
+    files says, if present; None if empty. Raises ModelConfigError without rope, and for two different original lengths.
+    """
     require_rope(fields)
-    rope = fields.mapping("rope_parameters") or {}
-    return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
+    rope = dict(fields.mapping("rope_parameters") or {})
+    rope.pop("partial_rotary_factor", None)
+    if fields.has("llama_4_scaling"):
+        own, name = fields.part("llama_4_scaling"), "original_max_position_embeddings"
+        own.require(**({name: rope[name]} if name in rope else {}))
+        rope |= {"llama_4_scaling_beta": own.number("beta"), name: own.integer(name)}
+    return {"rope_parameters": rope or None}
+
+
+def _mistral_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Return the ExpertsConfig of experts with softmax scores. Raises ModelConfigError for wrong fields."""
+    fields.require(scoring_func="softmax", moe_layer_freq=1)
+    own = ConfigFields({key: value for key, value in fields.raw.items() if key != "scoring_func"})
+    return replace(sigmoid_experts(own), scoring_func="softmax", correction_bias=False)
 
 
 def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
@@ -218,10 +232,8 @@ def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
     return {"rope_scaling": named} if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")) else {}
 
 
-def _bailing(about: str, **defaults: Any) -> Row:
-    """Return a Row for layers as in Ling 2.0. about: the row's description. defaults: further defaults of absent
-    fields.
-    """
+def ling(about: str, **defaults: Any) -> Row:
+    """Return a Row for layers as in Ling 2.0. about: the row's description. defaults: further defaults."""
     return Row(
         about,
         replace(
@@ -370,9 +382,9 @@ EXPERT_ROWS: dict[str, Row] = {
         latent=True,
         defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1},
         only={"n_group": 1, "topk_group": 1},
-        adapt=_without_part,
+        adapt=_mistral_rope,
         each_layer=_mistral_layer,
-        experts=lambda fields: replace(sigmoid_experts(fields), scoring_func="softmax", correction_bias=False),
+        experts=_mistral_experts,
         **_BIASED,
     ),
     "YoutuForCausalLM": Row(
@@ -474,17 +486,11 @@ EXPERT_ROWS: dict[str, Row] = {
         parts=((".post_self_attn_layernorm", ".post_attn_norm"), (".post_mlp_layernorm", ".post_ffn_norm")),
         **_PLAIN,
     ),
-    "SarvamMoEForCausalLM": _bailing(
+    "SarvamMoEForCausalLM": ling(
         "Sarvam 30B (Sarvam AI 2026): Ling 2.0's layers with all of each head rotated.",
         rms_norm_eps=1e-6,
         rope_theta=8000000.0,
         n_shared_experts=1,
         routed_scaling_factor=2.5,
-    ),
-    "BailingMoeV2ForCausalLM": _bailing(
-        "Ling 2.0 (Ant Group 2025): GLM-4.5's layers with a joined projection of queries, keys and values.",
-        rms_norm_eps=1e-6,
-        rope_theta=600000.0,
-        n_shared_experts=0,
     ),
 }

@@ -4,17 +4,20 @@ published with their weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.models.config.declared import GROUPS, LAYER, RMS, ROWS, DeclaredForm
+from jaxengine.models.config.declared import AROUND, GROUPS, LAYER, OFFSET, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import read_rope
+from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.families.declared_row import Row, softmax_experts
+from jaxengine.models.families.declared_experts import ling
+from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME, transformer_names
+from jaxengine.models.families.glm4_moe import sigmoid_experts
 
 _RMS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
 
@@ -86,6 +89,135 @@ def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
     return replace(softmax_experts(own), dense_layers=tuple(range(first)), shared_intermediate_size=size)
 
 
+def _telechat_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `rope_theta` (10000 by default) for models trained with longer texts than their first ones, `base_seqlen`:
+    multiplied by alpha ** (d / (d - 2)), alpha = 2 ** ceil(log2(training_seqlen / base_seqlen) + 1) - 1, for heads of d
+    elements. Beyond `training_seqlen` published code changes it with a text's length; `max_position_embeddings` is thus
+    that length, or `seq_length` without it. Raises ModelConfigError for wrong fields.
+    """
+    trained, base = fields.integer("training_seqlen", None), fields.integer("base_seqlen", None)
+    theta, size = fields.number("rope_theta", 10000.0), read_head_dim(fields)
+    longest = trained or fields.integer("seq_length")
+    if trained is not None and base is not None and trained > base:
+        alpha = 2 ** math.ceil(math.log2(trained / base) + 1) - 1
+        theta *= alpha ** (size / (size - 2))
+    return {"rope_theta": theta, "max_position_embeddings": longest}
+
+
+def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `layer_types` (every `sliding_window_pattern`-th layer is FULL, by default every eighth), the window
+    (`window_size`, 128 by default, or the one in `sliding_window`, a number or a list with null for FULL layers) and
+    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1. Raises ModelConfigError for wrong fields.
+    """
+    window, thetas = fields.value("sliding_window", None), (fields.number("rope_theta"), fields.number(_LOCAL))
+    listed = {each for each in window if each is not None} if isinstance(window, list) else {window} - {None}
+    if len(listed) > 1 or any(type(each) is not int or each < 1 for each in listed):
+        raise fields.fail("sliding_window", "an integer >= 1, or a list of one such number and null")
+    plain = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
+    if (factor := fields.number("rope_scaling_factor", 1.0)) != 1.0:
+        original = fields.integer("initial_context_length")
+        plain[0] |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        plain[0] |= {"truncate": False}
+    return {
+        "layer_types": list(layer_kinds(fields, fields.integer("sliding_window_pattern", 8))),
+        "sliding_window": listed.pop() if listed else fields.integer("window_size", 128),
+        "rope_parameters": {FULL: plain[0], SLIDING: plain[1]},
+    }
+
+
+def _pangu_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Return the form with norms before and after both parts of a layer if `sandwich_norm` is true, and with
+    `rms_norm_eps` in the norms of latents. Raises ModelConfigError for wrong fields.
+    """
+    form = replace(form, latent_eps=fields.number("rms_norm_eps"))
+    if not fields.boolean("sandwich_norm"):
+        return form
+    return replace(form, placement=AROUND, norms=(*form.norms, "pre_mlp_layernorm", "post_mlp_layernorm"))
+
+
+def _pangu_experts(fields: ConfigFields) -> ExpertsConfig | None:
+    """Return the ExpertsConfig of experts with sigmoid scores, corrected if `router_enable_expert_bias` is true; None
+    for a model without `n_routed_experts`. Raises ModelConfigError for wrong fields.
+    """
+    if fields.value("n_routed_experts", None) is None:
+        return None
+    corrected = fields.boolean("router_enable_expert_bias", False)
+    return replace(sigmoid_experts(fields), correction_bias=corrected)
+
+
+def _param_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Return the ExpertsConfig of Ling 2.0's experts, whose shared MLP has the size
+    `moe_shared_expert_intermediate_size` if that is set. Raises ModelConfigError for wrong fields.
+    """
+    own = sigmoid_experts(fields)
+    size = fields.integer("moe_shared_expert_intermediate_size", own.shared_intermediate_size)
+    return replace(own, shared_intermediate_size=size if own.shared_intermediate_size else 0)
+
+
+def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the number of KV heads, 1, the longest context, and `mlp_layer_types`, in which the layers that
+    `moe_layers_enum` names (a list, or a text separated by commas; all but the first without it) are sparse. Raises
+    ModelConfigError for wrong fields.
+    """
+    count, listed = fields.integer("num_hidden_layers"), fields.value("moe_layers_enum", None)
+    listed = list(range(1, count)) if listed is None else listed
+    listed = [part.strip() for part in listed.split(",") if part.strip()] if isinstance(listed, str) else listed
+    known = {str(layer) for layer in range(count)}
+    if not isinstance(listed, (list, tuple)) or not {str(each) for each in listed} <= known:
+        raise fields.fail("moe_layers_enum", f"numbers of layers, 0 to {count - 1}, a list or separated by commas")
+    sparse = {str(each) for each in listed}
+    return {
+        "num_key_value_heads": 1,
+        "mlp_layer_types": ["sparse" if str(layer) in sparse else "dense" for layer in range(count)],
+    }
+
+
+def _step_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Return the ExpertsConfig of experts with softmax scores and a shared MLP of size `share_expert_dim`. Raises
+    ModelConfigError for wrong fields.
+    """
+    return replace(softmax_experts(fields), shared_intermediate_size=fields.integer("share_expert_dim"))
+
+
+_LOCAL = "rope_local_theta"
+# openPangu's first names of DeepSeek-V3's fields.
+_PANGU_NAMES = {
+    "attention_kv_lora_dim": "kv_lora_rank",
+    "attention_q_lora_dim": "q_lora_rank",
+    "attention_qk_dim": "qk_nope_head_dim",
+    "attention_qk_rope_dim": "qk_rope_head_dim",
+    "attention_v_dim": "v_head_dim",
+    "num_dense_layers": "first_k_dense_replace",
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "num_routed_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+}
+_STEP3 = Row(
+    "Step 3 (StepFun 2025, arXiv:2507.19427): one head of keys and values, queries projected from a vector of low "
+    "rank, experts of softmax scores beside a shared MLP.",
+    DeclaredForm(norm=RMS),
+    spelled={
+        "max_seq_len": "max_position_embeddings",
+        "max_position_embedding": "max_position_embeddings",
+        "moe_num_experts": "num_experts",
+        "moe_top_k": "num_experts_per_tok",
+        "norm_expert_weight": "norm_topk_prob",
+    },
+    defaults={"rms_norm_eps": 1e-5, "head_dim": 256, "rope_theta": 500000.0, "norm_topk_prob": False},
+    only={"num_attention_groups": 1, "attention_bias": False, "mlp_bias": False},
+    bias=False,
+    output_bias=False,
+    adapt=_step_fields,
+    choose=lambda fields, form: replace(form, query_rank=fields.integer("share_q_dim", read_head_dim(fields))),
+    experts=_step_experts,
+    suffixes=tuple(
+        (f"{own}.{part}_proj.weight", f"{usual}.{part}_proj{end}")
+        for own, usual, end in ((".share_expert", ".mlp.shared_experts", ".weight"), (".moe", ".mlp.experts", ""))
+        for part in ("gate", "up", "down")
+    )
+    + ((".moe.gate.weight", ".mlp.gate.weight"),),
+    **_RMS,
+)
 # Keys are the class names that config.json lists under "architectures".
 HUB_ROWS: dict[str, Row] = {
     "InternLM2ForCausalLM": Row(
@@ -227,5 +359,90 @@ HUB_ROWS: dict[str, Row] = {
         about="StableLM under its first name.",
         spelled={"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"},
         only={"rotary_scaling_factor": 1.0},
+    ),
+    "BailingMoeV2ForCausalLM": ling(
+        "Ling 2.0 (Ant Group 2025): GLM-4.5's layers with a joined projection of queries, keys and values.",
+        rms_norm_eps=1e-6,
+        rope_theta=600000.0,
+        n_shared_experts=0,
+    ),
+    "Param2MoEForCausalLM": ling(
+        "Param 2 (BharatGen 2026): Ling 2.0's layers.",
+        rms_norm_eps=1e-6,
+        n_shared_experts=1,
+        use_qk_norm=False,
+    )._replace(experts=_param_experts),
+    "TeleChat2ForCausalLM": Row(
+        "TeleChat 2 (TeleAI 2024): Llama with a joined projection of keys and values, and biases where attention and "
+        "MLP end.",
+        DeclaredForm(
+            norm=RMS,
+            qkv=("self_attention.query", "self_attention.key_value"),
+            out="self_attention.dense",
+            down_bias=True,
+        ),
+        names=transformer_names(word_embeddings="embed_tokens"),
+        spelled={
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "ffn_hidden_size": "intermediate_size",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        defaults={"rms_norm_eps": 1e-5},
+        only={"apply_residual_connection_post_layernorm": False, "embed_layernorm": False},
+        bias=False,
+        adapt=_telechat_fields,
+        **_RMS,
+    ),
+    "Plamo3ForCausalLM": Row(
+        "PLaMo 3 (Preferred Networks 2025): norms before and after both parts of a layer, whose weights are stored as "
+        "their difference from small numbers, windows with a rope of their own in most layers.",
+        DeclaredForm(
+            norm=OFFSET,
+            placement=AROUND,
+            norms=("pre_mixer_norm", "post_mixer_norm", "pre_mlp_norm", "post_mlp_norm"),
+            norm_offsets=(1.0, 1 / 5, 1.0, 1 / 5**1.5),
+            qkv=("mixer.qkv_proj",),
+            joined=ROWS,
+            out="mixer.o_proj",
+            qk_norm=OFFSET,
+            qk_norms=("mixer.q_norm", "mixer.k_norm"),
+            up=("mlp.gate_up_proj",),
+            joined_up=True,
+        ),
+        names=(("model.layers.layers.", "model.layers."),),
+        spelled={"rope_global_theta": "rope_theta"},
+        defaults={"rms_norm_eps": 1e-6, "head_dim": 128, "num_key_value_heads": 4, "rope_theta": 150000.0}
+        | {_LOCAL: 10000.0},
+        only={"scale_embedding": False},
+        rope=no_rope,
+        bias=False,
+        output_bias=False,
+        tied=True,
+        adapt=_plamo_fields,
+        each_layer=kinds_of_ropes,
+        **_RMS,
+    ),
+    "PanguUltraMoEForCausalLM": Row(
+        "openPangu Ultra MoE (Huawei 2025, arXiv:2505.04519): DeepSeek-V3's layers, in some models with norms after "
+        "both parts, and experts of sigmoid scores without groups. MTP layers are not read.",
+        DeclaredForm(norm=RMS),
+        latent=True,
+        spelled=_PANGU_NAMES,
+        defaults={"rms_norm_eps": 1e-5, "sandwich_norm": False, "n_shared_experts": 0, "q_lora_rank": None},
+        only={"attention_bias": False, "mlp_bias": False, "n_group": 1, "topk_group": 1, "moe_layer_freq": 1}
+        | {"param_sink_number": 0},
+        bias=False,
+        output_bias=False,
+        choose=_pangu_form,
+        experts=_pangu_experts,
+        more=lambda fields: {"num_unread_layers": fields.integer("num_nextn_predict_layers", 0, minimum=0)},
+        **_RMS,
+    ),
+    "Step3TextForCausalLM": _STEP3,
+    "Step3VLForConditionalGeneration": _STEP3._replace(
+        about="Step 3 with a vision tower (StepFun 2025, arXiv:2507.19427), its text part alone: Step 3's layers.",
+        wrapped=True,
+        unused=("vision_model.", "vit_downsampler.", "vit_downsampler2.", "vit_large_projector."),
     ),
 }

@@ -4,6 +4,7 @@ DeepSeek-V2's experts with Llama's attention, and a vision tower that encodes an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -36,7 +37,18 @@ _STORED = (
     ("projector.layers.", f"{PROJECTOR}."),
     ("view_seperator", SEPARATOR),
 )
-_TEXT = "deepseek_ocr2_text"
+NAMES = CheckpointNames(
+    prefixes=(
+        ("model.language_model.", "model."),
+        *((f"model.{part}", part) for part in (TOWER, PROJECTOR, SEPARATOR)),
+        *((f"model.{stored}", name) for stored, name in _STORED),
+    ),
+    suffixes=tuple(
+        (f".norm{number}.{end}", f".layer_norm{number}.{end}") for number in (1, 2) for end in ("weight", "bias")
+    ),
+    tower=(f"{TOWER}.", f"{PROJECTOR}.", SEPARATOR),
+    flattened=KERNELS,
+)
 # transformers' defaults for fields that a file lacks.
 _DEFAULTS = {
     "vocab_size": 102400,
@@ -66,31 +78,12 @@ class DeepseekOcr2ForConditionalGeneration(LlamaForCausalLM):
     """Llama's attention with DeepSeek-V2's experts, and a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(
-            ("model.language_model.", "model."),
-            *((f"model.{part}", part) for part in (TOWER, PROJECTOR, SEPARATOR)),
-            *((f"model.{stored}", name) for stored, name in _STORED),
-        ),
-        suffixes=tuple(
-            (f".norm{number}.{end}", f".layer_norm{number}.{end}") for number in (1, 2) for end in ("weight", "bias")
-        ),
-        tower=(f"{TOWER}.", f"{PROJECTOR}.", SEPARATOR),
-        flattened=KERNELS,
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = _as_transformers(fields) if fields.has("language_config") else fields
-        text = text_fields(fields).with_defaults(**_DEFAULTS)
-        if text.text("model_type", _TEXT) != _TEXT:
-            raise text.fail("model_type", f"{_TEXT} in text_config")
-        bias, dense = text.boolean("attention_bias", False), listed_dense(text)
-        if dense is None:
-            raise text.fail("mlp_layer_types", "a list of dense and sparse, one for each layer")
-        experts = read_experts(text, dense)
-        shared = hf_fields(text, bias=bias, output_bias=bias)
-        return shared | {"experts": experts, "tower": read_deepseek_ocr2(fields)}
+        return read_text(fields, "deepseek_ocr2_text") | {"tower": read_deepseek_ocr2(fields)}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         assert self.config.experts is not None
@@ -99,37 +92,61 @@ class DeepseekOcr2ForConditionalGeneration(LlamaForCausalLM):
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", router_dtype=jnp.float32, build=build)
 
 
+def read_text(fields: ConfigFields, kind: str) -> dict[str, Any]:
+    """Return arguments of ModelConfig, without the tower, for the fields of a config.json as transformers calls them.
+
+    kind: model_type of `text_config`, which may lack it. Raises ModelConfigError for wrong fields, for another type,
+    and if `mlp_layer_types` is absent.
+    """
+    text = text_fields(fields).with_defaults(**_DEFAULTS)
+    if text.text("model_type", kind) != kind:
+        raise text.fail("model_type", f"{kind} in text_config")
+    bias, dense = text.boolean("attention_bias", False), listed_dense(text)
+    if dense is None:
+        raise text.fail("mlp_layer_types", "a list of dense and sparse, one for each layer")
+    experts = read_experts(text, dense)
+    return hf_fields(text, bias=bias, output_bias=bias) | {"experts": experts}
+
+
 def _as_transformers(fields: ConfigFields) -> ConfigFields:
     """Return the fields of a config.json of DeepseekOCR2ForCausalLM as transformers calls them. Raises ModelConfigError
-    for wrong fields and for what is not supported: latent attention, dense layers between sparse ones, another
-    projector than a linear one, and another tile_tag than 2D.
+    for wrong fields and for what named_as_transformers refuses.
+    """
+    size = fields.part("vision_config").part("width").part("qwen2-0-5b").integer("dim", _FIRST_SIZE)
+    # Its code takes no downsample_channels from the file, where they are another model's.
+    sam = {"downsample_channels": [_FIRST_CHANNELS, size]}
+    return named_as_transformers(fields, sam, _FIRST_ENCODER | {"hidden_size": size})
+
+
+def named_as_transformers(fields: ConfigFields, sam: Mapping[str, Any], encoder: Mapping[str, Any]) -> ConfigFields:
+    """Return the fields of a config.json of DeepSeek-OCR's first code as transformers calls them. Raises
+    ModelConfigError for wrong fields and for what is not supported: latent attention, dense layers between sparse ones,
+    another projector than a linear one, and another tile_tag than 2D.
+
+    sam: further fields of the first encoder, under transformers' names. encoder: the fields of the second. `mlp_ratio`
+    is left out, as that code does not use it.
     """
     language = fields.part("language_config")
     language.require(use_mla=False, kv_lora_rank=None, moe_layer_freq=1)
     fields.require(tile_tag="2D")
     fields.part("projector_config").require(projector_type="linear")
     vision = fields.part("vision_config")
-    widths = vision.part("width")
-    sam, size = widths.part("sam_vit_b"), widths.part("qwen2-0-5b").integer("dim", _FIRST_SIZE)
-    layers = language.integer("num_hidden_layers")
+    first, layers = vision.part("width").part("sam_vit_b"), language.integer("num_hidden_layers")
     dense = min(language.integer("first_k_dense_replace", 0, minimum=0), layers)
-    text = {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense), "model_type": _TEXT}
+    mlps = ["dense"] * dense + ["sparse"] * (layers - dense)
     of_sam = {
-        "hidden_size": sam.value("width", None),
-        "num_hidden_layers": sam.value("layers", None),
-        "num_attention_heads": sam.value("heads", None),
-        "global_attn_indexes": sam.value("global_attn_indexes", None),
+        "hidden_size": first.value("width", None),
+        "num_hidden_layers": first.value("layers", None),
+        "num_attention_heads": first.value("heads", None),
+        "global_attn_indexes": first.value("global_attn_indexes", None),
         "image_size": vision.value("image_size", None),
     }
-    # Its code takes neither mlp_ratio nor downsample_channels from the file, where they are another model's.
     named = {name: value for name, value in of_sam.items() if value is not None}
+    text = {name: value for name, value in (fields.mapping("language_config") or {}).items() if name != "model_type"}
     return ConfigFields(
         {
             **{name: value for name, value in fields.raw.items() if name != "language_config"},
-            "text_config": {**(fields.mapping("language_config") or {}), **text},
-            "vision_config": {
-                "sam_config": named | {"downsample_channels": [_FIRST_CHANNELS, size]},
-                "encoder_config": _FIRST_ENCODER | {"hidden_size": size},
-            },
+            "text_config": {**text, "mlp_layer_types": mlps},
+            "vision_config": {"sam_config": {**named, **sam}, "encoder_config": encoder},
         }
     )

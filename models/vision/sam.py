@@ -174,7 +174,7 @@ class _Layer(nnx.Module):
             places.append(places[0].swapaxes(0, 1))
             where = jnp.asarray(np.concatenate(places, -1), k.dtype)[None, :, :, None]
             k = jnp.concatenate([k, jnp.broadcast_to(where, (*k.shape[:-1], 2 * side))], -1)
-        seen = None if sides is None else _is_inside(side, sides).reshape(count, side * side)
+        seen = None if sides is None else is_inside(side, sides).reshape(count, side * side)
         q, k, v = (each.reshape(count, side * side, *each.shape[3:]) for each in (q, k, v))
         o = attend_units(q, k, v, seen)
         return self.out(o.reshape(count * side * side, -1)).reshape(x.shape)
@@ -240,7 +240,7 @@ class SamEncoder(nnx.Module):
             return self.second_norm(convolved(inside(x, sides), self.second))
 
 
-def _is_inside(grid: int, sides: jax.Array) -> jax.Array:
+def is_inside(grid: int, sides: jax.Array) -> jax.Array:
     """Return bool[U, grid, grid]: whether each position of U squares is within the first `sides` i32[U] rows and
     columns of its square.
     """
@@ -252,7 +252,7 @@ def inside(x: jax.Array, sides: jax.Array | None) -> jax.Array:
     """Return x [U, G, G, D] with zeros beyond the first `sides` i32[U] rows and columns of each square; x itself if
     `sides` is None.
     """
-    return x if sides is None else jnp.where(_is_inside(x.shape[1], sides)[..., None], x, 0)
+    return x if sides is None else jnp.where(is_inside(x.shape[1], sides)[..., None], x, 0)
 
 
 def shrunk(places: jax.Array, sides: jax.Array) -> jax.Array:

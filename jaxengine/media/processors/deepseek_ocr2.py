@@ -47,18 +47,31 @@ class DeepseekOcr2Processor(TilesProcessor):
         """
         super().read_settings(fields)
         self.crops = switch(fields, "crop_to_patches")
-        if fields.integer("tile_size", 768) != self.tile_side:
-            raise fields.fail("tile_size", f"{self.tile_side}, three quarters of the tower's image_size {self.side}")
+        self.read_tile_size(fields)
         colour = fields.value("background_color", _GREY)
         right = isinstance(colour, (list, tuple)) and len(colour) == 3
         if not right or any(type(value) is not int or not 0 <= value <= 255 for value in colour):
             raise fields.fail("background_color", "three integers from 0 to 255")
         self.colour = list(colour)
 
+    def read_tile_size(self, fields: ConfigFields) -> None:
+        """Check `tile_size`. Raises ModelConfigError for another size than the tower's tiles have."""
+        if fields.integer("tile_size", 768) != self.tile_side:
+            raise fields.fail("tile_size", f"{self.tile_side}, three quarters of the tower's image_size {self.side}")
+
+    @property
+    def ahead(self) -> int:
+        """Number of patches along a side that become one row."""
+        return int(self.tower.merge**0.5)
+
     @property
     def tile_side(self) -> int:
         """Side of a tile in pixels."""
         return self.tower.tile_grid * self.patch
+
+    def whole_side(self, crops: bool) -> int:
+        """Return the side in pixels of the whole image's square: the tower's, or a tile's if images are not cut."""
+        return self.side if crops else self.tile_side
 
     def placeholder_id(self) -> int:
         """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
@@ -75,9 +88,8 @@ class DeepseekOcr2Processor(TilesProcessor):
         """Preprocess an image, uint8[H, W, 3]: its tiles, if a side is longer than a tile's, and then the whole image
         in a square.
 
-        options: names of option_names. most: limit of patches; None for no limit. If images are not to be cut, the
-        square has a tile's size. Raises RequestError for other options and values, an extreme aspect ratio, and more
-        patches.
+        options: names of option_names. most: limit of patches; None for no limit. Raises RequestError for other options
+        and values, an extreme aspect ratio, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -91,7 +103,7 @@ class DeepseekOcr2Processor(TilesProcessor):
         if is_cut:
             whole = self.pixels.resized(value, rows * side, columns * side)
             units += list(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
-        return self._joined([*units, self._framed(value, self.side if crops else side)])
+        return self._joined([*units, self._framed(value, self.whole_side(crops))], (rows, columns))
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the placeholder once for each embedding."""
@@ -103,8 +115,7 @@ class DeepseekOcr2Processor(TilesProcessor):
         Raises RequestError if a grid is given, and unless num_rows is 1 (the separator) plus the embeddings of the
         whole image and any number of tiles, or plus those of a whole image of a tile's size.
         """
-        ahead = int(self.tower.merge**0.5)
-        whole, tile = ((side // ahead) ** 2 for side in (self.side // self.patch, self.tower.tile_grid))
+        whole, tile = ((side // self.patch // self.ahead) ** 2 for side in (self.side, self.tile_side))
         right = num_rows == tile + 1 or (num_rows > whole and (num_rows - whole - 1) % tile == 0)
         if grid is not None or not right:
             allowed = f"{whole + 1} and {tile} for each tile, or {tile + 1}"
@@ -125,25 +136,34 @@ class DeepseekOcr2Processor(TilesProcessor):
         square[top : top + len(fitted), left : left + fitted.shape[1]] = fitted
         return square
 
-    def _joined(self, squares: list[np.ndarray]) -> Processed:
+    def _joined(self, squares: list[np.ndarray], tiling: tuple[int, int]) -> Processed:
         """Return the Processed item of tiles and, last, the whole image: uint8[side, side, 3] each, of the tower's side
-        or a tile's. Its rows are theirs in order, and then the separator.
+        or a tile's. tiling: (rows, columns) of the tiles.
         """
         tower, grid = self.tower, self.side // self.patch
         patches = np.zeros((len(squares), tower.unit, tower.num_features), np.float32)
-        sides = np.asarray([len(square) // self.patch for square in squares], np.int32)
-        ahead = int(tower.merge**0.5)
-        lines = grid // ahead
-        out = np.full((len(squares), tower.unit // tower.merge), -1, np.int32)
-        count = 0
-        for number, (square, side) in enumerate(zip(squares, sides.tolist(), strict=True)):
+        sides = [len(square) // self.patch for square in squares]
+        for number, (square, side) in enumerate(zip(squares, sides, strict=True)):
             corner = patches[number, : grid * grid].reshape(grid, grid, -1)
             corner[:side, :side] = self._cut([square]).reshape(side, side, -1)
-            used = side // ahead
-            # Queries are learned for each size and come one after the other, so rows are not numbered by lines.
-            out[number, : used**2] = np.arange(count, count + used**2)
-            count += used**2
-        out[-1, lines**2] = count
-        columns = np.repeat(sides, tower.unit)[None]
+        rows, count = self.numbered(sides, tiling)
+        columns = np.repeat(np.asarray(sides, np.int32), tower.unit)[None]
         flat = patches.reshape(-1, tower.num_features)
-        return Processed(flat, columns, out.ravel(), count + 1, (1, 1, count + 1))
+        return Processed(flat, columns, rows.ravel(), count, (1, 1, count))
+
+    def numbered(self, sides: list[int], tiling: tuple[int, int]) -> tuple[np.ndarray, int]:
+        """Return the numbers of the tower's rows in the prompt, i32[squares, rows of a unit], -1 for those that are not
+        in it, and how many are: those of each square in order, and then the separator.
+
+        sides: rows and columns of patches of each square, the whole image last. tiling: not used.
+        """
+        del tiling
+        tower, count = self.tower, 0
+        out = np.full((len(sides), tower.unit // tower.merge), -1, np.int32)
+        for number, side in enumerate(sides):
+            # Queries are learned for each size and come one after the other, so rows are not numbered by lines.
+            used = (side // self.ahead) ** 2
+            out[number, :used] = np.arange(count, count + used)
+            count += used
+        out[-1, (self.side // self.patch // self.ahead) ** 2] = count
+        return out, count + 1

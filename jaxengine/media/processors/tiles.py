@@ -15,7 +15,7 @@ from jaxengine.media.processors.units import UnitProcessor, boolean_option, inte
 from jaxengine.models.config.fields import ConfigFields
 
 _BICUBIC = 3
-_MAX_TILES = 64
+MAX_TILES = 64
 
 
 class TilesProcessor(UnitProcessor):
@@ -48,8 +48,8 @@ class TilesProcessor(UnitProcessor):
         if set(size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
         self.min_tiles, self.max_tiles = fields.integer("min_patches"), fields.integer("max_patches")
-        if self.max_tiles > _MAX_TILES or self.min_tiles > self.max_tiles:
-            raise fields.fail("max_patches", f"from min_patches {self.min_tiles} to {_MAX_TILES}")
+        if self.max_tiles > MAX_TILES or self.min_tiles > self.max_tiles:
+            raise fields.fail("max_patches", f"from min_patches {self.min_tiles} to {MAX_TILES}")
 
     @property
     def tile_side(self) -> int:
@@ -95,7 +95,7 @@ class TilesProcessor(UnitProcessor):
 
     def _limits(self, options: Mapping[str, Any]) -> tuple[int, int, bool]:
         """Return (min_tiles, max_tiles, crops), overridden by `options`. Raises RequestError for an invalid option."""
-        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
+        most = integer_option(options, "max_patches", self.max_tiles, MAX_TILES)
         least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
         return least, most, boolean_option(options, "crop_to_patches", self.crops)
 

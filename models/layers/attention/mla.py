@@ -37,10 +37,13 @@ LATENT_EPS = 1e-6
 class LatentAttention(nnx.Module):
     """Multi-head latent attention, configured by a LayerAttention, which must have a Latent (ModelConfigError).
 
-    Heads are split over devices. Each device computes the latent, since its norm and projection are small.
+    Heads are split over devices. Each device computes the latent, since its norm and projection are small. eps: epsilon
+    of the norms of latents.
     """
 
-    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
+    def __init__(
+        self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, eps: float = LATENT_EPS
+    ):
         if attention.latent is None:
             raise ModelConfigError("latent must be set for multi-head latent attention, got None")
         self.latent = latent = attention.latent
@@ -52,7 +55,7 @@ class LatentAttention(nnx.Module):
         if q_rank is not None:
             down = (Source(f"{source}.q_a_proj", q_rank), *down)
         self.down = Linear(hidden_size, down, axes=("embed", "latent"), bias=attention.bias, build=build)
-        norm = partial(RMSNorm, eps=LATENT_EPS, build=build)
+        norm = partial(RMSNorm, eps=eps, build=build)
         self.q_norm = None if q_rank is None else norm(q_rank, source=f"{source}.q_a_layernorm")
         self.kv_norm = norm(rank, source=f"{source}.kv_a_layernorm")
         q_dim = nope + latent.qk_rope_head_dim

@@ -44,15 +44,17 @@ class RMSNorm(nnx.Module):
 
 
 class OffsetRMSNorm(nnx.Module):
-    """RMS norm x / rms(x) * (1 + weight): Gemma's, whose weights are stored as their difference from one."""
+    """RMS norm x / rms(x) * (offset + weight): with an offset of one, Gemma's, whose weights are stored as their
+    difference from one.
+    """
 
-    def __init__(self, size: int, eps: float, *, source: str, build: Build):
+    def __init__(self, size: int, eps: float, *, source: str, build: Build, offset: float = 1.0):
         decl = ParamDecl((None,), (Source(source, size).tensor("weight"),), init_std=0.0)
         self.weight = declare((size,), build.dtype, decl)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (rms_normalized(x, self.eps) * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        return (rms_normalized(x, self.eps) * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
 
 class FixedRMSNorm(nnx.Module):

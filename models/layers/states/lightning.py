@@ -16,8 +16,10 @@ from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import LinearState
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.norm import HeadsRMSNorm
-from jaxengine.models.params.declare import Source
+from jaxengine.models.layers.base.norm import HeadsRMSNorm, RMSNorm
+from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.layers.states.mamba2 import GroupsRMSNorm
+from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.pallas_kernels.state.space import state_space
 from jaxengine.sharding.collectives import shard_index
 
@@ -63,6 +65,66 @@ class LightningAttention(nnx.Module):
             o = self.norm(o) * jax.nn.sigmoid(gate)
         with jax.named_scope("out_proj"):
             return self.out(o.reshape(x.shape[0], -1).astype(x.dtype), step.rows), (matrices,)
+
+
+class RotatedLightningAttention(nnx.Module):
+    """Lightning attention of Ling 2.5: x -> o_proj(norm(o) * sigmoid(z)), where z is projected from x and o is read by
+    queries from the state. If the state says so, queries, keys and values pass a SiLU, and queries and keys are then
+    normed. Both have rope; queries are divided by the root of their size. The norm is over groups of heads. Heads are
+    split over devices.
+
+    slopes: for all heads, the negated logarithm of the decay of one token. eps: epsilon of all norms.
+    """
+
+    def __init__(
+        self,
+        state: LinearState,
+        hidden_size: int,
+        *,
+        slopes: tuple[float, ...],
+        eps: float,
+        source: str,
+        build: Build,
+    ):
+        size, inner = state.head_dim, state.inner_size
+        self.size, self.slopes, self.num_heads = size, slopes, state.num_heads // build.mesh.num_shards("heads")
+        self.silu = state.silu
+        qkv = tuple(part._replace(group=size) for part in parts_of(f"{source}.query_key_value", inner, inner, inner))
+        gate = (Source(f"{source}.g_proj", inner, group=size),)
+        self.qkv = Linear(hidden_size, qkv, axes=("embed", "heads"), build=build)
+        self.gate = Linear(hidden_size, gate, axes=("embed", "heads"), build=build)
+        names = ("query_layernorm", "key_layernorm") if state.qk_norm else ()
+        self.qk_norms = nnx.List([RMSNorm(size, eps, source=f"{source}.{name}", build=build) for name in names])
+        self.norm = GroupsRMSNorm(state, eps, source=f"{source}.g_norm", build=build)
+        out = (Source(f"{source}.o_proj", hidden_size),)
+        self.out = Linear(inner, out, axes=("heads", "embed"), build=build)
+
+    def __call__(
+        self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
+    ) -> tuple[jax.Array, tuple[jax.Array]]:
+        """Map x[T, D] to ([T, D], the states after this step's tokens).
+
+        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: the rows that each
+        sequence reads and writes; all others are unchanged.
+        """
+        shape = x.shape[0], self.num_heads, self.size
+        with jax.named_scope("inputs"):
+            joined = self.qkv(x, step.rows).astype(jnp.float32)
+            parts = jnp.split(jax.nn.silu(joined) if self.silu else joined, 3, axis=1)
+            q, k, v = (part.reshape(shape) for part in parts)
+            if self.qk_norms:
+                q, k = self.qk_norms[0](q), self.qk_norms[1](k)
+            if step.rope is not None:
+                q, k = (apply_rope(part, *step.rope) for part in (q, k))
+        with jax.named_scope("linear_attention"):
+            own = shard_index("heads") * self.num_heads + jnp.arange(self.num_heads)
+            decay = jnp.broadcast_to(-jnp.asarray(self.slopes, jnp.float32)[own], shape[:2])
+            o, matrices = state_space(v, k, q * self.size**-0.5, decay, jnp.ones_like(decay), states[0], rows)
+        with jax.named_scope("gate"):
+            gate = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
+            o = self.norm(o.reshape(x.shape[0], -1)) * gate
+        with jax.named_scope("out_proj"):
+            return self.out(o.astype(x.dtype), step.rows), (matrices,)
 
 
 def lightning_slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:

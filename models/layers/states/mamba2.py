@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
-from jaxengine.models.config.state import StateSpace
+from jaxengine.models.config.state import LinearState, StateSpace
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.scale import scaled
@@ -31,7 +31,7 @@ class GroupsRMSNorm(nnx.Module):
     squares.
     """
 
-    def __init__(self, state: StateSpace, eps: float, *, source: str, build: Build):
+    def __init__(self, state: StateSpace | LinearState, eps: float, *, source: str, build: Build):
         rows = Source(source, state.inner_size, group=state.head_dim).tensor("weight")
         self.weight = declare((state.inner_size,), build.dtype, ParamDecl(("heads",), (rows,)))
         self.eps, self.num_groups, self.width = eps, state.num_groups, state.inner_size // state.num_groups

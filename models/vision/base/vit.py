@@ -189,12 +189,15 @@ class VitAttention(nnx.Module):
         self.out = linear(size, f"{source}.{out}", size, ("heads", "embed"), build)
         self.q_norm, self.k_norm = qk_norms or (None, None)
 
-    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Return the attention output [U * S, D] of x [U * S, D] within each of the U = num_units units."""
+    def __call__(self, x: jax.Array, num_units: int, is_key: jax.Array | None = None) -> jax.Array:
+        """Return the attention output [U * S, D] of x [U * S, D] within each of the U = num_units units. is_key: see
+        attend_units.
+        """
         q, k, v = jnp.split(self.qkv(x).reshape(len(x), -1, self.head_dim), 3, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        o = attend_units(*(each.reshape(num_units, -1, *each.shape[1:]) for each in (q, k, v)))
+        q, k, v = (each.reshape(num_units, -1, *each.shape[1:]) for each in (q, k, v))
+        o = attend_units(q, k, v, is_key)
         return self.out(o.reshape(len(x), -1))
 
 
@@ -253,12 +256,12 @@ class VitLayer(nnx.Module):
         self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 
-    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+    def __call__(self, x: jax.Array, num_units: int, is_key: jax.Array | None = None) -> jax.Array:
         """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
-        attends to itself.
+        attends to itself. is_key: see attend_units.
         """
         with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), num_units)
+            x = x + self.attention(self.attention_norm(x), num_units, is_key)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x))
 

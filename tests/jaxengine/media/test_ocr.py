@@ -13,13 +13,16 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import P
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from jaxengine.media.registry import processor_for
+from jaxengine.media.registry import processor_class, processor_for
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.registry import read_folder
+from jaxengine.models.registry import read_folder, read_hf
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
+from tests.fixtures import unit_pictures
+from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.picture_checkpoints import FILES, picture, whole_checkpoint
+from tests.jaxengine.media.test_unit_processors import processor
 
 KINDS = {
     "paddleocr_vl_vision": PaddleOCRVLImageProcessorPil,
@@ -149,3 +152,23 @@ def test_what_is_refused(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "temporal_patch_size": 2}))
     with pytest.raises(ModelFileError, match="temporal_patch_size must be 1 or absent"):
         opened(folder)
+
+
+def test_deepseek_ocr_of_its_first_files_and_of_embeddings(tmp_path):
+    """A line of tiles, or of the whole image, has one row more than these; without settings tiles have 640 pixels."""
+    made = processor(tmp_path, "deepseek_ocr_vision")
+    whole, tile = 4, 3
+    first = whole * (whole + 1) + 1
+    for count in (first, first + 2 * tile * (tile + 1), first + tile * (2 * tile + 1)):
+        assert made.grid_of(count, None) == (1, 1, count)
+    for count, grid in ((first - 1, None), (first + tile * (tile + 1), None), (first, (1, 4, 4))):
+        with pytest.raises(RequestError, match=f"must be 21, and for R lines of C tiles .* no grid; got {count}"):
+            made.grid_of(count, grid)
+    whole_only = made.process("image", unit_pictures.picture(0), {"crop_to_patches": False})
+    assert whole_only.num_rows == first and made.process("image", unit_pictures.picture(2), {}).num_rows == first
+    path, raw = tmp_path / "preprocessor_config.json", read_config_json(FOLDER / "deepseek_ocr_vision")
+    settings = {name: value for name, value in json.loads(path.read_text()).items() if name != "tile_size"}
+    path.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))  # whose settings are those of images alone
+    with pytest.raises(ModelFileError, match=r"tile_size must be a multiple of 8, .* 32, got 640"):
+        processor_class("DeepseekOCRForCausalLM")(tmp_path, raw, read_hf(raw), made.tokenizer)

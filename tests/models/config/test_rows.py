@@ -13,7 +13,9 @@ import pytest
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.rope import Rope
 from jaxengine.models.registry import build_model, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
@@ -25,6 +27,12 @@ def recorded(name: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a recorded checkpoint, with changes; None leaves a field out."""
     raw = json.loads((FOLDER / name / "config.json").read_text()) | changes
     return {key: value for key, value in raw.items() if value is not None}
+
+
+def rope_of(config: ModelConfig, layer: int) -> Rope:
+    rope = config.attention[layer].rope
+    assert rope is not None
+    return rope
 
 
 def test_mimo_as_published():
@@ -89,10 +97,53 @@ def test_names_of_first_code():
     )
     for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "TeleChat3ForCausalLM", "XverseForCausalLM"):
         assert read_hf(recorded("llama", architectures=[name])) == read_hf(recorded("llama"))
+    own = recorded("mistral4", architectures=["MistralLarge3ForCausalLM"], scoring_func="softmax", moe_layer_freq=1)
+    assert read_hf(own) == read_hf(recorded("mistral4"))
+    rope = recorded("mistral4")["rope_parameters"]
+    plain = {key: value for key, value in rope.items() if key != "llama_4_scaling_beta"}
+    scaling = {
+        "beta": rope["llama_4_scaling_beta"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+    }
+    assert read_hf(own | {"rope_parameters": plain, "llama_4_scaling": scaling}) == read_hf(own)
     own = recorded("internvl_vision", architectures=["InternS1ForConditionalGeneration"])
     assert read_hf(own) == read_hf(recorded("internvl_vision"))
     own = recorded("exaone_moe", architectures=["ExaoneMoEForCausalLM"])  # LGAI-EXAONE/K-EXAONE-236B-A23B
     assert read_hf(own) == read_hf(recorded("exaone_moe"))
+
+
+def test_spellings_of_hub_rows():
+    """Fields of Pangu's first code and DeepSeek-V3's, lists and texts of layers, windows of PLaMo, TeleChat's base."""
+    raw, names = (
+        recorded("pangu_ultra"),
+        {"attention_kv_lora_dim": "kv_lora_rank", "num_dense_layers": "first_k_dense_replace"},
+    )
+    assert read_hf({names.get(key, key): value for key, value in raw.items()}) == read_hf(raw)
+    assert read_hf(recorded("pangu_ultra", num_mtp_layers=1)) == replace(read_hf(raw), num_unread_layers=1)
+    assert read_hf(recorded("step3", moe_layers_enum=[1, 2])) == read_hf(recorded("step3", moe_layers_enum=None))
+    raw, wrapped = recorded("step3"), {"architectures": ["Step3VLForConditionalGeneration"], "vision_config": {}}
+    text = {key: value for key, value in raw.items() if key != "architectures"}
+    assert replace(read_hf({**wrapped, "text_config": text}), architecture="Step3TextForCausalLM") == read_hf(raw)
+    for changes in ({"sliding_window": [5, None, 5]}, {"sliding_window": 5}):
+        assert read_hf(recorded("plamo3", window_size=None, **changes)) == read_hf(recorded("plamo3"))
+    assert read_hf(recorded("plamo3", rope_theta=None, rope_global_theta=5e3)) == read_hf(recorded("plamo3"))
+    yarn = read_hf(recorded("plamo3", rope_scaling_factor=4.0, initial_context_length=16))
+    assert [rope_of(yarn, layer).scaling is None for layer in range(3)] == [True, False, True]
+    base = read_hf(recorded("telechat2", training_seqlen=None, base_seqlen=None))
+    assert base == read_hf(recorded("telechat2")) and base.max_position_embeddings == 64
+    longer = read_hf(recorded("telechat2", training_seqlen=128))
+    assert rope_of(longer, 0).theta == pytest.approx(1e4 * 3 ** (16 / 14))
+
+
+def test_ling_3_as_published():
+    """Edge0/Edge0-8B-A1B-preview, a small Ling 3: fields of its first code, and kinds of layers in groups of four."""
+    raw = recorded("bailing_v3", num_hidden_layers=6, layer_group_size=4, num_kv_heads_for_linear_attn=0)
+    raw |= {"linear_silu": True, "use_qk_norm": True, "expert_swiglu_limit_list": None, "up_proj_norm": False}
+    kinds = [each.state is None for each in read_hf(raw).attention]
+    assert kinds == [False, False, False, True, True, True]
+    own = read_hf(recorded("bailing_linear", num_hidden_layers=5, num_nextn_predict_layers=1))
+    assert [each.state is None for each in own.attention] == [False, False, True, True, True]
+    assert own.num_unread_layers == 1 and rope_of(own, 0).rotary_dim == 8
 
 
 def test_decilm():
@@ -218,6 +269,21 @@ def test_baichuan_of_7_and_of_13_billion():
             {"layer_types": ["full_attention"]},
             "layer_types must be a list of 5 of full_attention, sliding",
         ),
+        ("mistral4", {"scoring_func": "sigmoid"}, 'scoring_func must be "softmax" or absent'),
+        ("telechat2", {"embed_layernorm": True}, "embed_layernorm must be false or absent"),
+        ("plamo3", {"sliding_window": [4, 5, None]}, "sliding_window must be an integer >= 1, or a list of one such"),
+        ("plamo3", {"rope_scaling_factor": 2.0}, "initial_context_length is missing"),
+        ("plamo3", {"scale_embedding": True}, "scale_embedding must be false or absent"),
+        ("pangu_ultra", {"n_group": 8}, "n_group must be 1 or absent"),
+        ("pangu_ultra", {"param_sink_number": 128}, "param_sink_number must be 0 or absent"),
+        ("step3", {"moe_layers_enum": "1,3"}, "moe_layers_enum must be numbers of layers, 0 to 2"),
+        ("step3", {"num_attention_groups": 2}, "num_attention_groups must be 1 or absent"),
+        ("bailing_linear", {"group_norm_size": 3}, "group_norm_size must be a divisor of num_attention_heads 4"),
+        ("bailing_linear", {"num_kv_heads_for_linear_attn": 2}, "num_kv_heads_for_linear_attn must be 0 or num_att"),
+        ("bailing_linear", {"rope_interleave": False}, "rope_interleave must be true or absent"),
+        ("bailing_v3", {"no_kda_lora": False}, "no_kda_lora must be true or absent"),
+        ("bailing_v3", {"gated_attention_proj_granularity_type": "element_wise"}, 'granularity_type must be "head_w'),
+        ("bailing_v3", {"moe_shared_expert_intermediate_size": 24}, "moe_shared_expert_intermediate_size must be 20"),
         ("flint", {"mlp_only_layers": 2}, "mlp_only_layers must be a list of layer indices"),
         ("bailing_lite", {"norm_head": True}, "norm_head must be false or absent"),
         ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),

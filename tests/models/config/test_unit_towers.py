@@ -268,6 +268,22 @@ def test_deepseek_ocr2_as_it_was_published_first():
     assert read_hf(DEEPSEEK_FIRST) == read_hf(DEEPSEEK)
 
 
+DEEPSEEK_OCR = NAMED["deepseek-ai/DeepSeek-OCR"]
+# Its sizes as transformers calls those of Unlimited-OCR.
+DEEPSEEK_NAMED = DEEPSEEK | {
+    "architectures": ["DeepseekOCRForCausalLM"],
+    "text_config": DEEPSEEK["text_config"] | {"model_type": "unlimited_ocr_text"},
+    "vision_config": {
+        "sam_config": DEEPSEEK["vision_config"]["sam_config"] | {"downsample_channels": [512, 1024]},
+        "encoder_config": {},
+    },
+}
+
+
+def test_deepseek_ocr_as_it_was_published():
+    assert read_hf(DEEPSEEK_OCR) == read_hf(DEEPSEEK_NAMED)
+
+
 def encoder(**sizes: Any) -> dict[str, Any]:
     """DeepSeek-OCR 2 with a second encoder of these sizes, and transformers' others."""
     return changed(DEEPSEEK, encoder_config=sizes)
@@ -322,6 +338,10 @@ def encoder(**sizes: Any) -> dict[str, Any]:
                 ("projector_config", "projector_type", "downsample_mlp_gelu"),
             )
         ),
+        (changed(DEEPSEEK_NAMED, encoder_config={"image_size": 210}), "image_size must be such that it has 16 patches"),
+        (changed(DEEPSEEK_NAMED, sam_config={"downsample_channels": [1, 9]}), "downsample_channels must be two sizes"),
+        (with_text(DEEPSEEK_NAMED, layer_types=["reference_sliding_attention"] * 12), "layer_types must be ["),
+        (with_text(DEEPSEEK_NAMED, model_type="deepseek_ocr2_text"), "model_type must be unlimited_ocr_text in text_c"),
         (DEEPSEEK_FIRST | {"tile_tag": "1D"}, "tile_tag must be \"2D\" or absent, got '1D'"),
         (LFM2 | {"projector_hidden_size": 1 << 30}, "projector_hidden_size must be an integer >= 1 and <= 1048576"),
         (encoder(use_sliding_window=True), "use_sliding_window must be false or absent"),
