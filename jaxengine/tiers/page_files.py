@@ -112,13 +112,17 @@ class OtherModels:
             heapq.heappop(self._by_time)
         return None
 
-    def remove_oldest(self) -> None:
-        """Remove the file for which `oldest` has just returned a time. Raises OSError if it cannot be removed; it is
-        then left out of the index until its subfolder changes.
+    def remove_oldest(self) -> int:
+        """Remove the file for which `oldest` has just returned a time, and return its bytes; 0 if it is gone already.
+        Raises OSError if it cannot be removed; it is then left out of the index until its subfolder changes.
         """
         _, subfolder, path = heapq.heappop(self._by_time)
-        self.num_bytes -= self._files[subfolder].pop(path)
-        Path(path).unlink(missing_ok=True)
+        self.num_bytes -= (size := self._files[subfolder].pop(path))
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+        return size
 
     def _update(self, subfolder: str, files: list[os.DirEntry[str]]) -> None:
         """Replace the files that are known of a subfolder by `files`, [] for a subfolder that is gone. Files that were
@@ -150,6 +154,14 @@ def content(path: Path, most: int | None) -> bytes:
             return file.read()
     finally:
         os.close(number)
+
+
+def size_of(path: Path) -> int | None:
+    """Return the number of bytes of a regular file; None if there is none, or if it cannot be looked at."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path, follow_symlinks=False)
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+    return None
 
 
 def remove(path: Path) -> None:
