@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from jaxengine.tiers.page_files import Changed, OtherModels, content, remove, size_of
+from jaxengine.tiers.page_files import Changed, OtherModels, content, path_of, remove, size_of, write_whole
 from jaxengine.tiers.shared_total import SharedTotal
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class DiskTier:
         """Return the block u8[n] of a key, read-only, and set the file's time to now. Returns None if there is no such
         file, or if its key or checksum is wrong; such a file is removed, counted in num_bad and logged.
         """
-        path = self._path(key)
+        path = path_of(self.folder, key)
         try:
             overhead = len(header := _MAGIC + key) + _CHECKSUM_BYTES
             raw = content(path, None if self._most_bytes is None else self._most_bytes + overhead)
@@ -133,7 +133,7 @@ class DiskTier:
     def touch(self, key: bytes) -> bool:
         """Set the time of a key's file to now. Returns whether there is such a file."""
         try:
-            os.utime(self._path(key))
+            os.utime(path_of(self.folder, key))
         except OSError:
             return False
         return True
@@ -144,7 +144,7 @@ class DiskTier:
         with self._lock:
             known = list(self._known)
         for key in known:
-            path = self._path(key)
+            path = path_of(self.folder, key)
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest:
                     remove(path)
@@ -155,7 +155,7 @@ class DiskTier:
         with self._lock:
             if self._num_waiting:
                 self._unwanted.add(key)
-        remove(self._path(key))
+        remove(path_of(self.folder, key))
         self._forget(key)
 
     def flush(self, seconds: float) -> bool:
@@ -207,26 +207,25 @@ class DiskTier:
         With a capacity, the lock of the shared total is held from before room is made until the file is written. Raises
         OSError if the file cannot be written, after removing what is incomplete, or if the lock cannot be had.
         """
-        path = self._path(key)
+        path = path_of(self.folder, key)
         if key in self._known or key in self._unwanted:
             return
         for folder in (self.folder, path.parent):  # the folder may have been deleted while engines run
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        size = len(_MAGIC) + len(key) + _CHECKSUM_BYTES + block.nbytes
+        temporary, header = path.parent / f".{self._own_name}.tmp", _MAGIC + key + _checksum(key, block.data)
+        size = len(header) + block.nbytes
         if self._capacity is None:
-            self._write_file(key, block)
-        elif size > self._capacity:
-            return
+            write_whole(path, temporary, (header, block.data))
         else:
             with self._total.held():
                 if (found := size_of(path)) is not None:  # another engine has written it
                     self._note(key, found)
                     return
-                if (total := self._make_room(self._capacity - size)) is None:
+                if size > self._capacity or (total := self._make_room(self._capacity - size)) is None:
                     return
                 self._total.set(total + size)  # before there is a file, in case the engine is killed
                 try:
-                    self._write_file(key, block)
+                    write_whole(path, temporary, (header, block.data))
                 except OSError:
                     self._total.set(total)
                     raise
@@ -235,19 +234,6 @@ class DiskTier:
         if key in self._unwanted:  # dropped while it was written
             remove(path)
             self._forget(key)
-
-    def _write_file(self, key: bytes, block: np.ndarray) -> None:
-        """Write a block to the file of its key. Raises OSError if that fails, after removing what is incomplete."""
-        path, body = self._path(key), block.data
-        temporary = path.parent / f".{self._own_name}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(_MAGIC + key + _checksum(key, body))
-                file.write(body)
-            os.replace(temporary, path)
-        except OSError:
-            remove(temporary)
-            raise
 
     def _make_room(self, most: int) -> int | None:
         """Remove the least recently used files, of other models too, until all files have at most `most` bytes. Returns
@@ -279,7 +265,7 @@ class DiskTier:
         oldest, own = self._others.oldest(), 0.0
         if key is not None and oldest is not None:
             with contextlib.suppress(OSError):
-                own = self._path(key).stat().st_mtime
+                own = path_of(self.folder, key).stat().st_mtime
         if oldest is not None and (key is None or oldest < own):
             return self._others.remove_oldest()
         if key is None:
@@ -289,7 +275,7 @@ class DiskTier:
             if size:
                 self._known.move_to_end(key)  # if it cannot be removed, others are tried first
         try:
-            self._path(key).unlink()
+            path_of(self.folder, key).unlink()
         except FileNotFoundError:  # another engine has removed it
             size = 0
         self._forget(key)
@@ -323,20 +309,17 @@ class DiskTier:
         news: list[tuple[float, bytes, int]] = []
         for name, files in self._changed:
             news += self._updated(name, files)
-        self._forget_others(self._changed.names)
+        names = self._changed.names  # of the subfolders that there are
+        with self._lock:
+            gone = [key for own in self._by_folder if own and f"{next(iter(own))[0]:02x}" not in names for key in own]
+        for key in gone:
+            self._forget(key)
         for _, key, size in sorted(news):
             self._note(key, size)
         if self._capacity is not None:
             self._others.scan()
             if self._total.is_held:
                 self._total.set(self.num_bytes + self._others.num_bytes)
-
-    def _forget_others(self, names: set[str]) -> None:
-        """Forget the keys of subfolders that no longer exist. names: names of the existing subfolders."""
-        with self._lock:
-            gone = [key for own in self._by_folder if own and f"{next(iter(own))[0]:02x}" not in names for key in own]
-        for key in gone:
-            self._forget(key)
 
     def _updated(self, name: str, files: Sequence[os.DirEntry[str]]) -> list[tuple[float, bytes, int]]:
         """Return (time of last use in seconds, key, bytes) for each of a subfolder's files that is not known yet and
@@ -354,13 +337,6 @@ class DiskTier:
         for key in gone:
             self._forget(key)
         return news
-
-    def _path(self, key: bytes) -> Path:
-        """Return the path of a key's file, which is named by the key in hexadecimal, in a subfolder named by the key's
-        first byte.
-        """
-        name = key.hex()
-        return self.folder / name[:2] / name
 
     def _note(self, key: bytes, size: int) -> None:
         """Add a key, whose file has `size` bytes, to the index as the most recently used. Does nothing if the key is

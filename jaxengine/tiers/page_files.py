@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Pattern of the names of subfolders: the first byte of their files' keys, in hex.
@@ -139,6 +139,28 @@ class OtherModels:
                 heapq.heappush(self._by_time, (status.st_mtime, subfolder, file.path))
         if own:
             self._files[subfolder] = own
+
+
+def path_of(folder: Path, key: bytes) -> Path:
+    """Return the path of a key's file, which is named by the key in hexadecimal, in a subfolder named by the key's
+    first byte.
+    """
+    name = key.hex()
+    return folder / name[:2] / name
+
+
+def write_whole(path: Path, temporary: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write the parts to a temporary file in the same folder, and rename it to `path`, which may exist. Raises OSError
+    if that fails, after removing the temporary file.
+    """
+    try:
+        with open(temporary, "wb") as file:
+            for part in parts:
+                file.write(part)
+        os.replace(temporary, path)
+    except OSError:
+        remove(temporary)
+        raise
 
 
 def content(path: Path, most: int | None) -> bytes:

@@ -67,8 +67,8 @@ class SlotMasks(HostExtension):
         return self.runner.last.programs.state_shapes.sampling.token_mask.shape[0] // self.runner.num_ranks
 
     def masked(self, among: np.ndarray | None = None) -> list[int]:
-        """Return the slots that have a mask, numbered over all replicas, ascending. among: bool[slots], those to return;
-        None for all.
+        """Return the slots that have a mask, numbered over all replicas, ascending. among: bool[slots], the slots that
+        may be returned; None for all.
         """
         return np.flatnonzero(self._has_mask if among is None else self._has_mask & among).tolist()
 
