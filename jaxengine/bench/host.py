@@ -402,6 +402,9 @@ class FreeRunner:
 
     def set_token_counts(self, sequences: Any) -> None: ...
 
+    def masked(self, among: Any = None) -> list[int]:
+        return []
+
     def set_masks(self, rows: Any, places: Any) -> None: ...
 
     def set_histories(self, histories: Any) -> None: ...

@@ -22,7 +22,8 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from jaxengine.tiers.page_files import Changed, OtherModels, content, remove
+from jaxengine.tiers.page_files import Changed, OtherModels, content, path_of, remove, size_of, write_whole
+from jaxengine.tiers.shared_total import SharedTotal
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class DiskTier:
         self.num_bytes = self.num_written = self.num_bad = self.num_failed = 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._changed, self._others = Changed(folder), OtherModels(folder)
+        self._total = SharedTotal(folder.parent)  # of all engines that have a capacity, and without one unused
         # Bytes by key, least recently used first.
         self._known: OrderedDict[bytes, int] = OrderedDict()
         self._by_folder: list[set[bytes]] = [set() for _ in range(256)]  # the same keys by their first byte
@@ -99,7 +101,7 @@ class DiskTier:
         """Return the block u8[n] of a key, read-only, and set the file's time to now. Returns None if there is no such
         file, or if its key or checksum is wrong; such a file is removed, counted in num_bad and logged.
         """
-        path = self._path(key)
+        path = path_of(self.folder, key)
         try:
             overhead = len(header := _MAGIC + key) + _CHECKSUM_BYTES
             raw = content(path, None if self._most_bytes is None else self._most_bytes + overhead)
@@ -131,7 +133,7 @@ class DiskTier:
     def touch(self, key: bytes) -> bool:
         """Set the time of a key's file to now. Returns whether there is such a file."""
         try:
-            os.utime(self._path(key))
+            os.utime(path_of(self.folder, key))
         except OSError:
             return False
         return True
@@ -142,7 +144,7 @@ class DiskTier:
         with self._lock:
             known = list(self._known)
         for key in known:
-            path = self._path(key)
+            path = path_of(self.folder, key)
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest:
                     remove(path)
@@ -153,7 +155,7 @@ class DiskTier:
         with self._lock:
             if self._num_waiting:
                 self._unwanted.add(key)
-        remove(self._path(key))
+        remove(path_of(self.folder, key))
         self._forget(key)
 
     def flush(self, seconds: float) -> bool:
@@ -200,88 +202,124 @@ class DiskTier:
 
     def _write(self, key: bytes, block: np.ndarray) -> None:
         """Write the file of a block and count it. Does nothing if the key's file is known, if the key was dropped, or
-        if there is no room. Raises OSError if the file cannot be written, after removing what is incomplete.
+        if there is no room; with a capacity also if another engine has written the file.
+
+        With a capacity, the lock of the shared total is held from before room is made until the file is written. Raises
+        OSError if the file cannot be written, after removing what is incomplete, or if the lock cannot be had.
         """
+        path = path_of(self.folder, key)
         if key in self._known or key in self._unwanted:
-            return
-        path, body = self._path(key), block.data
-        header = _MAGIC + key
-        size = len(header) + _CHECKSUM_BYTES + block.nbytes
-        if not self._make_room(size):
             return
         for folder in (self.folder, path.parent):  # the folder may have been deleted while engines run
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.parent / f".{self._own_name}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(header + _checksum(key, body))
-                file.write(body)
-            os.replace(temporary, path)
-        except OSError:
-            remove(temporary)
-            raise
+        temporary, header = path.parent / f".{self._own_name}.tmp", _MAGIC + key + _checksum(key, block.data)
+        size = len(header) + block.nbytes
+        if self._capacity is None:
+            write_whole(path, temporary, (header, block.data))
+        else:
+            with self._total.held():
+                if (found := size_of(path)) is not None:  # another engine has written it
+                    self._note(key, found)
+                    return
+                if size > self._capacity or (total := self._make_room(self._capacity - size)) is None:
+                    return
+                self._total.set(total + size)  # before there is a file, in case the engine is killed
+                try:
+                    write_whole(path, temporary, (header, block.data))
+                except OSError:
+                    self._total.set(total)
+                    raise
         self.num_written += 1
         self._note(key, size)
         if key in self._unwanted:  # dropped while it was written
             remove(path)
             self._forget(key)
 
-    def _make_room(self, size: int) -> bool:
-        """Remove the least recently used files, of other models too, until `size` bytes more are within the capacity.
-        Returns whether there is room: always without a capacity, and never for a size above it, for which nothing is
-        removed. Raises OSError if a file cannot be removed; the next call begins with another.
+    def _make_room(self, most: int) -> int | None:
+        """Remove the least recently used files, of other models too, until all files have at most `most` bytes. Returns
+        how many they have then, which is stored in the shared total, or None if that is too many and no file is left to
+        remove. The lock of the shared total must be held.
+
+        The index of files is updated first if nobody has counted the files yet, and at the end if no file is left in
+        it. Raises OSError if a file cannot be removed; the next call begins with another.
         """
-        if self._capacity is None:
-            return True
-        if size > self._capacity:
-            return False
-        while self.num_bytes + self._others.num_bytes + size > self._capacity:
-            with self._lock:
-                key = next(iter(self._known), None)
-            oldest, own = self._others.oldest(), 0.0
-            if key is not None and oldest is not None:
-                with contextlib.suppress(OSError):
-                    own = self._path(key).stat().st_mtime
-            if oldest is not None and (key is None or oldest < own):
-                self._others.remove_oldest()
-            elif key is not None:
-                with self._lock:
-                    if key in self._known:
-                        self._known.move_to_end(key)  # if it cannot be removed, others are tried first
-                self._path(key).unlink(missing_ok=True)
-                self._forget(key)
-            else:
-                return False
-        return True
+        is_new = self._total.value is None
+        if is_new:
+            self._look()
+        while (total := self._total.value) is not None and total > most:
+            if (size := self._remove_oldest()) is not None:
+                self._total.set(total - size)
+            elif is_new:
+                return None
+            else:  # other engines have written files, or somebody has removed some
+                self._look()
+                is_new = True
+        return total
+
+    def _remove_oldest(self) -> int | None:
+        """Remove the least recently used of the files that are known, of other models too. Returns its bytes, 0 if it
+        is gone already, or None if no file is known. Raises OSError if it cannot be removed.
+        """
+        with self._lock:
+            key = next(iter(self._known), None)
+        oldest, own = self._others.oldest(), 0.0
+        if key is not None and oldest is not None:
+            with contextlib.suppress(OSError):
+                own = path_of(self.folder, key).stat().st_mtime
+        if oldest is not None and (key is None or oldest < own):
+            return self._others.remove_oldest()
+        if key is None:
+            return None
+        with self._lock:
+            size = self._known.get(key, 0)
+            if size:
+                self._known.move_to_end(key)  # if it cannot be removed, others are tried first
+        try:
+            path_of(self.folder, key).unlink()
+        except FileNotFoundError:  # another engine has removed it
+            size = 0
+        self._forget(key)
+        return size
 
     def _scan(self) -> None:
-        """Update the index of files with those that other engines have written or removed, in subfolders that have
-        changed since the last scan, remove files beyond the capacity, and set the time of the next scan. If the folder
-        is gone, forget all files. Ignores other errors.
+        """Update the index of files (`_look`), remove files beyond the capacity, and set the time of the next scan.
+        While other engines hold the lock of the shared total, or if it cannot be had, only the index is updated.
+        Ignores errors.
         """
         start = self._next_scan = time.monotonic()
-        news: list[tuple[float, bytes, int]] = []
-        try:
-            for name, files in self._changed:
-                news += self._updated(name, files)
-        except OSError:
-            return
-        self._forget_others(self._changed.names)
-        for _, key, size in sorted(news):
-            self._note(key, size)
-        if self._capacity is not None:
-            self._others.scan()
-            with contextlib.suppress(OSError):
-                self._make_room(0)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            if self._capacity is None:
+                self._look()
+            else:
+                try:
+                    held.enter_context(self._total.held())
+                except OSError:
+                    self._look()
+                else:
+                    self._look()
+                    self._make_room(self._capacity)
         now = time.monotonic()
         self._next_scan = now + max(_SCAN_SECONDS, _SCAN_SHARE * (now - start))
 
-    def _forget_others(self, names: set[str]) -> None:
-        """Forget the keys of subfolders that no longer exist. names: names of the existing subfolders."""
+    def _look(self) -> None:
+        """Update the index of files with those that other engines have written or removed, in subfolders that have
+        changed since the last time. If the folder is gone, forget all files. If the lock of the shared total is held,
+        set the total to the sum of all files. Raises OSError for a folder that cannot be read.
+        """
+        news: list[tuple[float, bytes, int]] = []
+        for name, files in self._changed:
+            news += self._updated(name, files)
+        names = self._changed.names  # of the subfolders that there are
         with self._lock:
             gone = [key for own in self._by_folder if own and f"{next(iter(own))[0]:02x}" not in names for key in own]
         for key in gone:
             self._forget(key)
+        for _, key, size in sorted(news):
+            self._note(key, size)
+        if self._capacity is not None:
+            self._others.scan()
+            if self._total.is_held:
+                self._total.set(self.num_bytes + self._others.num_bytes)
 
     def _updated(self, name: str, files: Sequence[os.DirEntry[str]]) -> list[tuple[float, bytes, int]]:
         """Return (time of last use in seconds, key, bytes) for each of a subfolder's files that is not known yet and
@@ -299,13 +337,6 @@ class DiskTier:
         for key in gone:
             self._forget(key)
         return news
-
-    def _path(self, key: bytes) -> Path:
-        """Return the path of a key's file, which is named by the key in hexadecimal, in a subfolder named by the key's
-        first byte.
-        """
-        name = key.hex()
-        return self.folder / name[:2] / name
 
     def _note(self, key: bytes, size: int) -> None:
         """Add a key, whose file has `size` bytes, to the index as the most recently used. Does nothing if the key is

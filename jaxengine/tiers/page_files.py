@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Pattern of the names of subfolders: the first byte of their files' keys, in hex.
@@ -112,13 +112,17 @@ class OtherModels:
             heapq.heappop(self._by_time)
         return None
 
-    def remove_oldest(self) -> None:
-        """Remove the file for which `oldest` has just returned a time. Raises OSError if it cannot be removed; it is
-        then left out of the index until its subfolder changes.
+    def remove_oldest(self) -> int:
+        """Remove the file for which `oldest` has just returned a time, and return its bytes; 0 if it is gone already.
+        Raises OSError if it cannot be removed; it is then left out of the index until its subfolder changes.
         """
         _, subfolder, path = heapq.heappop(self._by_time)
-        self.num_bytes -= self._files[subfolder].pop(path)
-        Path(path).unlink(missing_ok=True)
+        self.num_bytes -= (size := self._files[subfolder].pop(path))
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+        return size
 
     def _update(self, subfolder: str, files: list[os.DirEntry[str]]) -> None:
         """Replace the files that are known of a subfolder by `files`, [] for a subfolder that is gone. Files that were
@@ -137,6 +141,28 @@ class OtherModels:
             self._files[subfolder] = own
 
 
+def path_of(folder: Path, key: bytes) -> Path:
+    """Return the path of a key's file, which is named by the key in hexadecimal, in a subfolder named by the key's
+    first byte.
+    """
+    name = key.hex()
+    return folder / name[:2] / name
+
+
+def write_whole(path: Path, temporary: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write the parts to a temporary file in the same folder, and rename it to `path`, which may exist. Raises OSError
+    if that fails, after removing the temporary file.
+    """
+    try:
+        with open(temporary, "wb") as file:
+            for part in parts:
+                file.write(part)
+        os.replace(temporary, path)
+    except OSError:
+        remove(temporary)
+        raise
+
+
 def content(path: Path, most: int | None) -> bytes:
     """Return the bytes of a file. Returns b"" if the file has more than `most` bytes (None: no limit) or is not a
     regular file. Raises OSError, also for a symbolic link.
@@ -150,6 +176,14 @@ def content(path: Path, most: int | None) -> bytes:
             return file.read()
     finally:
         os.close(number)
+
+
+def size_of(path: Path) -> int | None:
+    """Return the number of bytes of a regular file; None if there is none, or if it cannot be looked at."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path, follow_symlinks=False)
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+    return None
 
 
 def remove(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -29,20 +30,24 @@ def with_own_files(
     and of heads for tokens, which are in files of their own.
 
     partial: whether missing files of Dense modules are left out; those of heads always are. Raises ModelFileError for a
-    file that is missing, invalid or outside the folder.
+    file that is missing, invalid or outside the folder; files opened before it are closed, but not `weights`.
     """
     stored, weights, found = weights, with_prefix(weights, names), {}
-    for index, each in enumerate(pooler.dense):
-        if not each.folder:  # among the model's weights
-            if not partial or any(name in stored.names() for name in _PROJECTION):
-                found[f"{DENSE}.{index}.linear."] = _Linear(stored)
-            continue
-        file = inside(folder, f"{each.folder}/{SINGLE_FILE}")
-        if not partial or file.exists():
-            found[f"{DENSE}.{index}."] = SafetensorsCheckpoint(file)
-    for head in pooler.token_heads:
-        if head.source is not None and (file := _file_of(folder, head.source)) is not None:
-            found[f"{head.source}."] = file
+    with contextlib.ExitStack() as on_error:
+        for index, each in enumerate(pooler.dense):
+            if not each.folder:  # among the model's weights
+                if not partial or any(name in stored.names() for name in _PROJECTION):
+                    found[f"{DENSE}.{index}.linear."] = _Linear(stored)
+                continue
+            file = inside(folder, f"{each.folder}/{SINGLE_FILE}")
+            if not partial or file.exists():
+                found[f"{DENSE}.{index}."] = own = SafetensorsCheckpoint(file)
+                on_error.callback(own.close)
+        for head in pooler.token_heads:
+            if head.source is not None and (file := _file_of(folder, head.source)) is not None:
+                found[f"{head.source}."] = file
+                on_error.callback(file.close)
+        on_error.pop_all()
     return JoinedSource(weights, found) if found else weights
 
 

@@ -126,14 +126,14 @@ class Structured(LoopExtension):
         return True
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the masks with which the step samples to the devices, and clear the masks of slots newly taken by
-        requests without a grammar.
+        """Send the masks with which the step samples to the devices, and clear the masks of slots that no request with
+        a grammar has any more: another request that took such a slot would get the mask as soon as any row of a step
+        has one.
         """
-        rows, number = self.loop.rows, self.loop.rows.number
-        # Requests without a grammar clear the mask that the earlier request of their slot may have left.
-        masks: list[tuple[int, np.ndarray | None]] = [
-            (number(request), None) for request in rows.admitted(step) if not request.params.features & MASK
-        ]
+        number, device = self.loop.rows.number, self.loop.runner.extension("structured")
+        slots = (rank.slots for rank in self.loop.scheduler.ranks)
+        own = np.concatenate([each.active & (each.features & MASK > 0) for each in slots])
+        masks: list[tuple[int, np.ndarray | None]] = [(slot, None) for slot in device.masked(~own)]
         of_drafts: list[tuple[int, int, np.ndarray]] = []
         for each in self._choices(step):
             request, first = each.request, each.row * step.width
@@ -143,7 +143,7 @@ class Structured(LoopExtension):
             else:
                 masks.append((number(request), self.masks.row(request, self._num_output(each))))
         if masks or of_drafts:
-            self.loop.runner.extension("structured").set_masks(masks, of_drafts)
+            device.set_masks(masks, of_drafts)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Start computing the next masks of the requests that got a token in the step, and set the stop_reason of those
@@ -174,7 +174,7 @@ class Structured(LoopExtension):
 
     @property
     def is_idle(self) -> bool:
-        return self.masks.is_idle
+        return self.masks.is_idle and not self.loop.runner.extension("structured").masked()
 
     def shutdown(self) -> None:
         """End the processes that compute masks."""

@@ -66,6 +66,12 @@ class SlotMasks(HostExtension):
         """Number of masks of a replica: those of its slots, then those of positions of rows with drafts."""
         return self.runner.last.programs.state_shapes.sampling.token_mask.shape[0] // self.runner.num_ranks
 
+    def masked(self, among: np.ndarray | None = None) -> list[int]:
+        """Return the slots that have a mask, numbered over all replicas, ascending. among: bool[slots], the slots that
+        may be returned; None for all.
+        """
+        return np.flatnonzero(self._has_mask if among is None else self._has_mask & among).tolist()
+
     def set_masks(
         self, rows: list[tuple[int, np.ndarray | None]], positions: list[tuple[int, int, np.ndarray]] | None = None
     ) -> None:

@@ -128,6 +128,22 @@ def test_neighbours_are_not_touched(chat_llm):
     assert mixed[1::2] == alone and mixed[::2] == masked_alone
 
 
+def test_a_mask_does_not_outlast_its_request(chat_llm):
+    """A request takes the slot of one with a grammar when that one has ended, and runs beside the next one."""
+    core, plain = chat_llm.core, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    digits = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[0-9]{8}"})
+    (expected,) = chat_llm.generate("Neighbours", plain, use_tqdm=False)
+    chat_llm.generate("Number", digits, use_tqdm=False)
+    found = {}
+    for name, params, count in (("Neighbours", plain, 3), ("Number", digits, 10_000)):
+        core.add(core.inputs.prepare(name, params, request_id=name))
+        while core.has_unfinished and count:
+            count -= 1
+            found |= {each.request_id: each.outputs[0] for each in core.step() if each.finished}
+    assert found["Number"].text.isdigit() and found["Neighbours"].token_ids == expected.outputs[0].token_ids
+    assert not core.runner.extension("structured").masked()
+
+
 def test_preemption_and_cached_prefixes_change_nothing(chat_llm, step_by_step):
     """Eight long requests do not fit into the pool; also with no step ahead."""
     params = [params_of({"regex": "[a-z ]{700,}"}, seed=seed, max_tokens=50) for seed in range(8)]

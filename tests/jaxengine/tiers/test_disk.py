@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxengine.tiers import disk, page_files
+from jaxengine.tiers import disk, page_files, shared_total
 from jaxengine.tiers.disk import DiskTier
+from jaxengine.tiers.shared_total import SharedTotal
 
 
 def key(number: int) -> bytes:
@@ -188,14 +189,37 @@ def test_the_limit_is_that_of_all_engines_and_models(tmp_path):
     first, second = (DiskTier(tmp_path / ("b" * 32), 6000) for _ in range(2))
     write(first, range(4))
     assert first.num_bytes > 4000 and files_in(tmp_path) <= 6000  # the other model's were used before
-    write(second, range(4, 9))
-    for tier in (first, second):
-        tier._scan()
-    assert files_in(tmp_path) <= 6000 and key(8) in first
+    write(second, range(4, 7))
+    assert files_in(tmp_path) <= 6000  # neither has looked at what the other wrote
+    write(first, [7])
+    write(second, [7, 8])
+    assert files_in(tmp_path) <= 6000 and first.num_written + second.num_written == 9
+    first._scan()
+    assert key(8) in first
     third = DiskTier(tmp_path / ("c" * 32), 2500)
     assert 2000 < files_in(tmp_path) <= 2500 and third.num_bytes == 0
     for tier in (first, second, third):
         tier.shutdown()
+
+
+def test_a_shared_total_that_is_lost_or_locked(tmp_path, monkeypatch):
+    """It is counted anew; an engine that cannot lock it writes nothing, and reads."""
+    tier, total = DiskTier(tmp_path / ("a" * 32), 3500), tmp_path / shared_total.NAME
+    write(tier, range(3))
+    assert int.from_bytes(total.read_bytes(), "little") == files_in(tier.folder) == tier.num_bytes
+    total.write_bytes(b"x")
+    write(tier, [3])
+    assert files_in(tier.folder) <= 3500
+    monkeypatch.setattr(shared_total, "_LOCK_SECONDS", 0.0)
+    with SharedTotal(tmp_path).held():
+        write(tier, [4])
+        assert tier.num_failed == 1 and tier.read(key(3)) is not None
+    write(tier, [4])
+    total.unlink()
+    total.symlink_to(tmp_path / "elsewhere")
+    write(tier, [5])
+    assert tier.num_failed == 2 and key(4) in tier and not (tmp_path / "elsewhere").exists()
+    tier.shutdown()
 
 
 def test_files_that_cannot_be_removed_stay_known(make, monkeypatch):
