@@ -49,9 +49,10 @@ class ParameterJson:
         """
         return types_of(self._schema, name) if name in self._properties else None
 
-    def begin(self, name: str, types: frozenset[str] | None) -> None:
+    def begin(self, name: str, types: frozenset[str] | None, verbatim: bool = False) -> None:
         """Begin the parameter `name`: write its name, unless it may be a wrapper around all arguments. types: JSON
-        types that its value may have; None takes the schema's.
+        types that its value may have; None takes the schema's. verbatim: whether line breaks around this value are part
+        of it, whatever the format's rule.
         """
         self._spell_wrapped()
         self._types = types_of(self._schema, name) if types is None else types
@@ -60,7 +61,7 @@ class ParameterJson:
         if not self._is_wrapper:
             self._out.arguments(f"{self._name_json(name)}: " + ('"' if self._is_streamed else ""))
         self._names.add(name)
-        self._value, self._begins, self._own_line = [], True, False
+        self._value, self._begins, self._own_line = [], not verbatim, False
 
     def add(self, text: str) -> None:
         """Add text to the value, and write it if the value is a streamed string. Up to two line breaks at its end,
