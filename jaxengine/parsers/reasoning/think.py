@@ -188,8 +188,9 @@ class ThinkParser:
             at = self._state(text, at)
 
     def _first(self, text: str, at: int) -> int:
-        """State at the output's start, where reasoning may be opened, or denied by its end word, which is dropped. Reads
-        `text` from index `at`; returns the index after what it read.
+        """State at the output's start, where reasoning may be opened, or denied by its end word, which is dropped.
+
+        Reads `text` from index `at`; returns the index after what it read.
         """
         at, found = self._opening.read(text, at)
         if found is not None:
