@@ -324,7 +324,9 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     ),
     "lfm2": _pythonic("LFM2, LFM2.5", tool_pythonic.LFM2, special_tokens=True, template=("<|tool_list_start|>",)),
     "olmo3": _pythonic("Olmo 3", tool_pythonic.OLMO3, brackets=False, template=("<function_calls>",)),
-    "xlam": _LLAMA3("xLAM 2"),
+    "xlam": ToolFormat(
+        partial(tool_llama3.Llama3ToolParser, tags=tool_llama3.XLAM_TAGS), "xLAM 2", tool_llama3.grammar
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from jaxengine.schema_references import SchemaDocument, mapping
 _STRING = frozenset(("string",))
 _OBJECT = frozenset(("object",))
 # Parameters in which a model may put all arguments as an object, although the function has no parameter of that name.
-_WRAPPERS = ("arguments", "input")
+_WRAPPERS = ("arguments", "input", "properties")
 
 
 class ParameterJson:
@@ -94,7 +94,7 @@ class ParameterJson:
     def end(self) -> None:
         """End the arguments with the closing brace.
 
-        If the only parameter is a wrapper ("arguments" or "input", which the function lacks) and its value is an object
+        If the only parameter is a wrapper (one of _WRAPPERS, which the function lacks) and its value is an object
         of parameters of the function, that object is emitted in its place.
         """
         if self._wrapped is not None:

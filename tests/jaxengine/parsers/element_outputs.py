@@ -91,6 +91,10 @@ ELEMENT_FORMATS: dict[str, Format] = {
             Output(
                 '<function name="weather"><param name="city">a]]></param></function>', [("weather", {"city": "a]]>"})]
             ),
+            Output(
+                '<function name="weather"><param name="properties">{\'n\': 5}</param></function>',
+                [("weather", {"n": 5})],
+            ),
             Output("<function name=now></function>", [], "<function name=now></function>"),
         ],
         ['<function name="f">', '<param name="', 'a">', "<![CDATA[", "1", "]]>", "</param>", "</function>", "\n"],
