@@ -103,6 +103,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     "hy_v3": ReasoningRow(_THINK, "Hy3"),
     "mimo": ReasoningRow(_THINK, "MiMo"),
     "holo2": ReasoningRow(_THINK, "Holo2"),
+    "minicpmv": ReasoningRow(_THINK, "MiniCPM-V 4.6"),
     "nemotron_v3": ReasoningRow(_THINK, "Nemotron 3"),
     "step3": ReasoningRow(_ALWAYS, "Step 3"),
     "step3p5": ReasoningRow(_ALWAYS, "Step 3.5, 3.7"),
