@@ -157,8 +157,8 @@ class GrammarWorker:
         """Start a sequence, and the process if there is none, without waiting.
 
         `take` later returns the sequence's first mask or a failure. key: one that was never used. kind ("json",
-        "regex", "choice", "grammar"), text, options: see worker_process.compile_grammar. trace: tokens of which the
-        sequence will consist; it fails if its grammar does not allow them.
+        "regex", "choice", "grammar", "structural_tag"), text, options: see worker_process.compile_grammar. trace:
+        tokens of which the sequence will consist; it fails if its grammar does not allow them.
         """
         self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:

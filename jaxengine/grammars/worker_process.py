@@ -21,6 +21,7 @@ from typing import Any
 import llguidance
 import msgspec
 
+from jaxengine.grammars.tag_rules import lark_of
 from jaxengine.workers.connection import Connection
 
 # Resources that a matcher may use before llguidance gives up. Those not given here have the library's defaults.
@@ -145,13 +146,14 @@ class GrammarError(ValueError):
     """Error for a grammar that cannot be used; the message says why."""
 
 
-def compile_grammar(kind: str, text: str, options: Any) -> str:
+def compile_grammar(kind: str, text: str, options: Any, tokenizer: llguidance.LLTokenizer | None = None) -> str:
     """Return a constraint of StructuredOutputsParams in llguidance's notation.
 
     kind: what `text` is: a schema for "json", a regular expression for "regex", a JSON list of strings for "choice",
-    and Lark or GBNF for "grammar" and any other kind. options: llguidance's options for schemas, not used by other
-    kinds. Raises ValueError for a "choice" that is not JSON and for GBNF that cannot be parsed, and TypeError for a
-    "choice" that is not a list of strings. Other errors are only found by llguidance's matcher.
+    rules as JSON for "structural_tag" (jaxengine.grammars.tag_rules), and Lark or GBNF for "grammar" and any other
+    kind. options: llguidance's options for schemas, not used by other kinds. tokenizer: the model's, only needed for
+    "structural_tag". Raises ValueError for a "choice" that is not JSON and for GBNF that cannot be parsed, and
+    TypeError for a "choice" that is not a list of strings. Other errors are only found by llguidance's matcher.
     """
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
@@ -159,6 +161,9 @@ def compile_grammar(kind: str, text: str, options: Any) -> str:
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(text))))
+    if kind == "structural_tag":
+        assert tokenizer is not None
+        return llguidance.grammar_from("lark", lark_of(text, tokenizer))
     return llguidance.grammar_from("grammar", text)
 
 
@@ -259,7 +264,7 @@ class Matchers:
         name = repr((message.kind, message.text, message.options))
         matcher = self._cached.pop(name, None)
         if matcher is None:
-            grammar = compile_grammar(message.kind, message.text, message.options)
+            grammar = compile_grammar(message.kind, message.text, message.options, self._tokenizer)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             self._next(matcher, [])  # all copies share the tables that the first mask builds
         self._cached[name] = matcher

@@ -1,4 +1,7 @@
-"""Table of the parsers, by vLLM's names. A new parser is a file and a row, or only a row if just the words differ."""
+"""Table of the parsers of tool calls, by vLLM's names, and look-up of all parsers.
+
+A new parser is a file and a row, or only a row if just the words differ.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,22 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.parsers.reasoning.harmony import HarmonyFormat
-from jaxengine.parsers.reasoning.think import ThinkFormat
+from jaxengine.parsers.reasoning_rows import REASONING_PARSERS, ReasoningFormat, ReasoningRow
 from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.scan.call_start import CallStarts, listed_starts
-from jaxengine.parsers.scan.events import OutputParser, ReasoningParser
+from jaxengine.parsers.scan.events import OutputParser
 from jaxengine.parsers.scan.harmony import STOP_WORDS
+from jaxengine.parsers.tools import elements as tool_elements
 from jaxengine.parsers.tools import gemma as tool_gemma
 from jaxengine.parsers.tools import harmony as tool_harmony
 from jaxengine.parsers.tools import hermes as tool_hermes
 from jaxengine.parsers.tools import json_list as tool_json_list
 from jaxengine.parsers.tools import llama3 as tool_llama3
 from jaxengine.parsers.tools import mistral as tool_mistral
+from jaxengine.parsers.tools import parameter_words as words_of
 from jaxengine.parsers.tools import parameters as tool_parameters
 from jaxengine.parsers.tools import pythonic as tool_pythonic
 from jaxengine.parsers.tools import sections as tool_sections
@@ -85,66 +89,6 @@ class ToolFormat:
         return CallStarts(functions, words)
 
 
-class ReasoningFormat(Protocol):
-    """Protocol of a format of reasoning.
-
-    Attributes:
-      special_tokens, stop_words: see ToolFormat.
-      holds_calls: whether tools may be called before the answer.
-    """
-
-    @property
-    def special_tokens(self) -> bool: ...
-    @property
-    def stop_words(self) -> tuple[str, ...]: ...
-    @property
-    def holds_calls(self) -> bool: ...
-
-    def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Return a parser for one output that follows `prompt`.
-
-        continued: the beginning of the answer, which the output continues; "" for a new answer. calls: calls that a
-        following parser of the model's own tool calls will find; None: no parser follows, and no call ends reasoning.
-        """
-        ...
-
-    def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return the fields of structured_outputs, for an output that follows `prompt` and continues the answer
-        `continued` ("" for a new answer), with which its grammar begins after reasoning: reasoning_end and, where
-        reasoning is optional, reasoning_begin; {} without reasoning.
-        """
-        ...
-
-    def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after, for an output that follows `prompt` and continues the answer `continued` (""
-        for a new answer), which tell where the answer begins; None if all of the output is the answer.
-
-        calls: whether a parser of the model's own tool calls follows.
-        """
-        ...
-
-    def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words, for an output that follows `prompt` and continues the answer `continued`
-        ("" for a new answer), with which a budget can limit its reasoning; None if it has no reasoning to limit.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class ReasoningRow:
-    """Row of the table of reasoning parsers.
-
-    Attributes:
-      format: the reasoning format.
-      models: names of the models that use it, for documentation.
-      template: words of a chat template by which "auto" selects it (see ToolFormat).
-    """
-
-    format: ReasoningFormat
-    models: str
-    template: tuple[str, ...] = ()
-
-
 def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool = False, **fields: Any) -> ToolFormat:
     """Return the format of calls in a JSON list. begins, end, bare: arguments of JsonListToolParser. models, fields:
     fields of ToolFormat.
@@ -200,7 +144,7 @@ def _section(models: str, words: tool_sections.SectionWords, template: tuple[str
     )
 
 
-def _parameters(models: str, words: tool_parameters.ParameterWords, template: tuple[str, ...]) -> ToolFormat:
+def _parameters(models: str, words: words_of.ParameterWords, template: tuple[str, ...]) -> ToolFormat:
     """Return the format of calls with plain-text arguments and these words. models, template: fields of ToolFormat."""
     return ToolFormat(
         partial(tool_parameters.ParameterToolParser, words=words),
@@ -254,7 +198,7 @@ _HERMES = partial(ToolFormat, tool_hermes.HermesToolParser, grammar=tool_hermes.
 _COHERE = partial(_other_objects, call=tool_json_list.COHERE, words=("<|START_ACTION|>", "<|END_ACTION|>"))
 _QWEN3_CODER = _parameters(
     "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5 and 5, Granite 4.2",
-    tool_parameters.QWEN3_CODER,
+    words_of.QWEN3_CODER,
     ("<function=", "<parameter=", "<tool_call>", "</function>"),
 )
 
@@ -285,28 +229,39 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     ),
     "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
-    "deepseek_v32": _parameters("DeepSeek V3.2", tool_parameters.DEEPSEEK_V32, ("｜DSML｜",)),
-    "deepseek_v4": _parameters("DeepSeek V4", tool_parameters.DEEPSEEK_V4, ("｜DSML｜", "tool_calls>")),
-    "deepseek_v41": _parameters("DeepSeek V4.1", tool_parameters.DEEPSEEK_V41, ("｜DSML｜", " calls>")),
+    "deepseek_v32": _parameters("DeepSeek V3.2", words_of.DEEPSEEK_V32, ("｜DSML｜",)),
+    "deepseek_v4": _parameters("DeepSeek V4", words_of.DEEPSEEK_V4, ("｜DSML｜", "tool_calls>")),
+    "deepseek_v41": _parameters("DeepSeek V4.1", words_of.DEEPSEEK_V41, ("｜DSML｜", " calls>")),
     "kimi_k2": _section("Kimi K2", tool_sections.KIMI_K2, ("<|tool_calls_section_begin|>",)),
     "plamo3": _section("PLaMo 3", tool_sections.PLAMO3, (tool_sections.PLAMO3.section[0],)),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
-    "step3": _parameters("Step 3", tool_parameters.STEP3, ("<steptml:invoke",)),
+    "step3": _parameters("Step 3", words_of.STEP3, ("<steptml:invoke",)),
     "step3p5": _QWEN3_CODER,
     "step5": _QWEN3_CODER,
-    "mimo": _parameters("MiMo", tool_parameters.MIMO, ()),
-    "seed_oss": _parameters("Seed-OSS", tool_parameters.SEED_OSS, ("<seed:tool_call>",)),
-    "minimax_m2": _parameters("MiniMax M2", tool_parameters.MINIMAX_M2, ("<minimax:tool_call>",)),
-    "glm45": _parameters("GLM-4.5, GLM-4.6", tool_parameters.GLM45, ("<arg_key>", "<arg_value>")),
-    "glm47": _parameters("GLM-4.7", tool_parameters.GLM45, ()),
-    "ling3": _parameters("Ling 3", tool_parameters.GLM45, ()),
-    "poolside_v1": _parameters("Laguna", tool_parameters.GLM45, ()),
-    "hy_v3": _parameters("Hy3", tool_parameters.HY_V3, ("<tool_sep>",)),
+    "mimo": _parameters("MiMo", words_of.MIMO, ()),
+    "seed_oss": _parameters("Seed-OSS", words_of.SEED_OSS, ("<seed:tool_call>",)),
+    "minimax_m2": _parameters("MiniMax M2", words_of.MINIMAX_M2, ("<minimax:tool_call>",)),
+    "glm45": _parameters("GLM-4.5, GLM-4.6", words_of.GLM45, ("<arg_key>", "<arg_value>")),
+    "glm47": _parameters("GLM-4.7", words_of.GLM45, ()),
+    "ling3": _parameters("Ling 3", words_of.GLM45, ()),
+    "poolside_v1": _parameters("Laguna", words_of.GLM45, ()),
+    "hy_v3": _parameters("Hy3", words_of.HY_V3, ("<tool_sep>",)),
     "k2_horizon": _parameters(
-        "K2 Horizon, in the template's default tool_call_format", tool_parameters.K2_HORIZON, ("<ifm|tool_calls>",)
+        "K2 Horizon, in the template's default tool_call_format", words_of.K2_HORIZON, ("<ifm|tool_calls>",)
     ),
-    "dots": _parameters("dots", tool_parameters.DOTS, ("<dots_function_call>",)),
+    "kimi_k3": _parameters("Kimi K3", words_of.KIMI_K3, ("<|open|>", "argument key=")),
+    "minimax_m3": ToolFormat(
+        tool_elements.ElementToolParser,
+        "MiniMax M3",
+        tool_elements.grammar,
+        starts=partial(tool_parameters.starts, words=tool_elements.WORDS),
+        typed=True,
+        special_tokens=True,
+        template=(tool_elements.TAG, "<invoke name="),
+    ),
+    "minicpm5": _parameters("MiniCPM5", words_of.MINICPM5, ("<function name=", "<param name=")),
+    "dots": _parameters("dots", words_of.DOTS, ("<dots_function_call>",)),
     "gemma4": _gemma("Gemma 4", tool_gemma.GEMMA4),
     "functiongemma": _gemma("FunctionGemma", tool_gemma.FUNCTION_GEMMA),
     "granite": _json_list(
@@ -369,97 +324,8 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     ),
     "lfm2": _pythonic("LFM2, LFM2.5", tool_pythonic.LFM2, special_tokens=True, template=("<|tool_list_start|>",)),
     "olmo3": _pythonic("Olmo 3", tool_pythonic.OLMO3, brackets=False, template=("<function_calls>",)),
-    "xlam": _LLAMA3("xLAM 2"),
-}
-
-_THINK = ThinkFormat()
-_ALWAYS = ThinkFormat(always=True)
-_COHERE_THINK = ThinkFormat(
-    ("<|START_THINKING|>",),
-    ("<|END_THINKING|>",),
-    calls=("<|START_ACTION|>",),
-    answer=(("<|START_RESPONSE|>", "<|START_TEXT|>"), ("<|END_RESPONSE|>", "<|END_TEXT|>")),
-    special_tokens=True,
-)
-# The second opening word is the prompt's when reasoning is disabled.
-_SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
-# Words of the efforts "high", "medium" and "low".
-_K2_EFFORTS = "think", "think_fast", "think_faster"
-_GRANITE = ThinkFormat(
-    ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
-)
-
-REASONING_PARSERS: dict[str, ReasoningRow] = {
-    "deepseek_r1": ReasoningRow(_ALWAYS, "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
-    "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
-    "deepseek_v4": ReasoningRow(_THINK, "DeepSeek V4"),
-    "deepseek_v41": ReasoningRow(_THINK, "DeepSeek V4.1"),
-    "qwen3": ReasoningRow(_THINK, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
-    "glm45": ReasoningRow(_THINK, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
-    "glm47": ReasoningRow(_THINK, "GLM-4.7"),
-    "ling3": ReasoningRow(_THINK, "Ling 3"),
-    "poolside_v1": ReasoningRow(_THINK, "Laguna"),
-    "hy_v3": ReasoningRow(_THINK, "Hy3"),
-    "mimo": ReasoningRow(_THINK, "MiMo"),
-    "holo2": ReasoningRow(_THINK, "Holo2"),
-    "nemotron_v3": ReasoningRow(_THINK, "Nemotron 3"),
-    "step3": ReasoningRow(_ALWAYS, "Step 3"),
-    "step3p5": ReasoningRow(_ALWAYS, "Step 3.5, 3.7"),
-    "step5": ReasoningRow(_ALWAYS, "Step 5"),
-    "granite_thinking_parser": ReasoningRow(_THINK, "Granite 4.2"),
-    "plamo3": ReasoningRow(
-        ThinkFormat(
-            ("<|plamo:begin_think:plamo|>",),
-            ("<|plamo:end_think:plamo|>",),
-            calls=tool_sections.PLAMO3.section[:1],
-            always=True,
-            special_tokens=True,
-        ),
-        "PLaMo 3",
-        ("<|plamo:begin_think:plamo|>",),
-    ),
-    "k2_horizon": ReasoningRow(
-        ThinkFormat(
-            tuple(f"<ifm|{each}>" for each in _K2_EFFORTS),
-            tuple(f"</ifm|{each}>" for each in _K2_EFFORTS),
-            calls=("<ifm|tool_calls>",),
-            always=True,
-            special_tokens=True,
-        ),
-        "K2 Horizon",
-        ("<ifm|think>",),
-    ),
-    "gemma4": ReasoningRow(
-        ThinkFormat(("<|channel>thought\n",), ("<channel|>",), special_tokens=True),
-        "Gemma 4",
-        ("<|channel>",),
-    ),
-    "cohere_command3": ReasoningRow(_COHERE_THINK, "Command A Reasoning", ("<|START_THINKING|>",)),
-    "cohere_command4": ReasoningRow(_COHERE_THINK, "Command A+"),
-    "mistral": ReasoningRow(
-        ThinkFormat(("[THINK]",), ("[/THINK]",), special_tokens=True), "Magistral, Ministral 3", ("[THINK]",)
-    ),
-    "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
-    "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
-    "hunyuan_a13b": ReasoningRow(
-        ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")
-    ),
-    "seed_oss": ReasoningRow(_SEED, "Seed-OSS", ("<seed:think>",)),
-    "ernie45": ReasoningRow(
-        ThinkFormat(answer=(("<response>",), ("</response>",))), "ERNIE 4.5", ("<response>", "</think>")
-    ),
-    "olmo3": ReasoningRow(_THINK, "Olmo 3", ("</think>", "<function_calls>")),
-    "kimi_k2": ReasoningRow(
-        ThinkFormat(calls=("<|tool_calls_section_begin|>",), special_tokens=True),
-        "Kimi K2",
-        ("</think>", "<|tool_calls_section_begin|>"),
-    ),
-    "minimax_m2": ReasoningRow(_ALWAYS, "MiniMax M2", ("</think>", "<minimax:tool_call>", "<invoke")),
-    "minimax_m3": ReasoningRow(
-        ThinkFormat(("<mm:think>",), ("</mm:think>",), special_tokens=True), "MiniMax M3", ("<mm:think>",)
-    ),
-    "minimax_m2_append_think": ReasoningRow(
-        ThinkFormat(always=True, shown=True), "MiniMax M2, whose thoughts stay in the content"
+    "xlam": ToolFormat(
+        partial(tool_llama3.Llama3ToolParser, tags=tool_llama3.XLAM_TAGS), "xLAM 2", tool_llama3.grammar
     ),
 }
 

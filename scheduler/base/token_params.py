@@ -57,8 +57,9 @@ class Grammar:
     """Grammar of an output, compiled by jaxengine.grammars.
 
     Attributes:
-      kind: "json", "regex", "choice", "grammar" or FREE (no constraint).
-      text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
+      kind: "json", "regex", "choice", "grammar", "structural_tag" or FREE (no constraint).
+      text: a JSON schema, a regular expression, a JSON list of strings, a context-free grammar, or the rules of
+        jaxengine.requests.structured.structural_tags as JSON.
       options: llguidance's options for reading a JSON schema.
       reasoning_end: token sequences, any of which ends the unconstrained reasoning before the constrained part. If it
         is empty, the output is constrained from the start.

@@ -26,7 +26,7 @@ from jaxengine.parsers.scan.harmony import (
 
 
 class HarmonyFormat:
-    """Implementation of registry.ReasoningFormat for gpt-oss."""
+    """Implementation of reasoning_rows.ReasoningFormat for gpt-oss."""
 
     special_tokens = True
     # Calls are separate messages before the one that may be constrained.

@@ -23,21 +23,23 @@ _TAIL_CHARS = 1000
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """Implementation of registry.ReasoningFormat for models that enclose reasoning in fixed words.
+    """Implementation of reasoning_rows.ReasoningFormat for models that enclose reasoning in fixed words.
 
     Attributes:
       begins, ends: words before and after reasoning, with alternative spellings; the model writes the first one.
       calls: words before calls that reasoning never mentions: such a word ends it, whatever follows.
       answer: words before and words after the answer, alternatives of each in a tuple; None if there are none.
+      dropped: words that the format writes around answers and calls, which are removed wherever they are in content.
       always: whether an output begins with reasoning, with or without the opening word in prompt or output.
       shown: whether reasoning stays in the content, between <think> and the end word.
-      special_tokens: see registry.ReasoningFormat.
+      special_tokens: see reasoning_rows.ReasoningFormat.
     """
 
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     calls: tuple[str, ...] = ()
     answer: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    dropped: tuple[str, ...] = ()
     always: bool = False
     shown: bool = False
     special_tokens: bool = False
@@ -56,6 +58,8 @@ class ThinkFormat:
             # The beginning of a continued answer already has the word if it should have it.
             return ShownParser(self.begins[0] if inside and not continued else "")
         parser = ThinkParser(self, inside, calls)
+        if self.dropped:
+            return DroppingParser(parser, self.dropped)
         return parser if self.answer is None else AnswerParser(parser, *self.answer)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
@@ -144,7 +148,8 @@ class ThinkParser:
         self._kept = () if calls is None else words.calls
         self._starts = [each for each in (() if calls is None else calls.words) if each[0] not in self._kept]
         self._ends = words.ends
-        self._opening = Opening(*words.begins)
+        # An end word before anything else says that there is no reasoning; inside it is a word of `_end`.
+        self._opening = Opening(*words.begins, *(() if inside else words.ends))
         self._end = Marker(*words.ends, *self._kept, *dict.fromkeys(each[0] for each in self._starts))
         # A word that may begin a call, and the following text, which decides whether it does.
         self._word, self._call = "", Opening()
@@ -183,12 +188,14 @@ class ThinkParser:
             at = self._state(text, at)
 
     def _first(self, text: str, at: int) -> int:
-        """State at the output's start, where reasoning may be opened. Reads `text` from index `at`; returns the index
-        after what it read.
+        """State at the output's start, where reasoning may be opened, or denied by its end word, which is dropped.
+
+        Reads `text` from index `at`; returns the index after what it read.
         """
         at, found = self._opening.read(text, at)
         if found is not None:
-            self._state = self._thoughts if self._inside or found else self._answer
+            opens = self._inside or (found and not self._opening.held.endswith(self._ends))
+            self._state = self._thoughts if opens else self._answer
         if found is False:
             self._read(self._opening.held)  # it may also be the beginning of an end word
         return at
@@ -252,6 +259,43 @@ class ShownParser:
     def finish(self) -> list[Event]:
         """End the output; return `before` as content if no piece has been read, else []."""
         return self.feed("")
+
+
+class DroppingParser:
+    """Parser that removes some words from the content of another parser (`inner`), wherever they are. words: the
+    words, none a prefix of another.
+    """
+
+    def __init__(self, inner: ReasoningParser, words: tuple[str, ...]):
+        self._inner = inner
+        self._word = Marker(*words)
+
+    @property
+    def late_ends(self) -> tuple[str, ...]:
+        """Words that may still end reasoning after a call has ended it, by the inner parser; else ()."""
+        return self._inner.late_ends
+
+    def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output; return the events that are certain by now, without the words."""
+        return self._without_words(self._inner.feed(text))
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back."""
+        return self._without_words(self._inner.finish()) + _events("", self._word.take())
+
+    def _without_words(self, events: list[Event]) -> list[Event]:
+        """Return the events with the words removed from content; content that may begin a word is held back."""
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                text, at = [], 0
+                while at < len(event.text):
+                    plain, at, _ = self._word.read(event.text, at)
+                    text.append(plain)
+                found += _events("", "".join(text))
+            else:
+                found.append(event)
+        return found
 
 
 class AnswerParser:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Schema = Mapping[str, Any]
-# Words in a marker that may be tokens of their own; PLaMo 3's tokens are the beginnings and the end of its markers.
-_WORDS = re.compile(r"(<\|plamo:(?:begin|end)_|:plamo\|>|<[^<>]*>|｜[^｜]*｜)")
+# Words in a marker that may be tokens of their own; PLaMo 3's tokens are the beginnings and the end of its markers, and
+# MiniMax M3's stands before each of its tags.
+_WORDS = re.compile(r"(<\|plamo:(?:begin|end)_|:plamo\|>|\]<\]minimax\[>\[|<[^<>]*>|｜[^｜]*｜)")
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from jaxengine.parsers.scan.argument_forms import ArgumentForm, argument_forms
 from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema, literal
 from jaxengine.parsers.scan.events import Event
 from jaxengine.parsers.scan.markers import Marker, Opening
+from jaxengine.parsers.scan.parameter_json import ParameterJson
 from jaxengine.parsers.scan.quoted_value import QuotedValue
 from jaxengine.parsers.scan.states import StateParser
-from jaxengine.parsers.tools.argument_forms import ArgumentForm, argument_forms
-from jaxengine.parsers.tools.parameter_json import ParameterJson
 
 _MAX_NAME = 256
 _NAME = re.compile(r"[^\s{}()<>:,\"]+")

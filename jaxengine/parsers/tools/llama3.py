@@ -1,8 +1,8 @@
 """Parser of tool calls of Llama 3: one or several {"name": ..., "parameters": {...}} anywhere in a text, or a list of
 them.
 
-<|python_tag|> may precede them, and white space with a semicolon or comma may separate them; neither is content then.
-An object that is not a call is content.
+A tag may precede them, and white space with a semicolon or comma may separate them; neither is content then. xLAM's
+tags also have a word after the calls. An object that is not a call is content.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from jaxengine.parsers.scan.call_grammar import CallGrammar, call_schema
 from jaxengine.parsers.scan.events import Event
 from jaxengine.parsers.scan.json_call import JsonCall, Progress
 from jaxengine.parsers.scan.json_call_list import JsonCallList
+from jaxengine.parsers.scan.markers import Opening
 from jaxengine.parsers.scan.states import StateParser
 from jaxengine.schema_references import SchemaDocument, moved, with_definitions
 
 _TAG = "<|python_tag|>"
 _CALL = partial(JsonCall, names=("parameters", "arguments"))
-_START = re.compile(r"[<{\[]")
+# Words before calls, each with the word after them, "" for none.
+LLAMA_TAGS = ((_TAG, ""),)
+XLAM_TAGS = (*LLAMA_TAGS, ("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>"), ("```json", "```"))
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
@@ -40,23 +43,31 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 class Llama3ToolParser(StateParser):
-    """Parser of JSON objects and lists that are calls, anywhere in a text."""
+    """Parser of JSON objects and lists that are calls, anywhere in a text. tags: words before calls, each with the word
+    after them, "" for none.
+    """
 
-    def __init__(self, new_id: Iterable[str]):
+    def __init__(self, new_id: Iterable[str], tags: tuple[tuple[str, str], ...] = LLAMA_TAGS):
         super().__init__(new_id)
+        self._tags = dict(tags)
+        self._start = re.compile(f"[{re.escape(''.join({'{', '[', *(tag[0] for tag, _ in tags)}))}]")
         # A tag or a separator, which is content unless a call follows.
         self._before: list[str] = []
         self._may_separate = False
-        self._num_of_tag = 0
+        self._opening = Opening(*self._tags)
+        # The word after the calls of the last tag, and the same once there has been a call.
+        self._end = self._closing = ""
         self._calls: JsonCall | JsonCallList = _CALL(self._out)
         self._state = self._content
 
     def finish(self) -> list[Event]:
         """End the output; return the events of text that was held back, as content."""
         if self._state == self._tag:
-            self._out.content(_TAG[: self._num_of_tag])
-        elif self._state == self._gap:
+            self._no_tag()
+        if self._state == self._gap:
             self._out.content("".join(self._before))
+        elif self._state == self._after_calls:
+            self._out.content("".join(self._before) + self._opening.held)
         elif self._state == self._reading:
             self._release()
         return self._out.finish()
@@ -65,29 +76,38 @@ class Llama3ToolParser(StateParser):
         """Process content, up to a character that may begin a tag or a call. Reads `text` from the index `at`; returns
         the index after the last character read.
         """
-        start = _START.search(text, at)
+        start = self._start.search(text, at)
         end = len(text) if start is None else start.start()
         self._out.content(text[at:end])
         if start is None:
             return end
-        self._before = []
-        if start.group() == "<":
-            self._num_of_tag, self._state = 0, self._tag
+        self._before, self._end, self._closing = [], "", ""
+        if any(tag[0] == start.group() for tag in self._tags):
+            self._opening, self._state = Opening(*self._tags), self._tag
             return end
         return self._open(text, end)
 
     def _tag(self, text: str, at: int) -> int:
-        """Process one character of what may be <|python_tag|>; if it does not fit, the beginning of the tag becomes
-        content and the character is not read. Reads `text` at `at`; returns the new position.
+        """Process what may be a tag; text that is none is content, or the beginning of a list. Reads `text` from `at`;
+        returns the new position.
         """
-        if text[at] != _TAG[self._num_of_tag]:
-            self._out.content(_TAG[: self._num_of_tag])
+        at, found = self._opening.read(text, at)
+        if found:
+            self._end = self._tags[self._opening.held]
+            self._before, self._may_separate, self._state = [self._opening.held], False, self._gap
+        elif found is False:
+            self._no_tag()
+        return at
+
+    def _no_tag(self) -> None:
+        """Read the beginning of a tag that is none: as a list if it begins with a bracket, else as content."""
+        held = self._opening.held
+        if held[0] in "{[":
+            self._open(held, 0)
+            self._read(held[1:])
+        else:
+            self._out.content(held)
             self._state = self._content
-            return at
-        self._num_of_tag += 1
-        if self._num_of_tag == len(_TAG):
-            self._before, self._may_separate, self._state = [_TAG], False, self._gap
-        return at + 1
 
     def _gap(self, text: str, at: int) -> int:
         """Process one character between a tag or call and the next call or content.
@@ -101,8 +121,22 @@ class Llama3ToolParser(StateParser):
             self._before.append(char)
             self._may_separate &= char.isspace()
             return at + 1
+        if self._closing and char == self._closing[0]:
+            self._opening, self._state = Opening(self._closing), self._after_calls
+            return at
         self._out.content("".join(self._before))
         self._state = self._content
+        return at
+
+    def _after_calls(self, text: str, at: int) -> int:
+        """Process what may be the word after calls, which is dropped with the space before it; other text is content.
+        Reads `text` from `at`; returns the new position.
+        """
+        at, found = self._opening.read(text, at)
+        if found is not None:
+            self._state = self._content
+        if found is False:
+            self._out.content("".join(self._before) + self._opening.held)
         return at
 
     def _open(self, text: str, at: int) -> int:
@@ -123,7 +157,7 @@ class Llama3ToolParser(StateParser):
             self._release()
             self._state = self._content
         elif progress is not Progress.MORE:
-            self._before, self._may_separate, self._state = [], True, self._gap
+            self._before, self._may_separate, self._state, self._closing = [], True, self._gap, self._end
         return at
 
     def _broken(self, text: str, at: int) -> int:

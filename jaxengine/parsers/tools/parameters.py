@@ -1,4 +1,4 @@
-"""Parser of tool calls with plain-text arguments: Qwen3-Coder, Seed-OSS, MiniMax M2, GLM-4.5, DeepSeek V3.2 and V4.
+"""Parser of tool calls with plain-text arguments: Qwen3-Coder, Seed-OSS, MiniMax M2, GLM-4.5, DeepSeek V3.2, Kimi K3.
 
   <tool_call>
   <function=f>
@@ -19,119 +19,23 @@ or the end of the call or of the section, if the next call or the end of the out
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
 
+from jaxengine.parsers.scan.argument_forms import ArgumentForm, argument_forms
 from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema, literal
 from jaxengine.parsers.scan.events import Event
 from jaxengine.parsers.scan.markers import Marker, Opening
+from jaxengine.parsers.scan.parameter_json import ParameterJson
 from jaxengine.parsers.scan.states import StateParser
-from jaxengine.parsers.tools.argument_forms import ArgumentForm, argument_forms
-from jaxengine.parsers.tools.parameter_json import ParameterJson
+from jaxengine.parsers.tools.parameter_words import ParameterWords
 
 _MAX_NAME = 256
 # Types by the text after a parameter's name, for formats that state there whether its value is a string.
 _STRING = frozenset(("string",))
 _NO_STRING = frozenset(("object", "array", "boolean", "integer", "number", "null"))
 _NAME = re.compile(r"[^\s<>{}\"]+")
-_SAYS_STRING = '" string="'
-
-
-@dataclass(frozen=True)
-class ParameterWords:
-    """Marker words of a format.
-
-    Attributes:
-      section: words around calls; None if there are none. others: alternative spellings of the first one.
-      call, parameter: words before the name, between name and content, and after the content. A call's second word may
-        be "" if the next word ends its name.
-      value: word before a value, if the name has its own closing word.
-      lines: words and values are on separate lines.
-      says_string: a parameter's name is followed by whether its value is a string.
-      verbatim: a line break at the beginning of a value is part of it; otherwise it belongs to the format, as does one
-        at the end of the same value.
-    """
-
-    call: tuple[str, str, str]
-    parameter: tuple[str, str, str]
-    section: tuple[str, str] | None = None
-    value: str = ""
-    lines: bool = False
-    says_string: bool = False
-    verbatim: bool = False
-    others: tuple[str, ...] = ()
-
-    @property
-    def value_ends(self) -> tuple[str, ...]:
-        """Words that may end a value: a parameter's closing word, a call's, the word that begins a parameter, and a
-        section's closing word.
-        """
-        return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
-
-    def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
-        """Return the words, or sequences of words, of which one must follow `end` for `end` to end a value. The end of
-        the output may follow too.
-
-        end: one of `value_ends`. names: parameters that may be next.
-        """
-        if end == self.parameter[0]:
-            after = (_SAYS_STRING,) if self.says_string else (self.parameter[1], *filter(None, [self.value]))
-            return [(name, *after) for name in names]
-        if end == self.parameter[2]:
-            return [self.parameter[0], self.call[2], *(self.section or ())[1:]]
-        begins = [self.call[0], *(self.section or ())[:1]]
-        return [*begins, *(self.section or ())[1:]] if end == self.call[2] else begins
-
-
-_FUNCTION = ("<function=", ">", "</function>")
-_PARAMETER = ("<parameter=", ">", "</parameter>")
-QWEN3_CODER = ParameterWords(_FUNCTION, _PARAMETER, ("<tool_call>", "</tool_call>"), lines=True)
-SEED_OSS = ParameterWords(_FUNCTION, _PARAMETER, ("<seed:tool_call>", "</seed:tool_call>"))
-MINIMAX_M2 = ParameterWords(
-    ('<invoke name="', '">', "</invoke>"),
-    ('<parameter name="', '">', "</parameter>"),
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
-    verbatim=True,
-)
-DEEPSEEK_V32 = ParameterWords(
-    ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
-    ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>"),
-    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-    says_string=True,
-    verbatim=True,
-)
-DEEPSEEK_V4 = replace(
-    DEEPSEEK_V32,
-    section=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
-    others=("<｜DSML｜toolcalls>", "<｜DSML｜tool>"),
-)
-DEEPSEEK_V41 = replace(
-    DEEPSEEK_V32,
-    call=('<｜DSML｜ invoke name="', '">', "</｜DSML｜ invoke>"),
-    parameter=('<｜DSML｜ parameter name="', '">', "</｜DSML｜ parameter>"),
-    section=("<｜DSML｜ calls>", "</｜DSML｜ calls>"),
-)
-MIMO = replace(QWEN3_CODER, lines=False, verbatim=True)
-DOTS = replace(MINIMAX_M2, section=("<dots_function_call>", "</dots_function_call>"))
-GLM45 = ParameterWords(
-    ("<tool_call>", "", "</tool_call>"),
-    ("<arg_key>", "</arg_key>", "</arg_value>"),
-    value="<arg_value>",
-    verbatim=True,
-)
-STEP3 = ParameterWords(
-    ('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">', "</steptml:invoke><｜tool_call_end｜>"),
-    ('<steptml:parameter name="', '">', "</steptml:parameter>"),
-    ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
-)
-K2_HORIZON = ParameterWords(
-    ("<ifm|tool_call>", "", "</ifm|tool_call>"),
-    ("<ifm|arg_key>", "</ifm|arg_key>", "</ifm|arg_value>"),
-    ("<ifm|tool_calls>", "</ifm|tool_calls>"),
-    value="<ifm|arg_value>",
-    verbatim=True,
-)
-HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), section=("<tool_calls>", "</tool_calls>"))
+# Attribute of a call that its template writes after the name.
+_INDEX = '" index="'
 
 
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
@@ -149,9 +53,16 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
         yield f"calls: {inside}"
     else:
         opening, closing = map(calls.word, words.section)
-        yield f'calls: {opening} "\\n" {inside} "\\n" {closing}'
+        gap = "" if words.attributes else '"\\n"'
+        yield f"calls: {opening} {gap} {inside} {gap} {closing}"
     for at, (name, form) in enumerate(forms):
-        parts = [calls.word(words.call[0]), literal(name + words.call[1]), line]
+        # As one word, so that no name ends where a longer one goes on.
+        named = (
+            calls.word(name + words.call[1])
+            if not words.attributes
+            else (f"{literal(words.written(name) + _INDEX)} /[0-9]+/ {calls.word(words.call[1])}")
+        )
+        parts = [calls.word(words.call[0]), named, line]
         for number, parameter in enumerate(form.places):
             rule = f"parameter_{at}_{number}"
             parts.append(rule if parameter in form.required else f"{rule}?")
@@ -171,8 +82,9 @@ def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, na
     begin, middle, end = map(calls.word, words.parameter)
     types, texts = form.types(name), form.texts(name)
     line = literal("\n") if words.lines else ""
-    said = literal(f"{_SAYS_STRING}{'true' if 'string' in types else 'false'}") if words.says_string else ""
-    head = f"{begin} {literal(name)} {said} {middle} {calls.word(words.value) if words.value else ''} {line}"
+    said = f"({' | '.join(literal(words.says + each) for each in words.said(types))})" if words.says else ""
+    value = calls.word(words.value) if words.value else ""
+    head = f"{begin} {literal(words.written(name))} {said} {middle} {value} {line}"
     if texts:
         yield f"{rule}: {head} ({' | '.join(map(literal, texts))}) {line} {end} {line}"
     elif "string" in types:
@@ -187,10 +99,11 @@ def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
     CallStarts.words.
     """
     begin, middle, end = words.call
-    for after in (middle,) if middle else (words.parameter[0], end):
-        yield (begin, name, after)
+    # Attributes may follow the name.
+    for after in (middle[:1],) if words.attributes else (middle,) if middle else (words.parameter[0], end):
+        yield (begin, words.written(name), after)
         if words.section:
-            yield (words.section[0], begin, name, after)
+            yield (words.section[0], begin, words.written(name), after)
 
 
 class ParameterToolParser(StateParser):
@@ -203,13 +116,14 @@ class ParameterToolParser(StateParser):
         self._functions = functions
         self._words = words
         sections = (*(words.section or ()), *words.others)
-        self._outside = Marker(words.call[0], *sections)
+        self._outside = Marker(words.call[0], *sections, *words.dropped)
         self._next = Opening(words.call[0])
         self._call_name = Marker(*([words.call[1]] if words.call[1] else [words.parameter[0], words.call[2]]))
         self._inside = Opening()
         self._name = Marker(words.parameter[1])
         self._before_value = Opening(words.value)
-        self._value_end = Marker(*words.value_ends)
+        # Of the current value, whose quotes decide.
+        self._value_end = Marker(words.parameter[2])
         # The word that may end a value, and the text after it that decides.
         self._end_word, self._after_end = "", Opening()
         # The text as written, while it is not known to be a call.
@@ -248,7 +162,7 @@ class ParameterToolParser(StateParser):
         elif self._state in (self._in_name, self._to_value):
             arguments.cut_name(self._name_and_types()[0], self._state == self._to_value)
         elif self._state == self._after_value and self._end_word != self._words.parameter[0]:
-            arguments.end_value(self._end_word == self._words.parameter[2])
+            arguments.end_value(self._end_word in (self._words.parameter[2], self._words.quoted_end))
             arguments.end()
             self._out.content(self._after_end.held)
         else:
@@ -267,10 +181,9 @@ class ParameterToolParser(StateParser):
             self._begin_call(word)
         elif self._words.section and word in (self._words.section[0], *self._words.others):
             self._held, self._next, self._state = word, Opening(self._words.call[0]), self._section
-        elif word and self._in_section:
+        elif word and word not in self._words.dropped:
+            self._out.content("" if self._in_section else word)
             self._in_section = False
-        elif word:
-            self._out.content(word)
         return at
 
     def _section(self, text: str, at: int) -> int:
@@ -301,17 +214,27 @@ class ParameterToolParser(StateParser):
         if not word and self._room:
             return at + read
         written = "".join(self._word)
-        name = written.strip()
+        name = self._words.read(written.strip())
         if word and _NAME.fullmatch(name) and name.isprintable():
             self._out.start(name)
-            self._arguments = ParameterJson(self._out, self._functions.get(name), self._words.verbatim)
             self._in_section = True
-            self._next_part(word)
+            self._open_call(name, word)
         else:
             self._out.content(self._held + written + word)
             self._state = self._content
             self._content(self._call_name.take(), 0)
         return at + read
+
+    def _open_call(self, name: str, word: str) -> None:
+        """Enter the arguments of a call of the function `name`. word: the word that ended the name."""
+        self._arguments = ParameterJson(self._out, self._functions.get(name), self._words.verbatim)
+        self._next_part(word)
+
+    def _leave_call(self) -> None:
+        """Enter the state after a call's closing word."""
+        self._state = self._content
+        if self._words.section:
+            self._next, self._state = Opening(self._words.call[0], self._words.section[1]), self._after_call
 
     def _end_call(self) -> None:
         """Close the call's arguments, and return to the state outside of calls."""
@@ -329,8 +252,7 @@ class ParameterToolParser(StateParser):
             self._word, self._state = [], self._in_name
         elif word == self._words.call[2]:
             self._end_call()
-            if self._words.section:
-                self._next, self._state = Opening(self._words.call[0], self._words.section[1]), self._after_call
+            self._leave_call()
         else:
             self._inside, self._state = Opening(self._words.parameter[0], self._words.call[2]), self._between
 
@@ -369,8 +291,9 @@ class ParameterToolParser(StateParser):
         plain, at, word = self._name.read(text, at)
         self._word.append(plain)
         if word:
-            self._before_value = Opening(self._words.value)
-            self._state = self._to_value if self._words.value else self._in_value
+            before = self._words.value or (self._words.quotes or ("",))[0]
+            self._before_value = Opening(before)
+            self._state = self._to_value if before else self._in_value
             if self._state == self._in_value:
                 self._begin_value()
         return at
@@ -384,15 +307,16 @@ class ParameterToolParser(StateParser):
         at, found = self._before_value.read(text, at)
         if found is None:
             return at
-        self._begin_value()
+        self._begin_value(quoted=found and self._words.quotes is not None)
         if not found:
             self._read(self._before_value.held)
         return at
 
-    def _begin_value(self) -> None:
-        """Begin the value of the parameter whose name was read last."""
+    def _begin_value(self, quoted: bool = False) -> None:
+        """Begin the value of the parameter whose name was read last. quoted: whether it stands in quotes."""
         assert self._arguments is not None
-        self._arguments.begin(*self._name_and_types())
+        self._arguments.begin(*self._name_and_types(), verbatim=quoted)
+        self._value_end = Marker(*([self._words.quoted_end] if quoted else self._words.value_ends))
         self._state = self._in_value
 
     def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
@@ -400,11 +324,11 @@ class ParameterToolParser(StateParser):
         states none, or if the function's schema contradicts it: no string where it has a string only, or a string where
         it has none.
         """
-        name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
-        if not self._words.says_string:
+        if not self._words.says:
             return "".join(self._word).strip(), None
-        name = name.partition('"')[0]
-        stated = {"": None, "true": _STRING}.get(says_string, _NO_STRING)
+        name, _, said = "".join(self._word).strip().partition(self._words.says)
+        name = self._words.read(name.partition('"')[0])
+        stated = {"": None, "true": _STRING, "string": _STRING}.get(said, _NO_STRING)
         declared = self._arguments.declared_types(name) if self._arguments else None
         agrees = declared is None or ("string" in declared if stated == _STRING else declared != _STRING)
         return name, stated if agrees else None
@@ -445,7 +369,7 @@ class ParameterToolParser(StateParser):
         word.
         """
         assert self._arguments is not None
-        is_closed = self._end_word == self._words.parameter[2]
+        is_closed = self._end_word in (self._words.parameter[2], self._words.quoted_end)
         self._arguments.end_value(is_closed)
         if self._end_word == (self._words.section or ("", ""))[1]:
             self._end_call()

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
+from jaxengine.parsers.scan.argument_forms import ArgumentForm, argument_forms
 from jaxengine.parsers.scan.call_grammar import CallGrammar, literal
 from jaxengine.parsers.scan.events import Collector, Event
 from jaxengine.parsers.scan.markers import Marker
 from jaxengine.parsers.scan.python_scan import PythonScanner, Reading
-from jaxengine.parsers.tools.argument_forms import ArgumentForm, argument_forms
 
 
 class _State(Enum):

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxengine.requests.structured.closed_objects import forbid_additional_properties
 from jaxengine.requests.structured.json_schema import fit_for_grammar
+from jaxengine.requests.structured.structural_tags import tag_rules
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.token_params import Grammar
 
@@ -27,7 +28,9 @@ MAX_WORDS, MAX_WORD_BYTES = 4, 256
 # white space were allowed, a weak model could write blank lines until max_tokens.
 WHITE_SPACE = r"[ \t]{0,2}|\r?\n[ \t]{0,40}"
 
-CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+# Constraints that may have JSON in them, to which _JSON_OPTIONS apply.
+_OF_JSON = ("json", "json_object", "structural_tag")
 _JSON_OBJECT = '{"type":"object"}'
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient")
 _SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
@@ -78,7 +81,8 @@ class StructuredOutputsParams:
         texts. Text before it is free, text after it is constrained. None: all text is constrained.
       reasoning_begin: text that begins the reasoning, for models that may omit it; None: every output begins with
         reasoning. Only with reasoning_end.
-      structural_tag: not supported.
+      structural_tag: text in which certain words begin parts that have a form, in the notation of XGrammar, as a dict
+        or as text (jaxengine.requests.structured.structural_tags); stored as text.
 
     Raises:
       RequestError: an invalid value, no constraint or several, or an option that would have no effect.
@@ -95,11 +99,9 @@ class StructuredOutputsParams:
     lenient: bool = False
     reasoning_end: str | Sequence[str | Sequence[str]] | None = None
     reasoning_begin: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.structural_tag is not None:
-            raise _invalid("structural_tag", self.structural_tag, "None (not supported yet)")
         if self.json_object is not None and not isinstance(self.json_object, bool):
             raise _invalid("json_object", self.json_object, "True, or None")
         for name in ("disable_any_whitespace", "lenient"):
@@ -116,6 +118,8 @@ class StructuredOutputsParams:
             )
         if self.json is not None:
             self._normalize("json", _schema(self.json))
+        if self.structural_tag is not None:
+            self._normalize("structural_tag", _schema(self.structural_tag, "structural_tag"))
         if self.regex is not None:
             _text("regex", self.regex, MAX_REGEX_BYTES)
         if self.grammar is not None:
@@ -127,8 +131,10 @@ class StructuredOutputsParams:
             if self.disable_any_whitespace:
                 raise _invalid("whitespace_pattern", self.whitespace_pattern, "None with disable_any_whitespace")
         for name in _JSON_OPTIONS:
-            if getattr(self, name) and given[0] not in ("json", "json_object"):
-                raise _invalid(name, getattr(self, name), "left out unless json or json_object is given")
+            if getattr(self, name) and given[0] not in _OF_JSON:
+                raise _invalid(name, getattr(self, name), f"left out unless {' or '.join(_OF_JSON)} is given")
+        if self.structural_tag is not None:
+            self._tag_rules()
         if self.reasoning_end is not None:
             ends = words_of("structured_outputs", "reasoning_end", self.reasoning_end)
             self._normalize("reasoning_end", ends)
@@ -152,7 +158,7 @@ class StructuredOutputsParams:
 
         names: switches of the engine's structured_outputs_config.
         """
-        if self.kind not in ("json", "json_object"):
+        if self.kind not in _OF_JSON:
             return self
         contradicted = {
             "disable_any_whitespace": self.whitespace_pattern is not None,
@@ -172,14 +178,16 @@ class StructuredOutputsParams:
             kind, text, options = "json", self._fitted_json(), self._guidance()
         elif kind == "choice":
             text = json.dumps(self.choice)
+        elif kind == "structural_tag":
+            text = json.dumps(self._tag_rules())
         begin = () if self.reasoning_begin is None else tuple(encode(self.reasoning_begin))
         # A model that cannot write the opening word does not reason.
         end = tuple(map(tuple, self.reasoning_end or ())) if begin or self.reasoning_begin is None else ()
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
-        """Return the body of a Lark rule equivalent to the constraint. Raises RequestError for a grammar, which has
-        rules of its own.
+        """Return the body of a Lark rule equivalent to the constraint. Raises RequestError for a grammar or structural
+        tag, which has rules of its own.
         """
         if self.kind == "choice":
             assert self.choice is not None
@@ -187,13 +195,23 @@ class StructuredOutputsParams:
         if self.kind == "regex":
             escaped = _SLASH_OR_ESCAPE.sub(lambda found: r"\/" if found[0] == "/" else found[0], str(self.regex))
             return "/" + escaped.replace("\n", r"\n") + "/"
-        if self.kind == "grammar":
-            text = "structured_outputs.grammar is only allowed without tools, or with tool_choice 'none'"
-            raise RequestError(text, param="structured_outputs", value=self.grammar)
+        if self.kind in ("grammar", "structural_tag"):
+            text = f"structured_outputs.{self.kind} is only allowed without tools, or with tool_choice 'none'"
+            raise RequestError(text, param="structured_outputs", value=getattr(self, self.kind))
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         return "%json " + json.dumps({**schema, "x-guidance": self._guidance()}, ensure_ascii=False)
+
+    def _tag_rules(self) -> list[Any]:
+        """Return the rules of the structural tag, see tag_rules. Raises RequestError."""
+        options = {name: getattr(self, name) for name in _JSON_OPTIONS}
+
+        def term(schema: Any) -> str:
+            """Return the Lark term of a schema in the tag, with the same options."""
+            return StructuredOutputsParams(json={} if schema is True else schema, **options).in_lark()
+
+        return tag_rules(json.loads(str(self.structural_tag)), term)
 
     def _fitted_json(self) -> str:
         """Return the schema as JSON text for the grammar compiler, with objects closed if disable_additional_properties
@@ -278,34 +296,35 @@ def _choices(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _schema(value: Any) -> str:
-    """Return a schema, given as JSON text or as a mapping, as JSON text.
+def _schema(value: Any, name: str = "json") -> str:
+    """Return a schema or a structural tag, given as JSON text or as a mapping, as JSON text. name: the field.
 
     Raises RequestError for invalid JSON, a value that is not a schema, one above MAX_SCHEMA_BYTES or MAX_NESTING, or
     one that refers to another file.
     """
-    allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
+    kind = "a JSON schema" if name == "json" else "a JSON object"
+    allowed = f"{kind} of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:
         if isinstance(value, str):
-            text = _text("json", value, MAX_SCHEMA_BYTES)
+            text = _text(name, value, MAX_SCHEMA_BYTES)
             schema = json.loads(text, parse_constant=_no_constant)
         else:
             if not isinstance(value, Mapping):
-                raise _invalid("json", value, allowed)
+                raise _invalid(name, value, allowed)
             text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
             schema = value
     except RequestError:
         raise
     except (ValueError, TypeError, RecursionError) as error:
-        raise _invalid("json", value, f"{allowed} ({type(error).__name__})") from None
-    text = _text("json", text, MAX_SCHEMA_BYTES)
-    if not isinstance(schema, (Mapping, bool)):
-        raise _invalid("json", value, "a JSON schema, which is an object, true or false")
+        raise _invalid(name, value, f"{allowed} ({type(error).__name__})") from None
+    text = _text(name, text, MAX_SCHEMA_BYTES)
+    if not isinstance(schema, (Mapping, bool)) or (name != "json" and isinstance(schema, bool)):
+        raise _invalid(name, value, "a JSON schema, which is an object, true or false" if name == "json" else allowed)
     for depth, key, item in _items(schema):
         if depth > MAX_NESTING:
-            raise _invalid("json", value, allowed)
+            raise _invalid(name, value, allowed)
         if key in ("$ref", "$dynamicRef") and isinstance(item, str) and not item.startswith("#"):
-            raise _invalid("json", item, "a schema that refers only to parts of itself (#...); nothing is fetched")
+            raise _invalid(name, item, "a schema that refers only to parts of itself (#...); nothing is fetched")
     return text
 
 

@@ -34,6 +34,7 @@ from jaxengine.server.http.request.fields import (
     bias_by_id,
     check_n,
 )
+from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import (
@@ -41,8 +42,6 @@ from jaxengine.server.http.request.protocol import (
     ClosedModel,
     NamedRequest,
     StreamOptions,
-    json_logprob,
-    json_position,
     usage,
     usage_in_stream,
 )

@@ -14,6 +14,7 @@ from jaxengine.scheduler.base.errors import RequestError
 from tests.conftest import use_scheduler
 
 WORDS = "[a-z]{3,6}( [a-z]{3,6}){0,3}"
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]{3}"}, "end": "</a>"}
 
 
 def params_of(constraint, /, **fields):
@@ -54,8 +55,9 @@ def nothing_is_left(chat_llm):
         ({"choice": ["yes", "no", "a.b|c", 'say "é"\n']}, r'yes|no|a\.b\|c|say "é"\n'),
         ({"grammar": 'start: "(" start ")" | DIGIT\nDIGIT: /[0-9]{1,3}/'}, r"\(*\d{1,3}\)*"),
         ({"grammar": 'root ::= "x" [0-9] "y"'}, r"x\dy"),
+        ({"structural_tag": {"type": "structural_tag", "format": TAG}}, r"<a>\d{3}</a>"),
     ],
-    ids=["regex", "choice", "lark", "gbnf"],
+    ids=["regex", "choice", "lark", "gbnf", "tag"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_kind(chat_llm, constraint, pattern, temperature):

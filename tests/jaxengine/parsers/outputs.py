@@ -383,8 +383,16 @@ FORMATS: dict[str, Format] = {
     ),
     "xlam": Format(
         writers.listed(""),
-        [Output(f"<think>Hm.</think>[{CALLED}]", [NOW], "<think>Hm.</think>")],
-        ["<think>", "```json\n", *JSON_PIECES],
+        [
+            Output(f"<think>Hm.</think>[{CALLED}]", [NOW], "<think>Hm.</think>"),
+            # The words around calls go with them, and only with them.
+            Output(f"Hm.\n```json\n[{CALLED}]\n```\nOk", [NOW], "Hm.\n\nOk"),
+            Output(f"Hm.[TOOL_CALLS][{CALLED}, {CALLED}]", [NOW, NOW], "Hm."),
+            Output(f"Hm.<tool_call>[{CALLED}]</tool_call>", [NOW], "Hm."),
+            Output(f"<tool_call>{CALLED}</tool_cal", [NOW], "</tool_cal"),
+            Output('```json\n{"a": 1}\n``` [TOOL [1] <tool_call></tool_call>', [], ...),  # pyright: ignore
+        ],
+        ["<think>", "```json\n", "```", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", *JSON_PIECES],
     ),
 }
 FORMATS["qwen3_xml"] = FORMATS["qwen3_coder"]

@@ -204,7 +204,9 @@ THINKING: dict[str, Thinking] = {
             Thought(f"<think>\n{HERMES_CALL}</think>{HERMES_CALL}", "\n", None, (NOW, NOW)),
             Thought("<think>\n\n</think>\n\nHi /no_think", "\n\n", "\n\nHi /no_think"),
             Thought("<thinking>Hm.</thinking>Hi", None, "<thinking>Hm.</thinking>Hi"),
-            Thought("</think>Hi", None, "</think>Hi"),
+            # The end word alone says that there are none.
+            Thought("</think>Hi", None, "Hi"),
+            Thought("\n</think>\n\nHi</think>", None, "\n\nHi</think>"),
         ),
     ),
     "glm45": Thinking(
@@ -239,7 +241,7 @@ THINKING: dict[str, Thinking] = {
             Thought("[THINK]a[0] = [TH[/THINK]Hi", "a[0] = [TH", "Hi"),
             Thought("[THINK]Hm.[/THINK][TOOL_CALLS]now[ARGS]{}", "Hm.", None, (NOW,)),
             Thought("<think>Hm.</think>Hi", None, "<think>Hm.</think>Hi"),
-            Thought("[/THINK]Hi", None, "[/THINK]Hi"),
+            Thought("[/THINK]Hi", None, "Hi"),
         ),
     ),
     "granite": Thinking(
@@ -252,7 +254,7 @@ THINKING: dict[str, Thinking] = {
             Thought("Here's my thought process: a Here is my response: b", " a ", " b"),
             Thought("Here is my thought process: Here is my res Here's", " Here is my res Here's"),
             Thought("Here is my thought process: Here is my cat. Here is my response:", " Here is my cat. "),
-            Thought("Here is my response: b", None, "Here is my response: b"),
+            Thought("Here is my response: b", None, " b"),
             Thought("Here is my cat", None, "Here is my cat"),
             Thought("Here's", None, "Here's"),
         ),
@@ -370,6 +372,18 @@ THINKING: dict[str, Thinking] = {
         gap="",
         odd=(Thought("Hm.</mm:think>Hi", "Hm.", "Hi", prompt="]~b]ai\n<mm:think>"),),
     ),
+    "kimi_k3": Thinking(
+        "kimi_k3",
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
+        off='<|open|>message role="assistant"<|sep|><|open|>think<|sep|><|close|>think<|sep|>',
+        words=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        gap="",
+        answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        odd=(
+            Thought("Hi<|close|>response<|sep|><|close|>message<|sep|>", None, "Hi", prompt="<|open|>response<|sep|>"),
+            Thought("Hm." + ALL_FORMATS["kimi_k3"].write([NOW]), "Hm.", None, (NOW,)),
+        ),
+    ),
     "minimax_m2": MINIMAX,
     "minimax_m2_append_think": MINIMAX,
     "gemma4": Thinking(
@@ -410,7 +424,7 @@ THINKING: dict[str, Thinking] = {
 # Formats with the same words as another.
 SAME = {
     "deepseek_v3": ("deepseek_v4", "deepseek_v41"),
-    "qwen3": ("mimo", "holo2", "nemotron_v3", "hy_v3", "granite_thinking_parser"),
+    "qwen3": ("mimo", "holo2", "minicpmv", "nemotron_v3", "hy_v3", "granite_thinking_parser"),
     "glm47": ("ling3", "poolside_v1"),
     "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),

@@ -13,13 +13,13 @@ import tokenizers
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.parsers.registry import TOOL_PARSERS
+from jaxengine.parsers.scan.argument_forms import argument_forms
 from jaxengine.parsers.scan.call_grammar import CallGrammar
 from jaxengine.parsers.scan.events import message_of
-from jaxengine.parsers.tools.argument_forms import argument_forms
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
-from tests.jaxengine.parsers import token_outputs
+from tests.jaxengine.parsers import element_outputs, token_outputs
 from tests.tables import each_row
 
 WEATHER = {
@@ -177,6 +177,25 @@ CASES = {
         "</｜DSML｜invoke>"
         '<｜DSML｜invoke name="get"></｜DSML｜invoke>\n</｜DSML｜tool_calls>',
         ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="other',),
+    ),
+    "minimax m3": (
+        "minimax_m3",
+        ("]<]minimax[>[",),
+        element_outputs.minimax_m3(TWICE),
+        (']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="other',),
+    ),
+    "kimi k3": (
+        "kimi_k3",
+        ("<|open|>", "<|close|>", "<|sep|>"),
+        element_outputs.kimi_k3(TWICE),
+        ('<|open|>tools<|sep|><|open|>call tool="other',),
+    ),
+    "hy v3": (
+        "hy_v3",
+        ("<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>", "<tool_sep>"),
+        "<tool_calls>\n<tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>rain"
+        "</arg_key><arg_value>true</arg_value></tool_call><tool_call>get<tool_sep></tool_call>\n</tool_calls>",
+        ("<tool_calls>\n<tool_call>other",),
     ),
     "step3": (
         "step3",

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.jaxengine.parsers import writers
 from tests.jaxengine.parsers.bare_outputs import BARE_FORMATS
+from tests.jaxengine.parsers.element_outputs import ELEMENT_FORMATS
 from tests.jaxengine.parsers.outputs import CALLED, FORMATS, JSON_PIECES, NOW, PARIS, Format, Output
 from tests.jaxengine.parsers.writers import Call
 
@@ -295,4 +296,4 @@ TOKEN_FORMATS: dict[str, Format] = {
     "poolside_v1": FORMATS["glm47"],
 }
 TOKEN_FORMATS["cohere_command4"] = TOKEN_FORMATS["cohere_command3"]
-ALL_FORMATS = FORMATS | BARE_FORMATS | TOKEN_FORMATS
+ALL_FORMATS = FORMATS | BARE_FORMATS | TOKEN_FORMATS | ELEMENT_FORMATS

@@ -91,6 +91,7 @@ PARSERS = [
     ("kimi_k2", PROMPT, "", "<think>a!<|tool_calls_section_begin|>b!", "<think>a!<|tool_calls_section_begin|>b"),
     ("plamo3", PROMPT, "", "a!<|plamo:end_think:plamo|>b!", "a!<|plamo:end_think:plamo|>b"),
     ("k2_horizon", PROMPT, "", "a!</ifm|think_fast>b!", "a!</ifm|think_fast>b"),
+    ("kimi_k3", PROMPT + "<|open|>think<|sep|>", "", "a!<|close|>think<|sep|>b!", "a!<|close|>think<|sep|>b"),
     ("minimax_m3", PROMPT, "", "<mm:think>a!</mm:think>b!", "<mm:think>a!</mm:think>b"),
     ("openai_gptoss", PROMPT, "", "<|channel|>analysis<|message|>a!<|end|><|start|>assistant", None),
     ("openai_gptoss", PROMPT, "", "<|channel|>analysis<|message|>!<|end|><|channel|>final<|message|>b!", None),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput
-from jaxengine.server.http.request.protocol import json_logprob
+from jaxengine.server.http.request.json_logprobs import json_logprob
 
 
 def sampling_fields(output: CompletionOutput) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from jaxengine.server.base.captured import captured_fields
 from jaxengine.server.http.answer.routed_experts import encoded_experts
 from jaxengine.server.http.answer.sampling_mass import sampling_fields
 from jaxengine.server.http.answer.weight_spans import SpanWriter
-from jaxengine.server.http.request.protocol import NULL_CHOICE, json_logprob, json_position
+from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
+from jaxengine.server.http.request.protocol import NULL_CHOICE
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _NULL_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"))

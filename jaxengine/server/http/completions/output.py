@@ -11,7 +11,7 @@ from jaxengine.server.base.captured import captured_fields
 from jaxengine.server.http.answer.sampling_mass import sampling_fields
 from jaxengine.server.http.answer.weight_spans import SpanWriter
 from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
-from jaxengine.server.http.request.protocol import json_logprob, json_position
+from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
 from jaxengine.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

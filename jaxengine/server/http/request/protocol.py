@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.output.outputs import PositionLogprobs
 from jaxengine.requests.params.activations import MAX_STEER
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.prepared import verify_salt
@@ -39,7 +38,6 @@ from jaxengine.server.http.request.fields import (
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 
 _MAX_USER = 1024  # characters, as logs and answers repeat it
-MIN_LOGPROB = -9999.0
 
 # Earlier names of vLLM's fields -> present names. Ignoring the earlier ones would give unconstrained answers.
 EARLIER = {
@@ -192,19 +190,29 @@ class JsonSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """OpenAI's request for JSON."""
+    """OpenAI's request for JSON, and vLLM's for text with a structural tag.
 
-    type: Literal["text", "json_object", "json_schema"]
+    Attributes:
+      json_schema: schema for type "json_schema".
+      format, structures, triggers: parts of a tag for type "structural_tag": its format, or the other two.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: JsonObject | None = None
+    structures: Annotated[list[JsonObject], at_most(MAX_OPTIONS)] | None = None
+    triggers: Annotated[list[str], at_most(MAX_OPTIONS)] | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the equivalent value of vLLM's field structured_outputs; None for type "text". Raises RequestError for
-        json_schema without a schema; the schema itself is not checked.
+        json_schema without a schema; the schema and the tag themselves are not checked.
         """
         if self.type == "json_object":
             return {"json_object": True}
         if self.type == "text":
             return None
+        if self.type == "structural_tag":
+            return {"structural_tag": self.model_dump(exclude={"json_schema"}, exclude_none=True)}
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise RequestError("response_format has no json_schema.schema", param="response_format")
         lenient = {"lenient": True} if self.json_schema.strict is False else {}
@@ -470,23 +478,6 @@ def usage_in_stream(asked: StreamOptions | None, config: ServerConfig) -> tuple[
     options = asked or StreamOptions()
     last = bool(options.include_usage) or config.enable_force_include_usage
     return last, last and bool(options.continuous_usage_stats)
-
-
-def json_logprob(logprob: float) -> float:
-    """Return a log-probability for JSON, which has no infinity: -9999.0 for anything less than that or NaN."""
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
-
-
-def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
-    """Return an entry of vLLM's prompt_logprobs: candidates by token id, which is a text in JSON. None for None, as for
-    the first token.
-    """
-    if position is None:
-        return None
-    return {
-        str(token_id): {"logprob": json_logprob(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
-        for token_id, one in position.items()
-    }
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import (
+    CONSTRAINTS,
     MAX_CHOICES,
     MAX_NESTING,
     MAX_REGEX_BYTES,
@@ -57,7 +58,7 @@ WRONG = {
     "choice": [[], "ab", ["a", "a"], ["a", ""], ["a", 3], ["x"] * (MAX_CHOICES + 1), ["x" * 200_000, "y" * 200_000]],
     "grammar": ["", b"start: A", "x" * (MAX_SCHEMA_BYTES + 1)],
     "json_object": ["yes", 1],
-    "structural_tag": ["{}"],
+    "structural_tag": ["", "{", "[]", "true", 3, nested(MAX_NESTING + 1), b"{}"],
     "disable_any_whitespace": [None, 1],
     "disable_additional_properties": [1, "no"],
     "lenient": [None, "yes"],
@@ -70,7 +71,7 @@ WRONG = {
 @each_row(("field", "index"), [(name, at) for name, values in WRONG.items() for at in range(len(values))])
 def test_wrong_value_is_refused_by_name(field, index):
     chosen = {field: WRONG[field][index]}
-    if field not in ("json", "regex", "choice", "grammar", "json_object"):
+    if field not in CONSTRAINTS:
         chosen["json"] = {}
     with pytest.raises(RequestError) as caught:
         SamplingParams(structured_outputs=chosen)

@@ -13,7 +13,7 @@ from jaxengine.schema_references import SchemaDocument, mapping
 _STRING = frozenset(("string",))
 _OBJECT = frozenset(("object",))
 # Parameters in which a model may put all arguments as an object, although the function has no parameter of that name.
-_WRAPPERS = ("arguments", "input")
+_WRAPPERS = ("arguments", "input", "properties")
 
 
 class ParameterJson:
@@ -49,9 +49,10 @@ class ParameterJson:
         """
         return types_of(self._schema, name) if name in self._properties else None
 
-    def begin(self, name: str, types: frozenset[str] | None) -> None:
+    def begin(self, name: str, types: frozenset[str] | None, verbatim: bool = False) -> None:
         """Begin the parameter `name`: write its name, unless it may be a wrapper around all arguments. types: JSON
-        types that its value may have; None takes the schema's.
+        types that its value may have; None takes the schema's. verbatim: whether line breaks around this value are part
+        of it, whatever the format's rule.
         """
         self._spell_wrapped()
         self._types = types_of(self._schema, name) if types is None else types
@@ -60,7 +61,7 @@ class ParameterJson:
         if not self._is_wrapper:
             self._out.arguments(f"{self._name_json(name)}: " + ('"' if self._is_streamed else ""))
         self._names.add(name)
-        self._value, self._begins, self._own_line = [], True, False
+        self._value, self._begins, self._own_line = [], not verbatim, False
 
     def add(self, text: str) -> None:
         """Add text to the value, and write it if the value is a streamed string. Up to two line breaks at its end,
@@ -93,7 +94,7 @@ class ParameterJson:
     def end(self) -> None:
         """End the arguments with the closing brace.
 
-        If the only parameter is a wrapper ("arguments" or "input", which the function lacks) and its value is an object
+        If the only parameter is a wrapper (one of _WRAPPERS, which the function lacks) and its value is an object
         of parameters of the function, that object is emitted in its place.
         """
         if self._wrapped is not None:

@@ -1,0 +1,145 @@
+"""Marker words of the formats of tool calls with plain-text arguments, which tools.parameters reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class ParameterWords:
+    """Marker words of a format.
+
+    Attributes:
+      section: words around calls; None if there are none. others: alternative spellings of the first one.
+      call, parameter: words before the name, between name and content, and after the content. A call's second word may
+        be "" if the next word ends its name.
+      value: word before a value, if the name has its own closing word.
+      lines: words and values are on separate lines.
+      says: text between a parameter's name and what the format says of its value: whether it is a string ("true",
+        "false"), or its JSON type; "" if it says nothing.
+      attributes: a call's name may be followed by '"' and attributes, which are dropped; &quot; and &amp; in names
+        stand for characters.
+      quotes: words around a value in which no other word ends it; None if there are none.
+      dropped: words around an answer, which are not content.
+      verbatim: a line break at the beginning of a value is part of it; otherwise it belongs to the format, as does one
+        at the end of the same value.
+    """
+
+    call: tuple[str, str, str]
+    parameter: tuple[str, str, str]
+    section: tuple[str, str] | None = None
+    value: str = ""
+    lines: bool = False
+    says: str = ""
+    attributes: bool = False
+    quotes: tuple[str, str] | None = None
+    dropped: tuple[str, ...] = ()
+    verbatim: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """Words that may end a value: a parameter's closing word, a call's, the word that begins a parameter, and a
+        section's closing word.
+        """
+        return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
+
+    @property
+    def quoted_end(self) -> str:
+        """Word that ends a value within `quotes`; "" without them."""
+        return "" if self.quotes is None else self.quotes[1] + self.parameter[2]
+
+    def said(self, types: AbstractSet[str]) -> list[str]:
+        """Return what follows `says` for a value of these JSON types, one text for each type if the format names it."""
+        if not self.attributes:
+            return ["true" if "string" in types else "false"]
+        return ["string"] if "string" in types else sorted({"number" if each == "integer" else each for each in types})
+
+    def written(self, name: str) -> str:
+        """Return a name as it is written in an attribute; unchanged in formats without attributes."""
+        return name.replace("&", "&amp;").replace('"', "&quot;") if self.attributes else name
+
+    def read(self, name: str) -> str:
+        """Return the name that `written` wrote so, without the attributes after it."""
+        return name.partition('"')[0].replace("&quot;", '"').replace("&amp;", "&") if self.attributes else name
+
+    def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
+        """Return the words, or sequences of words, of which one must follow `end` for `end` to end a value. The end of
+        the output may follow too.
+
+        end: one of `value_ends`. names: parameters that may be next.
+        """
+        if end == self.parameter[0]:
+            after = (self.says,) if self.says else (self.parameter[1], *filter(None, [self.value]))
+            return [(self.written(name), *after) for name in names]
+        if end in (self.parameter[2], self.quoted_end):
+            return [self.parameter[0], self.call[2], *(self.section or ())[1:]]
+        begins = [self.call[0], *(self.section or ())[:1]]
+        return [*begins, *(self.section or ())[1:]] if end == self.call[2] else begins
+
+
+_FUNCTION = ("<function=", ">", "</function>")
+_PARAMETER = ("<parameter=", ">", "</parameter>")
+QWEN3_CODER = ParameterWords(_FUNCTION, _PARAMETER, ("<tool_call>", "</tool_call>"), lines=True)
+SEED_OSS = ParameterWords(_FUNCTION, _PARAMETER, ("<seed:tool_call>", "</seed:tool_call>"))
+MINIMAX_M2 = ParameterWords(
+    ('<invoke name="', '">', "</invoke>"),
+    ('<parameter name="', '">', "</parameter>"),
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    verbatim=True,
+)
+DEEPSEEK_V32 = ParameterWords(
+    ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
+    ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>"),
+    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    says='" string="',
+    verbatim=True,
+)
+DEEPSEEK_V4 = replace(
+    DEEPSEEK_V32,
+    section=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    others=("<｜DSML｜toolcalls>", "<｜DSML｜tool>"),
+)
+DEEPSEEK_V41 = replace(
+    DEEPSEEK_V32,
+    call=('<｜DSML｜ invoke name="', '">', "</｜DSML｜ invoke>"),
+    parameter=('<｜DSML｜ parameter name="', '">', "</｜DSML｜ parameter>"),
+    section=("<｜DSML｜ calls>", "</｜DSML｜ calls>"),
+)
+MIMO = replace(QWEN3_CODER, lines=False, verbatim=True)
+DOTS = replace(MINIMAX_M2, section=("<dots_function_call>", "</dots_function_call>"))
+GLM45 = ParameterWords(
+    ("<tool_call>", "", "</tool_call>"),
+    ("<arg_key>", "</arg_key>", "</arg_value>"),
+    value="<arg_value>",
+    verbatim=True,
+)
+STEP3 = ParameterWords(
+    ('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">', "</steptml:invoke><｜tool_call_end｜>"),
+    ('<steptml:parameter name="', '">', "</steptml:parameter>"),
+    ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+)
+K2_HORIZON = ParameterWords(
+    ("<ifm|tool_call>", "", "</ifm|tool_call>"),
+    ("<ifm|arg_key>", "</ifm|arg_key>", "</ifm|arg_value>"),
+    ("<ifm|tool_calls>", "</ifm|tool_calls>"),
+    value="<ifm|arg_value>",
+    verbatim=True,
+)
+KIMI_K3 = ParameterWords(
+    ('<|open|>call tool="', '"<|sep|>', "<|close|>call<|sep|>"),
+    ('<|open|>argument key="', '"<|sep|>', "<|close|>argument<|sep|>"),
+    ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+    says='" type="',
+    attributes=True,
+    verbatim=True,
+    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+)
+MINICPM5 = ParameterWords(
+    ('<function name="', '">', "</function>"),
+    ('<param name="', '">', "</param>"),
+    quotes=("<![CDATA[", "]]>"),
+)
+HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), section=("<tool_calls>", "</tool_calls>"))

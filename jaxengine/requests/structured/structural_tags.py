@@ -1,0 +1,259 @@
+"""Structural tags: text whose parts between certain words have a form, in the notation of XGrammar that vLLM takes.
+
+A tag is translated into rules of Lark's notation. Which words are tokens of their own is only known where the
+vocabulary is, so rules are lists of pieces: a text as it is, {"word": text} for a text that the output must have, and
+{"until": text} for any text up to and including the first occurrence of a text (jaxengine.grammars.tag_rules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxengine.scheduler.base.errors import RequestError, show_value
+
+Piece = str | dict[str, str]
+Pieces = list[Piece]
+_ANY_TEXT = "/(?s:.*)/"
+# Fields of each format, with the default of those that may be left out. Other fields are refused.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "const_string": {"value": ...},
+    "json_schema": {"json_schema": ...},
+    "regex": {"pattern": ...},
+    "any_text": {},
+    "token": {"token": ...},
+    "sequence": {"elements": ...},
+    "or": {"elements": ...},
+    "tag": {"begin": ..., "content": ..., "end": ...},
+    "triggered_tags": {"triggers": ..., "tags": ..., "at_least_one": False, "stop_after_first": False},
+    "tags_with_separator": {"tags": ..., "separator": ..., "at_least_one": False, "stop_after_first": False},
+    "optional": {"content": ...},
+    "plus": {"content": ...},
+    "star": {"content": ...},
+    "repeat": {"content": ..., "min": ..., "max": ...},
+}
+# Values of fields of XGrammar that have no effect, and are therefore allowed.
+_WITHOUT_EFFECT = (None, False, [], "json", -1)
+_FREE = ("any_text", "triggered_tags")
+
+
+def tag_rules(tag: Mapping[str, Any], json_term: Callable[[Any], str]) -> list[Pieces]:
+    """Return the rules of a structural tag, with the top rule `start`.
+
+    tag: {"type": "structural_tag", "format": ...}, or the earlier form with "structures" (begin, schema, end) and
+    "triggers". json_term: returns the Lark term of a JSON schema. Raises RequestError for unknown formats, fields that
+    are missing, of another type or not supported, and text whose end nothing marks.
+    """
+    if tag.get("type") != "structural_tag":
+        raise _invalid("type", tag.get("type"), "'structural_tag'")
+    structure = tag.get("format")
+    if structure is None:
+        structure = _from_structures(tag)
+    writer = _Writer(json_term)
+    writer.rules.append(["start: ", *writer.write(structure, "")])
+    return writer.rules
+
+
+def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format of the earlier form, which has structures and triggers. Raises RequestError for other
+    values.
+    """
+    structures = tag.get("structures")
+    if not isinstance(structures, list) or not all(isinstance(each, Mapping) for each in structures):
+        raise _invalid("structures", structures, "a list of objects, if there is no format")
+    contents = ({"type": "json_schema", "json_schema": each.get("schema") or {}} for each in structures)
+    tags = [
+        {"type": "tag", "begin": each.get("begin"), "content": content, "end": each.get("end")}
+        for each, content in zip(structures, contents, strict=True)
+    ]
+    return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+
+
+def _invalid(name: str, value: Any, allowed: str) -> RequestError:
+    """Return a RequestError, which the caller raises, about the field `name` of a structural tag."""
+    text = f"structured_outputs.structural_tag.{name} must be {allowed}, got {show_value(value)}"
+    return RequestError(text, param="structured_outputs", value=value)
+
+
+class _Writer:
+    """Translator of formats. json_term: see tag_rules.
+
+    Attributes:
+      rules: rules that terms refer to.
+    """
+
+    def __init__(self, json_term: Callable[[Any], str]):
+        self._json_term = json_term
+        self.rules: list[Pieces] = []
+
+    def write(self, value: Any, end: str) -> Pieces:
+        """Return the term of a format that is followed by the text `end`, "" for none. The term includes `end`. Raises
+        RequestError.
+        """
+        form = _checked(value)
+        kind = form["type"]
+        if kind == "any_text":
+            return [{"until": end}] if end else [_ANY_TEXT]
+        if kind == "or":
+            return _choice([self.write(each, end) for each in _listed(form, "elements")])
+        if kind == "sequence":
+            return self._sequence(_listed(form, "elements"), end)
+        if kind == "tag":
+            return [*_marker(form, "begin"), *self._content(form), *_word(end)]
+        if kind == "triggered_tags":
+            return self._triggered(form, end)
+        return [*self._plain(form, kind), *_word(end)]
+
+    def _plain(self, form: Mapping[str, Any], kind: str) -> Pieces:
+        """Return the term of a format that ends by itself, of the kind `kind`."""
+        if kind == "const_string":
+            return _word(_text(form, "value"))
+        if kind == "token":
+            return _marker({"token": form}, "token")
+        if kind == "json_schema":
+            return self._rule([self._json_term(form["json_schema"])])
+        if kind == "regex":
+            pattern = _text(form, "pattern").replace("/", r"\/").replace("\n", r"\n")
+            return [f"/{pattern}/"]
+        if kind == "tags_with_separator":
+            one = _choice([self.write(each, "") for each in _tags(form)])
+            more = [] if form["stop_after_first"] else [" (", *_word(_text(form, "separator")), " ", *one, ")*"]
+            return ["(", *one, *more, ")" if form["at_least_one"] else ")?"]
+        signs = {"optional": "?", "plus": "+", "star": "*"}
+        return ["(", *self.write(form["content"], ""), ")", signs[kind] if kind in signs else _times(form)]
+
+    def _content(self, form: Mapping[str, Any]) -> Pieces:
+        """Return the term of a tag's content and its end, which may be a list of alternatives."""
+        ends = form["end"] if isinstance(form["end"], list) else [form["end"]]
+        terms = []
+        for end in ends:
+            text = end.get("token") if isinstance(end, Mapping) else end
+            if isinstance(text, int):
+                terms.append([*self.write(form["content"], ""), *_marker({"end": end}, "end")])
+            else:
+                terms.append(self.write(form["content"], _text({"end": text}, "end")))
+        if not terms:
+            raise _invalid("end", ends, "a text, or a list of one or more")
+        return _choice(terms)
+
+    def _sequence(self, elements: Sequence[Any], end: str) -> Pieces:
+        """Return the term of formats one after the other. Text without a form of its own must be followed by a constant
+        or by a tag, whose beginning ends it.
+        """
+        found: Pieces = []
+        waiting = list(elements)
+        while waiting:
+            form = _checked(waiting.pop(0))
+            if not waiting:
+                found += self.write(form, end)
+            elif form["type"] not in _FREE:
+                found += self.write(form, "")
+            else:
+                following = _checked(waiting.pop(0))
+                if following["type"] == "const_string":
+                    found += [*self.write(form, _text(following, "value")), *([] if waiting else _word(end))]
+                elif following["type"] == "tag" and isinstance(following["begin"], str):
+                    found += [*self.write(form, _text(following, "begin")), " ", *self._content(following)]
+                    found += [] if waiting else _word(end)
+                else:
+                    raise _invalid("elements", following["type"], f"a const_string or a tag after {form['type']}")
+            found.append(" ")
+        return found
+
+    def _triggered(self, form: Mapping[str, Any], end: str) -> Pieces:
+        """Return the term of text in which a tag follows each of its triggers, up to the text `end`."""
+        triggers = [_text({"triggers": each}, "triggers") for each in _listed(form, "triggers")]
+        whole, after = [], []
+        for tag in map(_checked, _tags(form)):
+            begin = _text(tag, "begin")
+            trigger = next((each for each in triggers if begin.startswith(each)), None)
+            if trigger is None:
+                raise _invalid("begin", begin, f"a text that begins with one of the triggers {triggers}")
+            content = self._rule(self._content(tag))
+            whole.append([*_word(begin), *content])
+            after.append([{"until": trigger}, *_word(begin.removeprefix(trigger)), *content])
+        rest: Pieces = [{"until": end}] if end else [_ANY_TEXT]
+        first, later = _choice(whole), _choice(after)
+        if form["stop_after_first"]:
+            return [*first, *_word(end)] if form["at_least_one"] else ["(", *later, *_word(end), " | ", *rest, ")"]
+        return [*(first if form["at_least_one"] else []), " ", *later, "* ", *rest]
+
+    def _rule(self, term: Pieces) -> Pieces:
+        """Add a rule of this term; return its name."""
+        name = f"part_{len(self.rules)}"
+        self.rules.append([f"{name}: ", *term])
+        return [f" {name} "]
+
+
+def _checked(value: Any) -> dict[str, Any]:
+    """Return a format with the defaults of the fields that it leaves out. Raises RequestError for an unknown type, for
+    fields that are missing, and for those that are not supported.
+    """
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        given = value.get("type") if isinstance(value, Mapping) else value
+        raise _invalid("the type of a format", given, f"one of {', '.join(_FIELDS)}")
+    fields = _FIELDS[kind]
+    for name, given in value.items():
+        if name not in fields and name != "type" and given not in _WITHOUT_EFFECT:
+            raise _invalid(f"{kind}.{name}", given, "left out (not supported)")
+    found = {name: value.get(name, default) for name, default in fields.items()}
+    missing = next((name for name, each in found.items() if each is ...), None)
+    if missing is not None:
+        raise _invalid(f"{kind}.{missing}", None, "given")
+    return {"type": kind, **found}
+
+
+def _listed(form: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a field that is a list of one or more entries. Raises RequestError for other values."""
+    if not isinstance(form[name], list) or not form[name]:
+        raise _invalid(name, form[name], "a list of one or more")
+    return form[name]
+
+
+def _tags(form: Mapping[str, Any]) -> list[Any]:
+    """Return the field `tags`, whose entries may leave out their type. Raises RequestError for other values."""
+    return [{"type": "tag", **each} if isinstance(each, Mapping) else each for each in _listed(form, "tags")]
+
+
+def _text(form: Mapping[str, Any], name: str) -> str:
+    """Return a field that is a text. Raises RequestError for other values, and for a trigger without a character."""
+    if not isinstance(form[name], str) or (name == "triggers" and not form[name]):
+        raise _invalid(name, form[name], "a text")
+    return form[name]
+
+
+def _marker(form: Mapping[str, Any], name: str) -> Pieces:
+    """Return the term of a field that is a text, or a format of the type "token" with a token's text or id. Raises
+    RequestError for other values.
+    """
+    value = form[name]
+    if isinstance(value, Mapping):
+        value = _checked(value).get("token")
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return [f" <[{value}]> "]
+    return _word(_text({name: value}, name))
+
+
+def _word(text: str) -> Pieces:
+    """Return the term of a text; nothing for ""."""
+    return [" ", {"word": text}, " "] if text else []
+
+
+def _choice(terms: Sequence[Pieces]) -> Pieces:
+    """Return the term of alternatives, in brackets. An empty one is the empty text."""
+    found: Pieces = ["("]
+    for at, term in enumerate(terms):
+        found += [*([" | "] if at else []), *(term or ['""'])]
+    return [*found, ")"]
+
+
+def _times(form: Mapping[str, Any]) -> str:
+    """Return the Lark operator of a repetition, {min,max}; max is -1 for no limit. Raises RequestError for other
+    values.
+    """
+    least, most = form["min"], form["max"]
+    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (least, most))
+    if not whole or least < 0 or (most != -1 and most < max(least, 1)):
+        raise _invalid("repeat", f"{least} to {most}", "0 <= min <= max and 1 <= max, or max -1")
+    return f"{{{least},{'' if most == -1 else most}}}"

@@ -1,0 +1,126 @@
+"""Outputs of formats whose arguments are elements with attributes, or in each other: Kimi K3, MiniCPM5, MiniMax M3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.jaxengine.parsers import writers
+from tests.jaxengine.parsers.outputs import NOW, PARIS, Format, Output
+from tests.jaxengine.parsers.writers import Call
+
+K3_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", dict: "object", list: "array"}
+
+
+def kimi_k3(calls: list[Call]) -> str:
+    said = []
+    for at, (name, given) in enumerate(calls, 1):
+        pairs = (
+            f'<|open|>argument key="{key}" type="{K3_TYPES.get(type(each), "null")}"<|sep|>{writers.plain(each)}'
+            "<|close|>argument<|sep|>"
+            for key, each in given.items()
+        )
+        said.append(f'<|open|>call tool="{name}" index="{at}"<|sep|>{"".join(pairs)}<|close|>call<|sep|>')
+    return f"<|open|>tools<|sep|>{''.join(said)}<|close|>tools<|sep|>"
+
+
+def minicpm5(calls: list[Call]) -> str:
+    said = []
+    for name, given in calls:
+        quoted = {
+            key: f"<![CDATA[{each}]]>" if isinstance(each, str) and set(each) & set("<&\n") else writers.plain(each)
+            for key, each in given.items()
+        }
+        pairs = (f'<param name="{key}">{each}</param>' for key, each in quoted.items())
+        said.append(f'<function name="{name}">{"".join(pairs)}</function>')
+    return "\n".join(said)
+
+
+TAG = "]<]minimax[>["
+
+
+def element(name: str, value: Any) -> str:
+    inside = value if isinstance(value, str) else writers.as_json(value)
+    if isinstance(value, list):
+        inside = "".join(element("item", each) for each in value)
+    return f"{TAG}<{name}>{inside}{TAG}</{name}>"
+
+
+def minimax_m3(calls: list[Call]) -> str:
+    said = (
+        f'{TAG}<invoke name="{name}">{"".join(element(key, each) for key, each in given.items())}{TAG}</invoke>\n'
+        for name, given in calls
+    )
+    return f"{TAG}<tool_call>\n{''.join(said)}{TAG}</tool_call>"
+
+
+def order(inside: str) -> str:
+    return f'{TAG}<tool_call>{TAG}<invoke name="weather">{inside}{TAG}</invoke>{TAG}</tool_call>'
+
+
+ELEMENT_FORMATS: dict[str, Format] = {
+    "kimi_k3": Format(
+        kimi_k3,
+        [
+            Output(f"<|open|>response<|sep|>I look.<|close|>response<|sep|>{kimi_k3([PARIS])}", [PARIS], "I look."),
+            Output(f"I look.<|close|>response<|sep|>{kimi_k3([NOW])}<|close|>message<|sep|>", [NOW], "I look."),
+            Output(kimi_k3([("weather", {"city": "7", "n": 7})]), [("weather", {"city": "7", "n": 7})]),
+            # The type that is written counts where the schema has none, and the schema where they disagree.
+            Output(kimi_k3([("other", {"a": 7, "b": "7"})]), [("other", {"a": 7, "b": "7"})]),
+            Output(kimi_k3([("weather", {"city": 7, "n": "7"})]), [("weather", {"city": "7", "n": 7})]),
+            Output(
+                '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a &quot;b&quot; &amp;quot;" type="string"'
+                "<|sep|>&amp;<|close|>argument<|sep|><|close|>call<|sep|>",
+                [("f", {'a "b" &quot;': "&amp;"})],
+            ),
+            Output("<|open|>tools<|sep|>no", [], "<|open|>tools<|sep|>no"),
+        ],
+        [
+            *("<|open|>", "<|close|>", "<|sep|>", "tools", 'call tool="', 'f" index="1"', "call", "argument", "1"),
+            *('argument key="', 'a" type="string"'),
+        ],
+    ),
+    "minicpm5": Format(
+        minicpm5,
+        [
+            Output('<function name="weather"><param name="n">\n5\n</param></function>', [("weather", {"n": 5})]),
+            Output(
+                '<function name="weather"><param name="city"> <![CDATA[\n a</param></function>]]]>\n]]></param>'
+                '<param name="n"><![CDATA[5]]></param></function>',
+                [("weather", {"city": "\n a</param></function>]]]>\n", "n": 5})],
+            ),
+            Output(
+                '<function name="weather"><param name="city">a]]></param></function>', [("weather", {"city": "a]]>"})]
+            ),
+            Output(
+                '<function name="weather"><param name="properties">{\'n\': 5}</param></function>',
+                [("weather", {"n": 5})],
+            ),
+            Output("<function name=now></function>", [], "<function name=now></function>"),
+        ],
+        ['<function name="f">', '<param name="', 'a">', "<![CDATA[", "1", "]]>", "</param>", "</function>", "\n"],
+    ),
+    "minimax_m3": Format(
+        minimax_m3,
+        [
+            Output(order(element("n", " 5 ") + element("days", "")), [("weather", {"n": 5, "days": []})]),
+            Output(order(element("city", "\n a <b> ")), [("weather", {"city": "\n a <b> "})]),
+            Output(order(element("days", "[1, 2]") + element("x", "{}")), [("weather", {"days": [1, 2], "x": {}})]),
+            # What comes again is a list, and text between elements has a name of its own.
+            Output(order(element("x", "a") * 2), [("weather", {"x": ["a", "a"]})]),
+            Output(
+                order(element("x", element("a", "1") + element("b", ""))), [("weather", {"x": {"a": "1", "b": ""}})]
+            ),
+            Output(
+                order(element("x", f"a {element('$text', '')}")), [("weather", {"x": {"$text": "", "$$text": "a "}})]
+            ),
+            # Up to what is malformed, or too deep.
+            Output(order(element("n", "5") + "no" + element("city", "A")), [("weather", {"n": 5})]),
+            Output(order(f"{TAG}<n>5{TAG}</x>"), [("weather", {})]),
+            Output(order(f"{TAG}<n>5"), [("weather", {})]),
+            Output(order(f"{TAG}<a>" * 129 + f"{TAG}</a>" * 129), [("weather", {})]),
+            Output(f'{TAG}<invoke name="now">{TAG}</invoke>', [NOW]),
+            Output(f"{TAG}<tool_call>no", [], f"{TAG}<tool_call>no"),
+        ],
+        [TAG, "<tool_call>", '<invoke name="f">', "<a>", "1", "</a>", "</invoke>", "</tool_call>", "\n", "]<"],
+    ),
+}
