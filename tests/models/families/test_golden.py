@@ -60,6 +60,7 @@ _HEARING = (
     "Voxtral",
     "Qwen3ASR",
     "AudioFlamingo3",
+    "MusicFlamingo",
     "GlmAsr",
     "GraniteSpeech",
     "GraniteSpeechPlus",
