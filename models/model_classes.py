@@ -114,6 +114,7 @@ _MODULES = {
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
     "MusicFlamingoForConditionalGeneration": "audioflamingo3",
+    "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe",
     "GlmAsrForConditionalGeneration": "glmasr",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech",

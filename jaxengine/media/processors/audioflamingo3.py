@@ -21,7 +21,7 @@ from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.media import AUDIO
 
 # Limit of the seconds in the settings of a processor.
-_MOST_SECONDS = 24 * 3600
+MOST_SECONDS = 24 * 3600
 
 
 class AudioFlamingo3Processor(SoundProcessor):
@@ -46,8 +46,8 @@ class AudioFlamingo3Processor(SoundProcessor):
         try:
             self.features.require(chunk_length=window // RATE if window % RATE == 0 else window / RATE)
             seconds = whole.number("max_audio_len", self.longest)
-            if not window <= seconds * RATE <= _MOST_SECONDS * RATE:
-                raise whole.fail("max_audio_len", f"a number of seconds from {window / RATE:g} to {_MOST_SECONDS}")
+            if not window <= seconds * RATE <= MOST_SECONDS * RATE:
+                raise whole.fail("max_audio_len", f"a number of seconds from {window / RATE:g} to {MOST_SECONDS}")
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
         self.most_samples = int(seconds * RATE) // window * window

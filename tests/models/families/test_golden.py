@@ -61,6 +61,7 @@ _HEARING = (
     "Qwen3ASR",
     "AudioFlamingo3",
     "MusicFlamingo",
+    "MossTranscribeDiarize",
     "GlmAsr",
     "GraniteSpeech",
     "GraniteSpeechPlus",
