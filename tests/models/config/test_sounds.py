@@ -234,7 +234,8 @@ def test_activations_of_encoders_are_those_of_the_configuration():
     for raw, name in ((QWEN2_AUDIO, "activation_function"), (GLM_ASR, "hidden_act"), (GEMMA4, "hidden_act")):
         tower = read_hf({**raw, "audio_config": {**raw["audio_config"], name: "relu"}}).towers[-1]
         assert getattr(tower, "sizes", tower).activation == "relu"
-    audio = {**QWEN3_ASR["thinker_config"]["audio_config"], "activation_function": "relu"}
+    audio = {"activation_function": "relu", "encoder_layers": 1, "d_model": 16, "downsample_hidden_size": 2}
+    audio = {**QWEN3_ASR["thinker_config"]["audio_config"], **audio, "encoder_ffn_dim": 4}
     raw = {**QWEN3_ASR, "thinker_config": {**QWEN3_ASR["thinker_config"], "audio_config": audio}}
     tower = read_hf(raw).tower.make(64, Build("float32"))
     assert tower.projector.activation is tower.layers[0].mlp.activation is ACTIVATIONS["relu"]
