@@ -113,6 +113,8 @@ _MODULES = {
     "VoxtralForConditionalGeneration": "qwen2_audio",
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
+    "MusicFlamingoForConditionalGeneration": "audioflamingo3",
+    "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe",
     "GlmAsrForConditionalGeneration": "glmasr",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech",

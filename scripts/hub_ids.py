@@ -70,6 +70,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     ),
     "Qwen3ASRForConditionalGeneration": ("Qwen/Qwen3-ASR-1.7B", "Qwen/Qwen3-ASR-0.6B"),
     "AudioFlamingo3ForConditionalGeneration": ("nvidia/audio-flamingo-3-hf",),
+    "MusicFlamingoForConditionalGeneration": ("nvidia/music-flamingo-2601-hf",),
+    "MossTranscribeDiarizeForConditionalGeneration": ("hf-audio/MOSS-Transcribe-Diarize-HF",),
     "GlmAsrForConditionalGeneration": ("zai-org/GLM-ASR-Nano-2512",),
     "GraniteSpeechForConditionalGeneration": (
         "ibm-granite/granite-speech-3.3-2b",

@@ -63,6 +63,8 @@ PROCESSORS = {
     "Qwen2AudioForConditionalGeneration": "sounds:Qwen2AudioProcessor",
     "VoxtralForConditionalGeneration": "sounds:VoxtralProcessor",
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3:AudioFlamingo3Processor",
+    "MusicFlamingoForConditionalGeneration": "audioflamingo3:MusicFlamingoProcessor",
+    "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe:MossTranscribeProcessor",
     "GlmAsrForConditionalGeneration": "audioflamingo3:GlmAsrProcessor",
     "Qwen3ASRForConditionalGeneration": "sounds:Qwen3ASRProcessor",
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeechProcessor",

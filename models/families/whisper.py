@@ -16,7 +16,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.attention.cross_attention import CrossAttention
 from jaxengine.models.layers.base.embedding import Embedding
-from jaxengine.models.layers.base.mlp import MLP, gelu
+from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import LayerNorm, NormClass
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -103,7 +103,9 @@ class WhisperLayer(nnx.Module):
         # (jaxengine.models.layers.attention.cross_attention).
         self.cross: Any = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)
         names = {"up": "fc1", "down": "fc2", "bias": True}
-        self.mlp = MLP(size, config.intermediate_size, source=LAYER, activation=gelu, build=build, **names)
+        self.mlp = MLP(
+            size, config.intermediate_size, source=LAYER, activation=tower.sizes.activate, build=build, **names
+        )
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         with jax.named_scope("attention"):
@@ -133,9 +135,7 @@ class WhisperForConditionalGeneration(Decoder):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**_TINY)
-        # transformers reads `scale_embedding` and does not scale.
-        fields.require(activation_function="gelu", scale_embedding=False)
-        layers = fields.integer("decoder_layers")
+        tower, layers = read_whisper_tower(fields), fields.integer("decoder_layers")
         own = {
             "hidden_size": fields.integer("d_model"),
             "num_hidden_layers": layers,
@@ -148,12 +148,12 @@ class WhisperForConditionalGeneration(Decoder):
         shared = hf_fields(
             ConfigFields({**fields.raw, **own}),
             ropes=[None] * layers,
-            activation=Activation("activation_function", ("gelu",)),
+            activation=Activation("activation_function", (tower.sizes.activation,)),
             tied=True,
             eps="layer_norm_eps",
             output_bias=True,
         )
-        return shared | {"tower": read_whisper_tower(fields)}
+        return shared | {"tower": tower}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return WhisperLayer(self.config, layer, build)

@@ -6,7 +6,9 @@ Further shape letters: U windows, P frames of a window, S = P / 2 its positions,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,14 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
+from jaxengine.models.vision.base.layers import (
+    ACTIVATIONS,
+    PatchEmbedding,
+    TowerMLP,
+    gelu,
+    read_activation,
+    tower_axis,
+)
 from jaxengine.models.vision.base.vit import attend_units
 
 EPS = 1e-5
@@ -30,7 +39,7 @@ _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
     """Sizes of an encoder: S positions of a window, half as many as it has frames; F bins; D elements; layers, heads
-    and inner elements of the MLPs.
+    and inner elements of the MLPs, and a name of jaxengine.models.vision.base.layers.ACTIVATIONS for these.
     """
 
     num_positions: int
@@ -39,6 +48,12 @@ class EncoderSizes:
     num_layers: int
     num_heads: int
     intermediate_size: int
+    activation: str = "gelu"
+
+    @property
+    def activate(self) -> Callable[[jax.Array], jax.Array]:
+        """The function that `activation` names."""
+        return ACTIVATIONS[self.activation]
 
 
 # Names of the sizes in Whisper's configurations, and in those that use the usual names of encoders.
@@ -53,16 +68,16 @@ _NAMES = {
 def read_encoder(fields: ConfigFields) -> EncoderSizes:
     """Return the sizes of an encoder from its configuration, which has Whisper's names or the usual ones of encoders.
 
-    Raises ModelConfigError for wrong fields, and if the number of heads does not divide the size, or the size is odd or
-    below 4.
+    `scale_embedding` is not read: transformers scales nothing by it. Raises ModelConfigError for wrong fields, and if
+    the number of heads does not divide the size, or the size is odd or below 4.
     """
     names = {ours: next((name for name in known if fields.has(name)), known[0]) for ours, known in _NAMES.items()}
-    found = {ours: fields.integer(name) for ours, name in names.items()}
+    found: dict[str, Any] = {ours: fields.integer(name) for ours, name in names.items()}
     if found["size"] % found["num_heads"]:
         raise fields.fail(names["num_heads"], f"a divisor of {names['size']} {found['size']}")
     if found["size"] < 4 or found["size"] % 2:  # sines and cosines of two frequencies or more
         raise fields.fail(names["size"], "an even number >= 4")
-    fields.require(activation_function="gelu", scale_embedding=False)
+    found["activation"] = read_activation(fields, "activation_function")
     positions = fields.integer("max_source_positions", 1500)
     return EncoderSizes(num_positions=positions, num_bins=fields.integer("num_mel_bins"), **found)
 
@@ -146,7 +161,7 @@ class EncoderLayer(nnx.Module):
         self.attention_norm = LayerNorm(size, EPS, source=f"{source}.{names.attention_norm}", build=build)
         self.mlp_norm = LayerNorm(size, EPS, source=f"{source}.{names.mlp_norm}", build=build)
         mlp = {"up": (f"{source}.{names.up}",), "down": f"{source}.{names.down}"}
-        self.mlp = TowerMLP(size, sizes.intermediate_size, **mlp, activation=gelu, build=build)
+        self.mlp = TowerMLP(size, sizes.intermediate_size, **mlp, activation=sizes.activate, build=build)
 
     def __call__(
         self,

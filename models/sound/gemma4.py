@@ -25,7 +25,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm, UnbiasedLayerNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.encoder import sinusoids
-from jaxengine.models.vision.base.layers import tower_axis
+from jaxengine.models.vision.base.layers import ACTIVATIONS, read_activation, tower_axis
 from jaxengine.models.vision.base.vit import linear
 from jaxengine.models.vision.gemma4 import ClippedLinear
 
@@ -67,6 +67,7 @@ class Gemma4SoundConfig(TowerConfig):
 
     Attributes:
       hidden_size, num_layers, num_heads, norm_eps: sizes of the layers.
+      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
       channels: channels of the two convolutions.
       taps: number of positions that the layers' convolutions add up.
       left, right: a position sees those less than `left` before it, itself included, and those less than `right`
@@ -83,6 +84,7 @@ class Gemma4SoundConfig(TowerConfig):
     hidden_size: int
     num_layers: int
     num_heads: int
+    activation: str
     norm_eps: float
     channels: tuple[int, int]
     taps: int
@@ -112,7 +114,6 @@ def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundCon
     each other or are too large.
     """
     audio = fields.part("audio_config", **DEFAULTS)
-    audio.require(hidden_act="silu")
     size, heads = audio.integer("hidden_size"), audio.integer("num_attention_heads")
     if size % heads or size % 2:
         raise audio.fail("num_attention_heads", f"a divisor of hidden_size {size}, which is even")
@@ -138,6 +139,7 @@ def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundCon
         hears=True,
         hidden_size=size,
         num_layers=audio.integer("num_hidden_layers"),
+        activation=read_activation(audio, "hidden_act"),
         num_heads=heads,
         norm_eps=audio.number("rms_norm_eps"),
         channels=(channels[0], channels[1]),
@@ -219,8 +221,8 @@ class Halving(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Feed-forward block that computes x + weight * norm(down(silu(up(norm(x))))), with hidden states limited to the
-    range of `clip`.
+    """Feed-forward block that computes x + weight * norm(down(activation(up(norm(x))))), with hidden states limited to
+    the range of `clip`.
     """
 
     def __init__(self, config: Gemma4SoundConfig, name: str, build: Build):
@@ -233,7 +235,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
-        y = self.down(jax.nn.silu(self.up(self.input_norm(limited(x, config.clip)))))
+        y = self.down(ACTIVATIONS[config.activation](self.up(self.input_norm(limited(x, config.clip)))))
         return x + self.norm(limited(y, config.clip)) * config.residual_weight
 
 
@@ -285,7 +287,7 @@ class LocalAttention(nnx.Module):
 
 
 class LightConvolution(nnx.Module):
-    """Convolution block that computes x + end(silu(norm(convolution(gated(start(norm(x))))))). The convolution is
+    """Convolution block that computes x + end(activation(norm(convolution(gated(start(norm(x))))))). The convolution is
     causal and of each element by itself.
     """
 
@@ -307,7 +309,7 @@ class LightConvolution(nnx.Module):
             near = jnp.where(neighbours(segment, steps)[:, None], shifted(inner, steps), 0)
             y = y + near * weight[:, self.config.taps - 1 - steps]
         y = self.norm(limited(y.astype(x.dtype), self.config.clip))
-        return x + self.end(jax.nn.silu(y))
+        return x + self.end(ACTIVATIONS[self.config.activation](y))
 
 
 class Gemma4SoundLayer(nnx.Module):

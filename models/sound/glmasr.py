@@ -64,7 +64,7 @@ def read_glmasr(fields: ConfigFields) -> GlmAsrTowerConfig:
     size, heads = audio.integer("hidden_size"), audio.integer("num_attention_heads")
     if size % heads:
         raise audio.fail("num_attention_heads", f"a divisor of hidden_size {size}")
-    audio.require(hidden_act="gelu", num_key_value_heads=heads, head_dim=size // heads)
+    audio.require(num_key_value_heads=heads, head_dim=size // heads)
     if audio.integer("intermediate_size") != _JOINED * size:
         raise audio.fail("intermediate_size", f"{_JOINED * size}, the size of {_JOINED} joined positions")
     if (positions := audio.integer("max_position_embeddings")) % _JOINED or positions > MAX_WINDOW:
@@ -83,6 +83,7 @@ def read_glmasr(fields: ConfigFields) -> GlmAsrTowerConfig:
             num_layers=audio.integer("num_hidden_layers"),
             num_heads=heads,
             intermediate_size=_JOINED * size,
+            activation=read_activation(audio, "hidden_act"),
         ),
         rotated=rotated,
         rope_theta=theta,

@@ -156,7 +156,7 @@ class Qwen3ASRTower(nnx.Module):
         layers = (f"{TOWER}.layers.{number}" for number in range(sizes.num_layers))
         self.layers = nnx.List([EncoderLayer(sizes, source=each, build=build, key_bias=True) for each in layers])
         self.norm = LayerNorm(size, EPS, source=f"{TOWER}.ln_post", build=build)
-        self.projector = Projector(size, hidden_size, "gelu", build, inner=size)
+        self.projector = Projector(size, hidden_size, sizes.activation, build, inner=size)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         config = self.config

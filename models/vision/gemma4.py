@@ -20,15 +20,16 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import gelu_tanh
 from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
+    ACTIVATIONS,
     Attend,
     PatchEmbedding,
     axial_rope,
+    read_activation,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
@@ -67,6 +68,7 @@ class Gemma4TowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads, head_dim, norm_eps, theta: sizes of the tower's layers.
+      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS, for MLPs.
       patch_size: pixels of a patch's side.
       temporal_patch_size: frames of a patch.
       spatial_merge_size: patches along a side of the square that becomes one embedding.
@@ -81,6 +83,7 @@ class Gemma4TowerConfig(TowerConfig):
     num_layers: int
     num_heads: int
     head_dim: int
+    activation: str
     norm_eps: float
     theta: float
     patch_size: int
@@ -104,7 +107,7 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
     """
     vision = fields.part("vision_config", **DEFAULTS)
     heads, head_dim = vision.integer("num_attention_heads"), vision.integer("head_dim")
-    vision.require(hidden_activation=DEFAULTS["hidden_activation"], num_key_value_heads=heads)
+    vision.require(num_key_value_heads=heads)
     if head_dim % 4:
         raise vision.fail("head_dim", "a multiple of 4: halves are rotated by columns and rows")
     for name, most in _LIMITS.items():
@@ -124,6 +127,7 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
         num_layers=vision.integer("num_hidden_layers"),
         num_heads=heads,
         head_dim=head_dim,
+        activation=read_activation(vision, "hidden_activation"),
         norm_eps=vision.number("rms_norm_eps"),
         theta=read_axial_theta(vision, _THETA),
         patch_size=patch,
@@ -224,18 +228,19 @@ def _rotated(x: jax.Array, turns: Sequence[tuple[jax.Array, jax.Array]]) -> jax.
 
 
 class Gemma4TowerMLP(nnx.Module):
-    """MLP down(gelu(gate(x)) * up(x))."""
+    """MLP down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: Gemma4TowerConfig, build: Build):
         size, ffn = config.hidden_size, config.intermediate_size
         gate_up = [(f"mlp.{name}_proj", ffn, 1) for name in ("gate", "up")]
         self.up = Products(config, size, gate_up, ("embed", "ffn"), build)
         self.down = Products(config, ffn, [("mlp.down_proj", size, 1)], ("ffn", "embed"), build)
+        self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return down(gelu(gate(x)) * up(x)) for x [P, D]: [P, D], with the activation in float32."""
+        """Return down(activation(gate(x)) * up(x)) for x [P, D]: [P, D], with the activation in float32."""
         gate, up = (part.astype(jnp.float32) for part in jnp.split(self.up(x), 2, axis=-1))
-        return self.down((gelu_tanh(gate) * up).astype(x.dtype))
+        return self.down((self.activation(gate) * up).astype(x.dtype))
 
 
 class Gemma4TowerLayer(nnx.Module):

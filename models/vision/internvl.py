@@ -58,6 +58,7 @@ class InternVLTowerConfig(TowerConfig):
       qk_norm: whether q and k are normed, over all heads at once.
       projector_activation: activation of the projector's MLP.
       last_norm: whether a norm follows the last layer.
+      has_positions: whether learned positions are added to patches.
       joined_qkv: whether checkpoints have q, k and v of a layer in one module.
     """
 
@@ -69,6 +70,7 @@ class InternVLTowerConfig(TowerConfig):
     qk_norm: bool
     projector_activation: str
     last_norm: bool
+    has_positions: bool
     joined_qkv: bool = False
 
     @property
@@ -91,7 +93,6 @@ def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVL
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)
-    vision.require(use_absolute_position_embeddings=True)
     if (norm := vision.text("norm_type", "layer_norm")) not in _NORMS:
         raise vision.fail("norm_type", f"one of {', '.join(_NORMS)}")
     fields.require(vision_feature_select_strategy="default")
@@ -110,6 +111,7 @@ def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVL
         qk_norm=vision.boolean("use_qk_norm", False),
         projector_activation=read_activation(fields, "projector_hidden_act"),
         last_norm=wanted == -1 and not vision.boolean("use_mean_pooling", True),
+        has_positions=vision.boolean("use_absolute_position_embeddings", True),
         joined_qkv=joined_qkv,
     )
 
@@ -163,7 +165,8 @@ class InternVLTower(nnx.Module):
         sizes, projection = (vit.num_features, vit.hidden_size), f"{source}.patch_embeddings.projection"
         self.patches = PatchEmbedding(*sizes, source=projection, bias=True, build=build)
         self.class_token = table(1, size, f"{source}.cls_token", build, flat=True)
-        self.positions = table(vit.num_positions, size, f"{source}.position_embeddings", build, flat=True)
+        positions = f"{source}.position_embeddings"
+        self.positions = table(vit.num_positions, size, positions, build, flat=True) if config.has_positions else None
         sources = [f"{TOWER}.encoder.layer.{number}" for number in range(config.num_used_layers)]
         self.layers = nnx.List([_Layer(config, name, build) for name in sources])
         norm = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.layernorm", build=build) if config.last_norm else None
@@ -179,7 +182,9 @@ class InternVLTower(nnx.Module):
         with jax.named_scope("patches"):
             x = self.patches(patches).reshape(num_units, vit.num_patches, size)
             first = jnp.broadcast_to(self.class_token[...], (num_units, 1, size))
-            x = jnp.concatenate([first, x], axis=1) + self.positions[...].reshape(-1, size)
+            x = jnp.concatenate([first, x], axis=1)
+            if self.positions is not None:
+                x = x + self.positions[...].reshape(-1, size)
         x = run_layers(self.layers, x.reshape(-1, size), num_units, (config.num_used_layers,))[0]
         if self.last_norm is not None:
             x = self.last_norm(x)

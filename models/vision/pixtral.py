@@ -33,6 +33,7 @@ from jaxengine.models.vision.base.layers import (
     rope_frequencies,
     tower_axis,
 )
+from jaxengine.models.vision.base.vit import read_layer_index
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 LAYER = f"{TOWER}.transformer.layers.{{layer}}"
@@ -45,6 +46,7 @@ class PixtralTowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
+      num_used_layers: number of layers before the hidden states that are used.
       activation, projector_activation: names of jaxengine.models.vision.base.layers.ACTIVATIONS.
       patch_size: pixels of a patch's side.
       temporal_patch_size: frames of a patch.
@@ -58,6 +60,7 @@ class PixtralTowerConfig(TowerConfig):
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    num_used_layers: int
     num_heads: int
     activation: str
     projector_activation: str
@@ -69,6 +72,10 @@ class PixtralTowerConfig(TowerConfig):
     joins: bool = True
     temporal_patch_size: int = 1
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return tuple(f"{LAYER.format(layer=layer)}." for layer in range(self.num_used_layers, self.num_layers))
+
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return PixtralTower(self, hidden_size, build)
 
@@ -78,10 +85,12 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
     absent vision_config means all defaults.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
-    None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError for wrong fields.
+    None for Pixtral, whose projector neither norms nor merges, and of which the last hidden states are used. Raises
+    ModelConfigError for wrong fields.
     """
     joins = norm_eps is not None
-    fields.require(vision_feature_layer=-1)
+    if not joins:
+        fields.require(vision_feature_layer=-1)
     vision = ConfigFields(fields.mapping("vision_config") or {})
     vision.require(num_channels=3)
     kind = vision.text("model_type", "pixtral")
@@ -92,6 +101,7 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
     if vision.integer("head_dim", size // heads) != size // heads:
         raise vision.fail("head_dim", f"hidden_size / num_attention_heads = {size // heads}")
+    layers = vision.integer("num_hidden_layers", 24)
     # Without a vision_config Mistral 3's default patch size differs from that of the tower's own class.
     patch = vision.integer("patch_size", 14 if joins and fields.mapping("vision_config") is None else 16)
     merge = fields.integer("spatial_merge_size", 2) if joins else 1
@@ -102,7 +112,8 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
         unit=math.lcm(UNIT, merge * merge),
         hidden_size=size,
         intermediate_size=vision.integer("intermediate_size", 4096),
-        num_layers=vision.integer("num_hidden_layers", 24),
+        num_layers=layers,
+        num_used_layers=read_layer_index(fields, fields.value("vision_feature_layer", -1), layers),
         num_heads=heads,
         activation=read_activation(vision, "hidden_act"),
         projector_activation=read_activation(fields, "projector_hidden_act"),
@@ -125,7 +136,9 @@ class PixtralTower(nnx.Module):
         size = config.hidden_size
         self.patches = PatchEmbedding(config.num_features, size, source=f"{TOWER}.patch_conv", bias=False, build=build)
         self.first_norm = RMSNorm(size, EPS, source=f"{TOWER}.ln_pre", build=build)
-        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
+        self.layers = nnx.List(
+            [self._make_layer(replace(build, layer=layer)) for layer in range(config.num_used_layers)]
+        )
         self.projector = PixtralProjector(config, hidden_size, build)
 
     def _make_layer(self, build: Build) -> TowerLayer:

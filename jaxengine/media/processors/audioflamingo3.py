@@ -1,5 +1,5 @@
 """Processors of sounds that are cut into windows, each with a spectrogram of its own, and of which the prompt has the
-embeddings without those of the silence at the end: Audio Flamingo 3 and GLM-ASR.
+embeddings without those of the silence at the end: Audio Flamingo 3, Music Flamingo and GLM-ASR.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.media import AUDIO
 
 # Limit of the seconds in the settings of a processor.
-_MOST_SECONDS = 24 * 3600
+MOST_SECONDS = 24 * 3600
 
 
 class AudioFlamingo3Processor(SoundProcessor):
@@ -46,8 +46,8 @@ class AudioFlamingo3Processor(SoundProcessor):
         try:
             self.features.require(chunk_length=window // RATE if window % RATE == 0 else window / RATE)
             seconds = whole.number("max_audio_len", self.longest)
-            if not window <= seconds * RATE <= _MOST_SECONDS * RATE:
-                raise whole.fail("max_audio_len", f"a number of seconds from {window / RATE:g} to {_MOST_SECONDS}")
+            if not window <= seconds * RATE <= MOST_SECONDS * RATE:
+                raise whole.fail("max_audio_len", f"a number of seconds from {window / RATE:g} to {MOST_SECONDS}")
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
         self.most_samples = int(seconds * RATE) // window * window
@@ -82,6 +82,35 @@ class AudioFlamingo3Processor(SoundProcessor):
         column = np.where(frames < frames_of(sound), 0, -1).astype(np.int32)
         columns = np.broadcast_to(column, (len(self.tower.columns), num_frames))
         return np.ascontiguousarray(columns), cut(rows, self.num_rows(sound))
+
+
+class MusicFlamingoProcessor(AudioFlamingo3Processor):
+    """Processor of MusicFlamingoForConditionalGeneration, which puts tokens before and after the embeddings of a
+    sound.
+    """
+
+    longest: ClassVar[int] = 1200
+    # transformers' ids of tokens that a configuration does not name.
+    usual_marks: ClassVar[Mapping[str, int]] = {"audio_bos_token_id": 151670, "audio_eos_token_id": 151671}
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises what AudioFlamingo3Processor does, also for tokens before and after a
+        sound that are not in the vocabulary.
+        """
+        super().__init__(folder, config_json, model_config, tokenizer)
+        fields = ConfigFields(config_json)
+        self.marks = tuple(fields.integer(name, usual, minimum=0) for name, usual in self.usual_marks.items())
+        for name, token in zip(self.usual_marks, self.marks, strict=True):
+            if token >= model_config.vocab_size:
+                raise fields.fail(name, f"a token id below vocab_size {model_config.vocab_size}")
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the columns and rows of AudioFlamingo3Processor.placed, where the second column is the number of a
+        frame's window.
+        """
+        columns, rows = super().placed(sound, num_frames)
+        columns[1] = np.arange(num_frames) // self.num_frames
+        return columns, rows
 
 
 class GlmAsrProcessor(AudioFlamingo3Processor):

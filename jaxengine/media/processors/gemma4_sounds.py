@@ -69,7 +69,7 @@ class Gemma4SoundProcessor(SoundProcessor):
         Raises ModelFileError for settings that are invalid or not the tower's.
         """
         wanted = {"feature_size": self.num_bins, "hop_length": HOP, "hop_length_ms": 10.0, "sampling_rate": RATE}
-        fields = required_features(folder, **wanted, dither=0.0)
+        fields = required_features(folder, **wanted, dither=0.0, padding_side="right")
         try:
             self.mel = UsmMel.read(fields, self.num_bins)
         except ModelConfigError as error:

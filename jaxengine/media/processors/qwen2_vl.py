@@ -111,6 +111,8 @@ class Qwen2VLProcessor(GridProcessor):
                 patch_size=tower.patch_size,
                 temporal_patch_size=tower.temporal_patch_size,
                 merge_size=tower.spatial_merge_size,
+                # A bound of a whole video's pixels, which transformers has off by default.
+                cap_pixels_per_frame=False,
             )
             return Sizes(Pixels.read(fields), _read_bounds(fields, self.default_bounds[modality]))
         except ModelConfigError as error:

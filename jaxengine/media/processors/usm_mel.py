@@ -56,9 +56,10 @@ class UsmMel:
         """
         if (milliseconds := fields.number("frame_length_ms", 20.0)) > _MOST_MILLISECONDS:
             raise fields.fail("frame_length_ms", f"a number > 0 and <= {_MOST_MILLISECONDS}")
-        window = fields.integer("frame_length", round(RATE * milliseconds / 1000))
-        if not 2 <= window <= RATE:
-            raise fields.fail("frame_length", f"2 to {RATE}")
+        if (window := round(RATE * milliseconds / 1000)) < 2:
+            raise fields.fail("frame_length_ms", f"a number of milliseconds of at least 2 samples, {2000 / RATE}")
+        # What transformers writes beside, and does not read.
+        fields.require(frame_length=window)
         lowest, highest = _from_zero(fields, "min_frequency", RATE / 2), fields.number("max_frequency", RATE / 2)
         if not lowest + 1 <= highest <= RATE / 2:
             raise fields.fail("max_frequency", f"a number of hertz from min_frequency + 1, {lowest + 1}, to {RATE / 2}")

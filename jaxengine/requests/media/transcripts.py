@@ -17,12 +17,14 @@ from jaxengine.media.parts import MediaPart
 from jaxengine.media.processors.audioflamingo3 import GlmAsrProcessor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.log_mel import HOP
+from jaxengine.media.processors.moss_transcribe import MossTranscribeProcessor
 from jaxengine.media.processors.sounds import Qwen3ASRProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.requests.media.inputs import DATA, MediaInputs
 from jaxengine.requests.media.words import token_positions
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
+Transcriber = Qwen3ASRProcessor | GraniteSpeechProcessor | GlmAsrProcessor | MossTranscribeProcessor
 # Seconds from one timestamp to the next, and frames of a spectrogram in them.
 PRECISION = 0.02
 _FRAMES = round(PRECISION * RATE / HOP)
@@ -79,12 +81,12 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
     return processor
 
 
-def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechProcessor | GlmAsrProcessor | None:
+def transcriber(media: MediaInputs | None) -> Transcriber | None:
     """Return the processor of a model that transcribes with the whole sound in one prompt (Qwen3-ASR, Granite Speech,
-    GLM-ASR); None for others. media: media inputs of the model; None for a text model.
+    GLM-ASR, MOSS-Transcribe-Diarize); None for others. media: media inputs of the model; None for a text model.
     """
     processor = None if media is None else media.processor
-    return processor if isinstance(processor, (Qwen3ASRProcessor, GraniteSpeechProcessor, GlmAsrProcessor)) else None
+    return processor if isinstance(processor, Transcriber) else None
 
 
 async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:

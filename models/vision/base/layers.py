@@ -46,7 +46,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_pytorch_tanh": gelu_tanh,
     "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
     "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "tanh": jnp.tanh,
 }
 
 

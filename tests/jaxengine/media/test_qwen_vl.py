@@ -244,6 +244,7 @@ def test_settings_of_both_transformers_are_read(folders, tmp_path):
     ("change", "message"),
     [
         ({"patch_size": 14}, "patch_size must be 4 or absent, got 14"),
+        ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame must be false or absent, got True"),
         ({"do_resize": False}, "do_resize must be true or absent, got False"),
         ({"resample": 9}, "resample must be the number of one of Pillow's filters"),
         ({"image_std": [1, 1, 0]}, "image_std must be three numbers from 1e-06 to"),

@@ -170,7 +170,8 @@ def processor(folder: Path) -> Any:
 
 def test_windows_of_sounds_and_their_embeddings(tmp_path):
     """Spectrograms of each window by itself, and as many placeholders, as transformers has for them."""
-    for name in (name for name in sound_checkpoints.CONFIGS if name.startswith(("audioflamingo3", "glmasr"))):
+    families = ("audioflamingo3", "musicflamingo", "moss", "glmasr")
+    for name in (name for name in sound_checkpoints.CONFIGS if name.startswith(families)):
         made = processor(sound_checkpoints.whole_checkpoint(name, tmp_path / name))
         found = np.load(sound_checkpoints.golden_path(name))
         for case in ("a", "long"):
@@ -179,7 +180,13 @@ def test_windows_of_sounds_and_their_embeddings(tmp_path):
             frames = item.patches.reshape(len(wanted), -1, wanted.shape[2])[:, ::13]
             np.testing.assert_allclose(frames, wanted, atol=1e-4)
             assert item.num_rows == (found[f"{case}_ids"] == made.token_id).sum() == (item.rows >= 0).sum()
-            assert all(column.tolist().count(0) == -(-len(samples) // 160) for column in item.columns)
+            assert all(column.tolist().count(0) == -(-len(samples) // 160) for column in item.columns[:1])
+        own = made.expand([7, made.token_id, 8], {"audio": [item]}).token_ids
+        assert made.length(item) == len(own) - 2 and own.count(made.token_id) == item.num_rows
+        text, _ = sound_checkpoints.text_and_sounds(name, sound_checkpoints.PROMPTS["long"])
+        expanded = made.expand(made.tokenizer.encode(text, add_special_tokens=False), {"audio": [item]})
+        assert expanded.token_ids == found["long_ids"].tolist() and len(expanded.positions[0]) == item.num_rows
+        assert {expanded.token_ids[place] for place in expanded.positions[0].tolist()} == {made.token_id}
     (message,) = made.transcription(None, "Write it down.")
     assert message["content"][1] == {"type": "text", "text": "Write it down."}
     assert made.transcription(None, "")[0]["content"][1]["text"] == "Please transcribe this audio into text"

@@ -335,6 +335,7 @@ def test_mistral_small_3():
         hidden_size=1024,
         intermediate_size=4096,
         num_layers=24,
+        num_used_layers=24,
         num_heads=16,
         activation="silu",
         projector_activation="gelu",
@@ -345,6 +346,8 @@ def test_mistral_small_3():
         norm_eps=1e-5,
     )
     assert not config.sees_places and replace(config, tower=None).tower is None
+    earlier: Any = read_hf(MISTRAL3 | {"vision_feature_layer": -2}).tower
+    assert earlier.num_used_layers == 23 and earlier.unused == ("vision_tower.transformer.layers.23.",)
 
 
 def test_kimi_vl():
@@ -427,7 +430,7 @@ def test_models_that_read_documents():
         (QWEN2_VL, "vision_config", {"in_chans": 1}, "in_channels of vision_config must be 3, got 1"),
         (QWEN2_VL, "vision_config", {"num_heads": 7}, r"embed_dim must be a multiple of 4 \* num_heads = 28, got 1280"),
         (QWEN2_VL, "vision_config", {"hidden_size": 1024}, "hidden_size must be that of the text, 3584, got 1024"),
-        (QWEN2_VL, "vision_config", {"hidden_act": "relu"}, "hidden_act must be one of quick_gelu, gelu"),
+        (QWEN2_VL, "vision_config", {"hidden_act": "selu"}, "hidden_act must be one of quick_gelu, gelu"),
         (QWEN2_VL, "vision_config", {"depth": 10**9}, "depth must be an integer >= 1 and <= 1024"),
         (QWEN2_VL, "vision_config", {"mlp_ratio": 1e-9}, "mlp_ratio must be 1 to 1048576, times embed_dim 1280, got"),
         (QWEN2_VL, "vision_config", {"mlp_ratio": 3e38}, "mlp_ratio must be 1 to 1048576, times embed_dim 1280, got"),
@@ -486,8 +489,8 @@ def test_models_that_read_documents():
         (KIMI_K25, "vision_config", {"mm_hidden_size": 8}, "mm_hidden_size must be 1152, hidden_size of vision_config"),
         (KIMI_K25, "vision_config", {"text_hidden_size": 8}, "text_hidden_size must be 2048 or absent"),
         (KIMI_VL, "text_config", {"model_type": "llama"}, "model_type must be deepseek_v3 in text_config, got 'llama'"),
-        (MISTRAL3, None, {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
-        (MISTRAL3, None, {"projector_hidden_act": "relu"}, "projector_hidden_act must be one of"),
+        (MISTRAL3, None, {"vision_feature_layer": [-2, -1]}, "vision_feature_layer must be an integer from -"),
+        (MISTRAL3, None, {"projector_hidden_act": "selu"}, "projector_hidden_act must be one of"),
     ],
 )
 def test_what_is_not_built_is_refused(raw, where, change, message):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.registry import model_for_hf, read_hf
+from jaxengine.models.vision.base.layers import ACTIVATIONS
 from jaxengine.models.weights.load import unread_towers
 from tests.tables import each_row
 
@@ -123,6 +125,12 @@ AUDIO_FLAMINGO: dict[str, Any] = {
         "vocab_size": 151672,
     },
 }
+# nvidia/music-flamingo-2601-hf, with the rotation of transformers' class.
+MUSIC_FLAMINGO: dict[str, Any] = AUDIO_FLAMINGO | {
+    "architectures": ["MusicFlamingoForConditionalGeneration"],
+    "model_type": "musicflamingo",
+    "rope_parameters": {"rope_theta": 1200.0, "partial_rotary_factor": 0.2, "rope_type": "default"},
+}
 # zai-org/GLM-ASR-Nano-2512, whose text part leaves out what transformers takes for it.
 GLM_ASR: dict[str, Any] = {
     "architectures": ["GlmAsrForConditionalGeneration"],
@@ -205,6 +213,37 @@ def test_glm_asr():
     assert bare.tower == config.tower and not bare.tie_word_embeddings
 
 
+def test_moss_transcribe():
+    raw: dict[str, Any] = {"architectures": ["MossTranscribeDiarizeForConditionalGeneration"], "audio_config": {}}
+    raw |= {"text_config": {"rms_norm_eps": 0.5, "tie_word_embeddings": False}}
+    config = read_hf(raw)
+    assert (config.hidden_size, config.tie_word_embeddings, config.attention[0].head_dim) == (1024, True, 128)
+    assert (config.tower.merge, config.tower.unit, config.tower.norm_eps) == (8, 3000, 0.5)
+    for changes in ({"audio_merge_size": 7}, {"audio_chunk_size": 16_000}):
+        with pytest.raises(ModelConfigError, match=next(iter(changes))):
+            read_hf(raw | changes)
+
+
+def test_music_flamingo():
+    towers = [read_hf({**MUSIC_FLAMINGO, "rope_parameters": rope}).tower for rope in (None, {"rope_theta": 900})]
+    assert [(each.rotated, each.theta) for each in towers] == [(256, 1200.0), (256, 900.0)]
+    assert towers[0].columns == ("sound", "window") and towers[0].row_seconds == 0.04
+
+
+def test_activations_of_encoders_are_those_of_the_configuration():
+    for raw, name in ((QWEN2_AUDIO, "activation_function"), (GLM_ASR, "hidden_act"), (GEMMA4, "hidden_act")):
+        tower = read_hf({**raw, "audio_config": {**raw["audio_config"], name: "relu"}}).towers[-1]
+        assert getattr(tower, "sizes", tower).activation == "relu"
+    audio = {"activation_function": "relu", "encoder_layers": 1, "d_model": 16, "downsample_hidden_size": 2}
+    audio = {**QWEN3_ASR["thinker_config"]["audio_config"], **audio, "encoder_ffn_dim": 4}
+    raw = {**QWEN3_ASR, "thinker_config": {**QWEN3_ASR["thinker_config"], "audio_config": audio}}
+    tower = read_hf(raw).tower.make(64, Build("float32"))
+    assert tower.projector.activation is tower.layers[0].mlp.activation is ACTIVATIONS["relu"]
+    # transformers scales nothing by this field.
+    whisper = {"activation_function": "silu", "scale_embedding": True}
+    assert read_hf({**WHISPER_SMALL, **whisper}).tower.sizes.activation == "silu"
+
+
 def test_whisper_without_sizes_is_tiny():
     raw = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}
     sizes = {"encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
@@ -269,7 +308,7 @@ def test_names_of_tensors(stored, model):
         (QWEN2_AUDIO, "audio_config", {"d_model": 2, "encoder_attention_heads": 1}, "d_model .*an even number >= 4"),
         (QWEN2_AUDIO, "audio_config", {"num_mel_bins": 2**30}, "num_mel_bins .*<= 1024"),
         (QWEN2_AUDIO, "audio_config", {"max_source_positions": 1501}, "max_source_positions .*an even number"),
-        (QWEN2_AUDIO, "audio_config", {"activation_function": "relu"}, "activation_function"),
+        (QWEN2_AUDIO, "audio_config", {"activation_function": "selu"}, "activation_function .*relu"),
         (QWEN2_AUDIO, "text_config", {"model_type": "gemma"}, "model_type .*one of llama"),
         (VOXTRAL, "audio_config", {"intermediate_size": 5121}, "intermediate_size .*a multiple of hidden_size"),
         (VOXTRAL, "audio_config", {"num_mel_bins": 0}, "num_mel_bins"),
@@ -281,7 +320,7 @@ def test_names_of_tensors(stored, model):
         (GEMMA4, "audio_config", {"attention_context_left": 1}, "attention_context_left .*at least 2"),
         (GEMMA4, "audio_config", {"attention_context_right": 65}, "attention_context_right .*at most 64"),
         (GEMMA4, "audio_config", {"conv_kernel_size": 65}, "conv_kernel_size .*1 to 64"),
-        (GEMMA4, "audio_config", {"hidden_act": "relu"}, "hidden_act"),
+        (GEMMA4, "audio_config", {"hidden_act": "selu"}, "hidden_act .*relu"),
         (GRANITE_SPEECH, "encoder_config", {"num_layers": 1}, "num_layers .*at least 2"),
         (GRANITE_SPEECH, "encoder_config", {"input_dim": 161}, "input_dim .*an even number"),
         (GRANITE_SPEECH, "encoder_config", {"context_size": 600}, "context_size .*at most max_pos_emb 512"),
@@ -302,7 +341,10 @@ def test_names_of_tensors(stored, model):
         (GLM_ASR, "audio_config", {"num_attention_heads": 19}, "num_attention_heads .*divisor of hidden_size"),
         (GLM_ASR, "audio_config", {"num_key_value_heads": 4}, "num_key_value_heads .*20 or absent"),
         (GLM_ASR, "audio_config", {"head_dim": 32}, "head_dim .*64 or absent"),
-        (GLM_ASR, "audio_config", {"hidden_act": "relu"}, "hidden_act"),
+        (GLM_ASR, "audio_config", {"hidden_act": "selu"}, "hidden_act .*relu"),
+        (MUSIC_FLAMINGO, "rope_parameters", {"partial_rotary_factor": 0.51}, "rope_parameters .*half of 1280"),
+        (MUSIC_FLAMINGO, "rope_parameters", {"rope_theta": 749.0}, "rope_parameters .*a rope_theta of 750"),
+        (MUSIC_FLAMINGO, "rope_parameters", {"rope_type": "yarn"}, "rope_parameters .*absent"),
         (GLM_ASR, "audio_config", {"intermediate_size": 2560}, "intermediate_size .*5120, the size of 4 joined"),
         (GLM_ASR, "audio_config", {"max_position_embeddings": 1502}, "max_position_embeddings .*a multiple of 4"),
         (GLM_ASR, "audio_config", {"max_position_embeddings": 2**26}, "max_position_embeddings .*at most 16384"),

@@ -181,6 +181,11 @@ def test_published(raw, unit, rows, features, layers):
     assert config.tower.attends_both_ways == (raw is GEMMA3_VISION)
 
 
+def test_towers_of_internvl_without_positions():
+    raw = changed(INTERNVL, use_absolute_position_embeddings=False)
+    assert [read_hf(each).tower.has_positions for each in (raw, INTERNVL)] == [False, True]
+
+
 @each_row(
     ("name", "unit", "rows", "features", "whole_prompt"),
     [

@@ -60,6 +60,8 @@ _HEARING = (
     "Voxtral",
     "Qwen3ASR",
     "AudioFlamingo3",
+    "MusicFlamingo",
+    "MossTranscribeDiarize",
     "GlmAsr",
     "GraniteSpeech",
     "GraniteSpeechPlus",

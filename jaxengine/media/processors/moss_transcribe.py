@@ -1,0 +1,107 @@
+"""Processor of MOSS-Transcribe-Diarize: windows of a sound, with the seconds that have passed as text among their
+embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.samples import Sound
+from jaxengine.media.processors.audioflamingo3 import MOST_SECONDS, AudioFlamingo3Processor
+from jaxengine.media.processors.settings import WHOLE
+from jaxengine.media.processors.sounds import frames_of
+from jaxengine.media.processors.units import check_placeholders
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+from jaxengine.scheduler.base.media import AUDIO
+
+
+class MossTranscribeProcessor(AudioFlamingo3Processor):
+    """Processor of MossTranscribeDiarizeForConditionalGeneration, which transcribes when it is asked to.
+
+    Attributes:
+      languages: empty: the request for a transcript names no language.
+      text_mark: None: answers are only text.
+      per_second: embeddings that count as a second.
+      every: seconds from one time in the prompt to the next; 0 for none.
+    """
+
+    longest: ClassVar[int] = MOST_SECONDS
+    usual_token: ClassVar[int] = 151671
+    around = ("<|audio_start|>", "<|audio_end|>")
+    languages: Mapping[str, str] = {}
+    text_mark: str | None = None
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises what AudioFlamingo3Processor does, and ModelConfigError for times in
+        prompts without a tokenizer.
+        """
+        super().__init__(folder, config_json, model_config, tokenizer)
+        fields = ConfigFields(read_object(Path(folder), WHOLE) or {})
+        try:
+            fields.require(audio_merge_size=self.tower.joined)
+            self.per_second = fields.number("audio_tokens_per_second", 12.5)
+            self.every = fields.integer("time_marker_every_seconds", 2, minimum=0)
+            if self.every > MOST_SECONDS:
+                raise fields.fail("time_marker_every_seconds", f"0 to {MOST_SECONDS}")
+        except ModelConfigError as error:
+            raise ModelFileError(Path(folder) / WHOLE, str(error)) from None
+        if self.every and tokenizer is None:
+            raise ModelConfigError("this model's sounds need its tokenizer: leave skip_tokenizer_init False")
+        self.settings = f"{self.settings} {self.per_second} {self.every}"
+
+    def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound: those of silence after it only fill the last one."""
+        return -(-frames_of(sound) // self.tower.merge)
+
+    def pieces(self, num_rows: int) -> list[int]:
+        """Return the tokens of a sound of num_rows embeddings: placeholders and, after those of each `every` seconds,
+        the tokens of their number in decimal digits.
+        """
+        step = int(self.per_second * self.every)
+        if step <= 0:
+            return [self.token_id] * num_rows
+        found: list[int] = []
+        times = range(self.every, int(num_rows / self.per_second) + 1, self.every)
+        for seconds in times:
+            found += [self.token_id] * step + self.tokenizer.encode(str(seconds), add_special_tokens=False)
+        return found + [self.token_id] * (num_rows - step * len(times))
+
+    def length(self, item: Processed) -> int:
+        """Return the number of tokens of a sound (`item`) in an expanded prompt."""
+        return len(self.pieces(item.num_rows))
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Return the prompt with each placeholder replaced by the `pieces` of its sound. items: by modality, in the
+        order of the prompt.
+
+        Raises RequestError for another number of sounds than placeholders.
+        """
+        sounds = items.get(AUDIO, ())
+        shown = self.token_id if self.tokenizer is None else self.placeholder(AUDIO)
+        check_placeholders("sound", shown, len(self.found(token_ids)), len(sounds))
+        out: list[int] = []
+        positions: list[np.ndarray] = []
+        for token in token_ids:
+            own = self.pieces(sounds[len(positions)].num_rows) if token == self.token_id else [token]
+            if token == self.token_id:
+                places = np.flatnonzero(np.asarray(own) == token)
+                positions.append((len(out) + places).astype(np.int32))
+            out += own
+        return Expanded(out, positions, [(AUDIO, number) for number in range(len(sounds))])
+
+    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
+        """Return the messages that request a transcript of a sound; `language` is ignored.
+
+        context: the request's text; "" for that of the chat template.
+        """
+        del language  # there is none
+        text = [{"type": "text", "text": context}] if context else []
+        return [{"role": "user", "content": [{"type": AUDIO}, *text]}]
