@@ -78,6 +78,8 @@ _OTHER_NAMES = {
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
     "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
+    "Phi4MMForCausalLM": "Phi4MultimodalForCausalLM",
+    "SkyworkR1VChatModel": "InternVLForConditionalGeneration",
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",

@@ -186,6 +186,7 @@ _MODULES = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v",
+    "Phi4MultimodalForCausalLM": "phi4_multimodal",
     "KimiVLForConditionalGeneration": "kimi_vl",
     "KimiK25ForConditionalGeneration": "kimi_k25",
     "LightOnOcrForConditionalGeneration": "lighton_ocr",

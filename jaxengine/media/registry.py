@@ -49,6 +49,7 @@ PROCESSORS = {
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
     "MiniCPMV4_7ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
     "MiniCPMOcrForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
+    "Phi4MultimodalForCausalLM": "phi4_multimodal:Phi4MultimodalProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
     "Mistral4ForConditionalGeneration": "pixtral:PixtralProcessor",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLProcessor",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from jaxengine.checkpoint.media_adapter import media_adapter
 from jaxengine.checkpoint.model_source import ModelSource
-from jaxengine.checkpoint.sound_adapter import sound_adapter
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.features.logits_processors import processor_classes
 from jaxengine.config.features.pooling_model import PoolingModel
@@ -480,7 +480,7 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
     )
     media = None if processor is None else MediaInputs(processor, towers, config, source.config.hidden_size)
     if media is not None:
-        media.adapter = sound_adapter(source)
+        media.adapter = media_adapter(source)
     return InputProcessor(
         config,
         source.config,

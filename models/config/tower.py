@@ -44,7 +44,8 @@ class TowerConfig:
         the prompt.
       hears: whether it encodes audio instead of images. Patches are then frames of spectrograms.
       frames: spectrogram frames of a patch, for a tower that encodes audio.
-      adapts: whether prompts with audio run with the LoRA adapter in the checkpoint's folder, if there is one.
+      adapter: folder, within the checkpoint's, of the LoRA adapter with which prompts with images or audio run, if it
+        is there; None for a family without one.
     """
 
     num_features: int
@@ -59,7 +60,7 @@ class TowerConfig:
     crosses: bool = False
     hears: bool = False
     frames: int = 1
-    adapts: bool = False
+    adapter: str | None = None
 
     @property
     def unused(self) -> tuple[str, ...]:

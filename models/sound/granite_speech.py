@@ -156,7 +156,7 @@ def read_granite_speech(fields: ConfigFields, multiplier: float, *, joins: bool 
         queries=queries,
         multiplier=multiplier,
         joined=joined,
-        adapts=fields.boolean("has_lora_adapter", True),
+        adapter="." if fields.boolean("has_lora_adapter", True) else None,
     )
 
 

@@ -14,8 +14,6 @@ from jaxengine.engine.stats.metric_types import Gauge
 from jaxengine.engine.weight_types import KVMode
 from jaxengine.runner.extensions.adapters.store import AdapterStore, GivenAdapter
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.scheduler.base.media import AUDIO
 from jaxengine.scheduler.base.request import Adapter, Request
 from jaxengine.scheduler.batches.batch import ScheduledStep
 
@@ -29,35 +27,26 @@ class Adapters(LoopExtension):
       store: the adapters that requests may name.
     """
 
-    def __init__(self, runner: ModelRunner, of_sounds: Path | None = None):
+    def __init__(self, runner: ModelRunner, of_media: Path | None = None):
         """Open the store of the adapters that the options name; log how the runner computes adapters.
 
-        of_sounds: folder of the adapter of all requests with sounds; None for a model without one. Raises
+        of_media: folder of the adapter of all requests with images or sounds; None for a model without one. Raises
         ModelFileError if it cannot be read.
         """
         self.store = AdapterStore(runner)
-        self._of_sounds = None if of_sounds is None else self.store.add_unnamed(str(of_sounds))
+        self._of_media = None if of_media is None else self.store.add_unnamed(str(of_media))
         self._forms = runner.extension("adapters").forms
         if not runner.config.disable_log_stats:
             for row in self._forms:
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])
 
     def prepare(self, request: Request) -> None:
-        """Set the request's adapter from the adapter name in it, or to the model's adapter for sounds if the prompt has
-        a sound.
-
-        Raises UnknownAdapterError for a name that the store lacks, and RequestError for a name together with a sound in
-        a model with an adapter for sounds.
+        """Set the request's adapter from the adapter name in it; without a name, to the model's own adapter for media
+        if it has one and the prompt has items. Raises UnknownAdapterError for a name that the store lacks.
         """
         self.store.find(request)
-        items = () if request.media is None or self._of_sounds is None else request.media.items
-        if any(item.modality == AUDIO for item in items):
-            if request.lora is not None:
-                problem = (
-                    f"the adapter {show_value(request.lora)} is named, and prompts with sounds have the model's own"
-                )
-                raise RequestError(f"{problem}: leave out one of both", param="model", value=request.lora)
-            request.adapter = self._of_sounds
+        if request.lora is None and request.media is not None and self._of_media is not None:
+            request.adapter = self._of_media
 
     def poll(self) -> Events:
         """Begin and finish loads of adapters that have pool slots, without waiting; return the requests whose adapter
@@ -154,6 +143,6 @@ class Adapters(LoopExtension):
         ]
 
     def _in_use(self) -> set[Adapter]:
-        """Return the adapters of unfinished requests, and the model's adapter for sounds if it has one."""
+        """Return the adapters of unfinished requests, and the model's own adapter for media if it has one."""
         own = {each.adapter for each in self.loop.scheduler.requests if each.adapter is not None}
-        return own if self._of_sounds is None else own | {self._of_sounds}
+        return own if self._of_media is None else own | {self._of_media}

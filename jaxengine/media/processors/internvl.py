@@ -13,7 +13,9 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import token_text
+from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import TilesProcessor
+from jaxengine.media.processors.units import UnitProcessor
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.files import read_object
 
@@ -84,10 +86,18 @@ class InternVLProcessor(TilesProcessor):
         return [*self.start, *[self.image_id] * item.num_rows, *self.end]
 
 
-class InternVLChatProcessor(InternVLProcessor):
-    """Processor of InternVLChatModel, whose config.json has the limits of tiles. In a prompt, <IMG_CONTEXT> stands for
-    an image, although the published code of the model takes <image>.
+class InternVLChatProcessor(InternVLProcessor, TextPlaceholderProcessor):
+    """Processor of InternVLChatModel, whose config.json has the limits of tiles. In a prompt, the text <image>, which
+    need not be a token, or the token <IMG_CONTEXT> stands for an image.
     """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self.place_text(Path(folder), "the tokenizer's <image>", "<image>")
+
+    def placeholder(self, modality: str) -> str:
+        """Return the text that stands for an image or a video."""
+        return super().placeholder(modality) if modality == "image" else UnitProcessor.placeholder(self, modality)
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the limits of tiles from config.json, whether images are cut, and whether the whole image

@@ -88,7 +88,7 @@ class MediaInputs:
       processor: the model's media processor.
       cache: cache of its results; None with mm_processor_cache_gb 0. If the engine is another process, the link to it
         sets its own cache here.
-      adapter: folder of the adapter with which prompts with sounds run; None for a model without one.
+      adapter: folder of the adapter with which prompts with items run; None for a model without one.
       reader: reader of conversations and files.
     """
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxengine.checkpoint.media_adapter import with_media_adapter
 from jaxengine.checkpoint.model_source import ModelSource
-from jaxengine.checkpoint.sound_adapter import with_sound_adapter
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.media.open import open_processor
@@ -11,12 +11,12 @@ from jaxengine.media.open import open_processor
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
     """Return the config with its draft model or head, if it names one, downloaded and named by its path, and with room
-    for the adapter that the checkpoint has for prompts with sounds.
+    for the adapter that the checkpoint has for prompts with sounds or images.
 
     source: the opened target model. Raises ConfigError or ModelFileError for a draft or an adapter that is missing or
     cannot be used.
     """
-    config = with_sound_adapter(config, source)
+    config = with_media_adapter(config, source)
     if config.speculative_config is None:
         return config
     from jaxengine.runner.extensions.drafts.open import settle_draft

@@ -190,8 +190,8 @@ class VitAttention(nnx.Module):
         self.q_norm, self.k_norm = qk_norms or (None, None)
 
     def __call__(self, x: jax.Array, num_units: int, is_key: jax.Array | None = None) -> jax.Array:
-        """Return the attention output [U * S, D] of x [U * S, D] within each of the U = num_units units. is_key: see
-        attend_units.
+        """Return the attention output [U * S, D] of x [U * S, D] within each of the U = num_units units. is_key:
+        bool[U, S], positions that are attended to; None for all.
         """
         q, k, v = jnp.split(self.qkv(x).reshape(len(x), -1, self.head_dim), 3, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -258,7 +258,7 @@ class VitLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, num_units: int, is_key: jax.Array | None = None) -> jax.Array:
         """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
-        attends to itself. is_key: see attend_units.
+        attends to itself. is_key: bool[U, S], positions that are attended to; None for all.
         """
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units, is_key)
@@ -274,14 +274,18 @@ def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False
     return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
 
 
-def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...]) -> list[jax.Array]:
+def run_layers(
+    layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...], is_key: jax.Array | None = None
+) -> list[jax.Array]:
     """Run x [U * S, D] through `layers`; return the list of hidden states after the first n layers for each n of
     `wanted`, x itself for 0.
+
+    is_key: bool[U, S], positions that are attended to, for layers that take it; None for all.
     """
-    states = {0: x}
+    states, masks = {0: x}, () if is_key is None else (is_key,)
     for number, layer in enumerate(layers, 1):
         with jax.named_scope(f"layer_{number - 1}"):
-            states[number] = x = layer(x, num_units)
+            states[number] = x = layer(x, num_units, *masks)
     return [states[number] for number in wanted]
 
 

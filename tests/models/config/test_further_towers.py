@@ -17,6 +17,7 @@ from tests.tables import each_row
 NAMED = {name: row.config for row in read_names() for name in row.names}
 ERNIE, HUNYUAN = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"], NAMED["tencent/HunyuanOCR"]
 GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
+PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
 _XD = HUNYUAN["rope_scaling"]
 EXAONE, CLOVA, GRANITE4, NEXT_VIDEO = (
     json.loads((FOLDER / name / "config.json").read_text())
@@ -102,6 +103,32 @@ def test_hyperclovax_vision():
         assert names.renamed(stored) == ours
 
 
+def test_phi4_multimodal():
+    """The published file, which says nothing of the tower's sizes, names of its tensors, and transformers' form."""
+    config = read_hf(PHI4)
+    tower: Any = config.tower
+    rope: Any = config.attention[0].rope
+    assert (tower.vit.grid, tower.lines, tower.unit, tower.num_used_layers) == (32, 16, 1092, 26)
+    assert (tower.adapter, rope.rotary_dim) == ("vision-lora", 96)
+    whole = PHI4 | {"architectures": ["Phi4MultimodalForCausalLM"], "vision_config": {"image_token_id": 200010}}
+    assert read_hf(whole) == config
+    names = model_for_hf("Phi4MMForCausalLM").checkpoint_names
+    begin = "model.embed_tokens_extend.image_embed"
+    for stored, ours in (
+        ("model.layers.0.mlp.down_proj.base_layer.weight", "model.layers.0.mlp.down_proj.weight"),
+        (f"{begin}.img_projection.2.bias", "image_embed.img_projection_down.bias"),
+        (f"{begin}.glb_GN", "image_embed.global_img_feature_extensor"),
+        (f"{begin}.sub_GN", "image_embed.sub_img_feature_extensor"),
+        (f"{begin}.img_processor.head.probe", "image_embed.img_processor.head.probe"),
+    ):
+        assert names.renamed(stored) == ours and not names.is_unused(stored)
+    for stored in (
+        "model.layers.0.mlp.down_proj.lora_B.vision.weight",
+        "model.embed_tokens_extend.audio_embed.encoder.encoders.0.layer_norm.weight",
+    ):
+        assert names.is_unused(stored)
+
+
 # mistral-community/pixtral-12b without the hidden states that its own file names.
 PIXTRAL: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
@@ -163,6 +190,16 @@ PIXTRAL: dict[str, Any] = {
         (HUNYUAN, "vision_config", {"spatial_merge_size": 9}, "spatial_merge_size must be 1 to 8, got 9"),
         (HUNYUAN, "vision_config", {"max_image_size": 8192}, "image_size must be an integer >= 1 and <= 4096"),
         (ERNIE, "vision_config", {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06 or absent"),
+        (PHI4, None, {"vision_config": {"crop_size": 336}}, "vision_config.crop_size must be 448 or absent, got 336"),
+        (PHI4, None, {"vision_config": {"feature_layer": 28}}, "feature_layer must be an integer from -28 to 27"),
+        (PHI4, None, {"vision_config": {"patch_size": 448}}, "image_size must be at least 2 patches of 448"),
+        (PHI4, None, {"img_processor": {"layer_idx": -1}}, "img_processor must be absent, got {"),
+        (
+            PHI4,
+            "embd_layer",
+            {"image_embd_layer": {"hd_transform_order": "glb_sub"}},
+            'image_embd_layer.hd_transform_order must be "sub_glb" or absent',
+        ),
         (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
         (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
     ],

@@ -197,12 +197,12 @@ def test_granite_speech():
     tower = read_hf(GRANITE_SPEECH).tower
     # A block of four seconds and a window of 0.3 have twelve in common.
     assert (tower.num_features, tower.unit, tower.merge, tower.window) == (160, 600, 5, 15_000)
-    assert (tower.multiplier, tower.adapts, tower.head_dim, tower.joined) == (12.0, True, 128, ())
+    assert (tower.multiplier, tower.adapter, tower.head_dim, tower.joined) == (12.0, ".", 128, ())
     # A plain one has no such field: transformers ignores it.
     plain = {**GRANITE_SPEECH["encoder_config"], "cat_hidden_layers": [3]}
     assert read_hf({**GRANITE_SPEECH, "encoder_config": plain}).tower == tower
     plus = read_hf(GRANITE_PLUS).tower
-    assert (plus.joined, plus.heard_size, plus.adapts) == ((3,), 2048, False)
+    assert (plus.joined, plus.heard_size, plus.adapter) == ((3,), 2048, None)
 
 
 def test_glm_asr():

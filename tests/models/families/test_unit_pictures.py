@@ -179,3 +179,8 @@ def test_internvl_as_it_was_published_first(tmp_path):
         np.testing.assert_array_equal(ours.patches, wanted.patches)
         expanded = [each.expand([5, 127, 6], {"image": [wanted]}).token_ids for each in (processor, case.processor)]
         assert expanded[0] == expanded[1]
+    # As the published code writes an image, and as transformers does.
+    for text in ("w5 <image> w6", "w5 <IMG_CONTEXT> w6"):
+        assert processor.encode(text, case.tokenizer.encode(text)) == [5, 127, 6]
+    assert [processor.placeholder(modality) for modality in processor.modalities] == ["<image>", "<video>"]
+    assert read_hf(raw | {"architectures": ["SkyworkR1VChatModel"]}) == config

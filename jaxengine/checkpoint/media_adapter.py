@@ -1,4 +1,4 @@
-"""The LoRA adapter that a checkpoint's folder has for prompts with sounds (Granite Speech)."""
+"""The LoRA adapter that a checkpoint has for prompts with sounds (Granite Speech) or images (Phi-4-multimodal)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from jaxengine.models.weights.adapters.config import AdapterConfig
 from jaxengine.models.weights.adapters.folder import CONFIG_FILE
 
 
-def sound_adapter(source: ModelSource) -> Path | None:
-    """Return the folder of the model's own LoRA adapter; None if it has none, or was opened without its sound tower."""
-    adapts = any(tower.adapts for tower in source.config.towers)
-    return source.path if adapts and (source.path / CONFIG_FILE).exists() else None
+def media_adapter(source: ModelSource) -> Path | None:
+    """Return the folder of the model's own LoRA adapter; None if it has none, or was opened without the tower whose
+    prompts it is for.
+    """
+    named = (source.path / tower.adapter for tower in source.config.towers if tower.adapter is not None)
+    return next((folder for folder in named if (folder / CONFIG_FILE).exists()), None)
 
 
-def with_sound_adapter(config: EngineConfig, source: ModelSource) -> EngineConfig:
+def with_media_adapter(config: EngineConfig, source: ModelSource) -> EngineConfig:
     """Return the config with room for the model's own adapter; the config itself if there is none.
 
     Without enable_lora it is enabled, with the least rank that fits. Raises ModelFileError for an invalid adapter,
     ConfigError if LoRA is enabled with a max_lora_rank that is too low.
     """
-    folder = sound_adapter(source)
+    folder = media_adapter(source)
     if folder is None:
         return config
     largest = AdapterConfig(folder / CONFIG_FILE, read_object(folder, CONFIG_FILE) or {}).largest_rank
