@@ -45,6 +45,7 @@ from jaxengine.models.weights.pooled import with_own_files
 from jaxengine.models.weights.views.mistral import MistralSource, heads_in_pairs
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
+from jaxengine.tokens.chat_template import USUAL_TEMPLATES
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _GENERAL_CLASS = "TokenizersBackend"  # general tokenizer class of transformers 5; transformers 4 has another
@@ -102,7 +103,8 @@ class ModelSource:
         return sorted(found)
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init.
+        """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init. Without a chat
+        template, it has the usual one of the model's family, if there is one.
 
         Raises ModelFileError if its files are missing or invalid.
         """
@@ -112,7 +114,10 @@ class ModelSource:
         if folder.is_dir() or self.tokenizer_path is not None:
             sentence = None if self.pooling is None else self.pooling.sentence
             lowers = sentence is not None and sentence.do_lower_case
-            return Tokenizer.from_hf_folder(folder, lowers=lowers, mode=config.tokenizer_mode)
+            tokenizer = Tokenizer.from_hf_folder(folder, lowers=lowers, mode=config.tokenizer_mode)
+            if tokenizer.chat_template is None:
+                tokenizer.chat_template = USUAL_TEMPLATES.get(self.config.architecture)
+            return tokenizer
         with GGUFFile(self.path) as file:
             return Tokenizer.from_gguf(file.metadata, path=str(self.path))
 

@@ -173,10 +173,12 @@ class Phi4MultimodalProcessor(UnitProcessor):
         """Return the expanded prompt of UnitProcessor.expand, after replacing the tokens of each numbered placeholder
         text by the placeholder token. Raises RequestError for another number of items than placeholders.
         """
-        found, at = list(token_ids), 0
-        numbered = () if self.tokenizer is None or self.image_id in found else items.get("image", ())
+        found, at, tokenizer = list(token_ids), 0, self.tokenizer
+        numbered = () if self.image_id in found else items.get("image", ())
         for number in range(1, len(numbered) + 1):
-            written = self.tokenizer.encode(f"<|image_{number}|>", add_special_tokens=False)
+            if tokenizer is None:
+                break
+            written = tokenizer.encode(f"<|image_{number}|>", add_special_tokens=False)
             last = len(found) - len(written)
             at = next((start for start in range(at, last + 1) if found[start : start + len(written)] == written), -1)
             if at < 0:

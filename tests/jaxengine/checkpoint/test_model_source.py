@@ -21,6 +21,8 @@ from jaxengine.models.registry import read_hf
 from jaxengine.models.weights.formats.orbax import read_layout
 from jaxengine.models.weights.formats.safetensors import LocalFile
 from tests.conftest import TINY_CHECKPOINT
+from tests.fixtures import unit_pictures
+from tests.fixtures.drawn_weights import checkpoint
 from tests.models.config.test_sounds import GEMMA4
 from tests.tables import each_row
 
@@ -205,6 +207,21 @@ def test_a_missing_tokenizer_names_folder_and_way_out(tmp_path):
     (folder / "tiktoken.model").touch()
     with pytest.raises(ModelFileError, match="tiktoken.model alone is not read for .*: transformers.AutoTokenizer"):
         source.load_tokenizer(EngineConfig())
+
+
+def test_a_family_without_chat_templates_has_the_usual_one(tmp_path):
+    """Unless its folder has one."""
+    name = "deepseek_ocr_vision"
+    folder = unit_pictures.write_checkpoint(tmp_path / "model", name, checkpoint(name))
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w3"}]}]
+
+    def written() -> str:
+        config = EngineConfig(model=str(folder))
+        return open_model(config).load_tokenizer(config).apply_chat_template(messages, placeholder=lambda _: "<image>")
+
+    assert written() == "<image>\nw3"
+    (folder / "chat_template.jinja").write_text("w4{{ messages[0]['content'] }}")
+    assert written() == "w4<image>\nw3"
 
 
 def test_default_params_are_used(tmp_path, tiny_options):

@@ -14,7 +14,7 @@ from tests.jaxengine.media.test_unit_processors import processor
 
 def test_numbered_placeholders_of_phi4(tmp_path, monkeypatch):
     """As in the prompts of vLLM: texts that are no tokens. Images' numbers count."""
-    made = processor(tmp_path, "phi4_multimodal_vision")
+    made: Any = processor(tmp_path, "phi4_multimodal_vision")
     written = {"<|image_1|>": [90, 91], "<|image_2|>": [90, 92]}
 
     class Words:
