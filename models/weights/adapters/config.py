@@ -128,12 +128,19 @@ class AdapterConfig:
 
     def wants(self, name: str) -> bool:
         """Return whether PEFT changes the module with this name in the file, if the model has it: target_modules names
-        it, it is in layers_to_transform, and exclude_modules and modules_to_save do not name it.
+        it, it is in layers_to_transform, and exclude_modules and modules_to_save do not name it. An expression in
+        target_modules may also match the name without a leading "model.", which PEFT does not accept.
 
         Results are cached. Raises ModelFileError if expressions take too many steps.
         """
         if (known := self._wanted.get(name)) is None:
-            known = self._matches("target_modules", self._targets, name) and self._is_in_layers(name)
+            # Phi-4-multimodal's expression is of modules of the model without its head, and its tensors are of the
+            # whole.
+            headless = name.removeprefix("model.") if isinstance(self._targets, NamePattern) else name
+            known = any(
+                self._matches("target_modules", self._targets, each) for each in dict.fromkeys((name, headless))
+            )
+            known = known and self._is_in_layers(name)
             known = known and not self._matches("exclude_modules", self._excluded, name) and not self._is_saved(name)
             self._wanted[name] = known
         return known

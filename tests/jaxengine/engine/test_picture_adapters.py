@@ -13,8 +13,14 @@ from tests.fixtures.drawn_weights import draw_all
 from tests.jaxengine.engine.test_pictures import OPTIONS, Case
 
 RANK, ALPHA = 4, 6
-# Rows that an adapter changes, by module.
-MODULES = {"self_attn.o_proj": (64, 64), "mlp.down_proj": (80, 64)}
+# Modules that an adapter changes, inputs and outputs of each; and what the published config.json says of them.
+MODULES = {
+    "self_attn.qkv_proj": (64, 128),
+    "self_attn.o_proj": (64, 64),
+    "mlp.gate_up_proj": (64, 160),
+    "mlp.down_proj": (80, 64),
+}
+PATTERN = r"layers.*((self_attn\.(qkv_proj|o_proj))|(mlp\.(gate_up|down)_proj))"
 
 
 def drawn() -> dict[str, np.ndarray]:
@@ -29,7 +35,7 @@ def drawn() -> dict[str, np.ndarray]:
 
 def write_adapter(folder):
     folder.mkdir()
-    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["o_proj", "down_proj"]}
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": PATTERN}
     (folder / "adapter_config.json").write_text(json.dumps(about))
     save_file(drawn(), folder / "adapter_model.safetensors")
 

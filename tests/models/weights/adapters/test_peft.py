@@ -144,6 +144,7 @@ def test_layers_and_expressions_choose_modules(tmp_path, targets):
             {"target_modules": r"model\.layers\.(?!0\b)\d+\..*(?:proj)"},
             {"exclude_modules": r".*\.0\..*"},
             {"target_modules": [f"layers.1.{name}" for name in ("self_attn.q_proj", "mlp.up_proj")]},
+            {"target_modules": r"layers\.1\..*(?:proj)"},  # of the model without its head
         ]
     ):
         folder = write_adapter(tmp_path / str(number), TINY_CHECKPOINT, seed=1)
