@@ -54,6 +54,7 @@ _SILENT = frozenset(
         "megatron_core",
         "qalora_group_size",
         "lora_ga_config",
+        "ensure_weight_tying",  # of tables and heads, which no adapter may change
     ]
 )
 # Initialisations that change the base model's own weights too, unless PEFT converts the adapter when saving.

@@ -19,6 +19,7 @@ from jaxengine.models.weights.adapters import config
 from jaxengine.models.weights.adapters.folder import read_adapter
 from jaxengine.models.weights.adapters.merged import MergedSource
 from jaxengine.models.weights.adapters.pools import targets_of
+from jaxengine.models.weights.adapters.tensors import PREFIX
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.adapters import CONFIG, damaged, write_adapter
@@ -101,6 +102,15 @@ def test_the_first_pattern_that_fits_counts(folder, targets):
         np.testing.assert_array_equal(read(folder, targets).matrices[Q][1], b * np.float32(scale))
 
 
+def test_names_without_the_prefix_of_peft(folder, targets):
+    """As transformers saves an adapter with `save_peft_format=False`; vLLM reads such files too."""
+    wanted = read(folder, targets).digest
+    damaged(lambda tensors: [tensors.update({name.removeprefix(PREFIX): tensors.pop(name)}) for name in [*tensors]])(
+        folder
+    )
+    assert read(folder, targets).digest == wanted
+
+
 def test_no_layers_to_transform_are_all(folder, targets):
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": []}))
@@ -111,6 +121,7 @@ def test_no_layers_to_transform_are_all(folder, targets):
     "changes",
     [
         {"target_modules": UNSLOTH},
+        {"ensure_weight_tying": True},
         {
             "target_modules": UNSLOTH.replace(
                 f"(?:{_LANGUAGE})", f"(?:{_LANGUAGE}|{'|'.join(f'part{n}' for n in range(50))})"
@@ -255,6 +266,10 @@ def filled(name, value):
         (damaged(lambda tensors: tensors.clear()), "holds no matrices"),
         (moved(A, "x"), "a tensor must be called"),
         (moved(A, f"base_model.model.{Q}.lora_magnitude_vector"), "a tensor must be called"),
+        (moved(A, f"{Q}.lora_A.default.weight"), "a tensor must be called"),
+        (damaged(lambda tensors: tensors.update({A.removeprefix(PREFIX): tensors[A]})), f"stands for {Q}.*, as does"),
+        (moved(A, "base_model.model.lm_head.base_layer.weight"), "adapter of a token table or an LM head"),
+        (moved(A, "base_model.model.model.embed_tokens.lora_embedding_A"), "adapter of a token table or an LM head"),
         (moved(A, "base_model.model.lm_head.lora_A.weight"), "adapters of it are not supported"),
         (moved(A, "base_model.model.model.embed_tokens.lora_A.weight"), "adapters of it are not supported"),
         (moved(A, "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"), "for another base"),
