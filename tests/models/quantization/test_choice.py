@@ -14,6 +14,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.quantization.base.quantized import Quantized
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.quantization.base.stored import Activation
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
@@ -234,3 +235,21 @@ def test_modules_that_auto_round_stores_otherwise():
         settings(**own | {"extra_config": {"lm_head": {"bits": 8}}, "block_name_to_quantize": None})
     ).quantization
     assert [type(chosen(name)).__name__ for name in ("lm_head", "score")] == ["Quantized", "Plain"]
+
+
+def test_all_tensors_of_a_quantised_module_are_renamed_as_its_weight():
+    """Which families name otherwise than their checkpoints do, whatever a format calls what it stores of a module."""
+    found = set()
+    for path in FOLDER.glob("*/tensors.json"):
+        architecture = json.loads((path.parent / "config.json").read_text())["architectures"][0]
+        if architecture not in MODELS:  # another name of one that is recorded under its own
+            continue
+        names = MODELS[architecture].checkpoint_names
+        for tensor, shape in json.loads(path.read_text())["shapes"].items():
+            module = tensor.removesuffix(".weight")
+            if len(shape) != 2 or module == tensor or module.endswith((".gate", ".router")):  # routers are plain
+                continue
+            wanted = names.renamed(tensor).removesuffix(".weight")
+            if names.renamed(f"{module}.qweight") != f"{wanted}.qweight":
+                found.add((architecture, module, wanted))
+    assert not found
