@@ -131,6 +131,12 @@ def test_names_of_a_model_of_more_than_text():
         "x", (), ignored=("model.language_model.layers.0.a",), prefixes=(("model.language_model.", "model."),)
     )
     assert quantization.names_of("model.layers.0.a") == ["model.layers.0.a", "model.language_model.layers.0.a"]
+    assert quantization.names_of("lm_head") == ["lm_head"]
+    raw = json.loads((FOLDER / "kimi_k25_vision" / "config.json").read_text())
+    stored = {"quant_method": "fp8", "modules_to_not_convert": ["model.vision_tower", "re:model.mm_projector"]}
+    chosen = read_hf(raw | {"quantization_config": stored}).quantization
+    tower = "vision_tower.encoder.blocks.0.mlp.fc0", "mm_projector.proj.0", "model.layers.0.self_attn.o_proj"
+    assert [type(chosen(module)).__name__ for module in tower] == ["Plain", "Plain", "Quantized"]
 
 
 def test_stacks_of_gate_and_of_up_are_chosen_by_their_own_names():
