@@ -11,10 +11,10 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.quantization.base.quantized import Quantized
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.quantization.base.stored import Activation
-from jaxengine.models.model_classes import MODELS
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params

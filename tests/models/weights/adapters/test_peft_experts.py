@@ -113,6 +113,7 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("LagunaForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),
         ("Lfm3ForCausalLM", "self_attn.g_proj", "self_attn.gate_proj"),
         ("PhiMoEForCausalLM", "mlp.router", "block_sparse_moe.gate"),
+        ("SarvamMoEForCausalLM", "self_attn.o_proj", "attention.dense"),
         ("ExaoneForCausalLM", "self_attn.q_proj", "attn.attention.q_proj"),
         ("ExaoneForCausalLM", "self_attn.o_proj", "attn.attention.out_proj"),
         ("ExaoneForCausalLM", "mlp.gate_proj", "mlp.c_fc_0"),
@@ -130,6 +131,35 @@ def test_modules_as_transformers_names_them(architecture, name, own):
         found = {"shapes": {}, "experts": {}, "others": frozenset(), place: {own: (8, 8)}}
         targets = AdapterTargets(**found, names=names)
         assert targets.module(name) == targets.module(own) == own and name in targets.stored_names(own)
+
+
+def test_parts_of_a_matrix_that_the_checkpoint_joins(model_of, tmp_path):
+    """Of Sarvam, whose queries, keys and values are three modules in transformers: one of the sum of their ranks."""
+    targets, layer = targets_of([model_of("sarvam_moe")]), "model.layers.1"
+    joined = f"{layer}.attention.query_key_value"
+    size, out = targets.shapes[joined]
+    parts = {f"{layer}.self_attn.{part}_proj": targets.sides(f"{layer}.self_attn.{part}_proj")[::-1] for part in "qkv"}
+    assert sum(rows for rows, _ in parts.values()) == out
+    options = {"r": 2, "rank_pattern": {"k_proj": 3}, "lora_alpha": 6, "target_modules": "all-linear"}
+    write_adapter(tmp_path, parts, seed=1, **options)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    pairs = [[tensors[f"base_model.model.{part}.lora_{side}.weight"] for side in "AB"] for part in parts]
+    change = np.concatenate([6 / len(a) * (b @ a) for a, b in pairs])
+    found = read_adapter(tmp_path, targets, 8, "float32")
+    (a, b) = found.matrices[joined]
+    assert found.matrices.keys() == {joined} and found.rank == len(a) == 7
+    np.testing.assert_allclose(b @ a, change, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ModelFileError, match="their ranks add up to 7; allowed: at most 4 .max_lora_rank. .at .*value"):
+        read_adapter(tmp_path, targets, 4, "float32")
+    write_adapter(
+        tmp_path, {joined: (out, size)} | dict([*parts.items()][:1]), seed=1, r=2, target_modules="all-linear"
+    )
+    with pytest.raises(ModelFileError, match="stands for rows of .*query_key_value, as does another matrix"):
+        read_adapter(tmp_path, targets, 8, "float32")
+    names = [f"layers.1.self_attn.{part}_proj" for part in "qk"]
+    write_adapter(tmp_path, dict([*parts.items()][:1]), seed=1, r=2, target_modules=names)
+    with pytest.raises(ModelFileError, match="names it, but the file has no matrices of it .at .*k_proj"):
+        read_adapter(tmp_path, targets, 8, "float32")
 
 
 def test_experts_without_a_gate(model_of, tmp_path):
