@@ -363,7 +363,7 @@ def test_an_adapter_of_every_module_is_merged_however_it_is_stored(model_of, nam
     model, source, rng = model_of(name), SafetensorsCheckpoint(checkpoint(name)), np.random.default_rng(1)
     shapes = targets_of([model]).shapes
     matrices = {
-        module: (np.float32(rng.normal(size=(2, size))), np.float32(rng.normal(size=(out, 2))))
+        module: (rng.standard_normal((2, size), np.float32), rng.standard_normal((out, 2), np.float32))
         for module, (size, out) in shapes.items()
     }
     try:
