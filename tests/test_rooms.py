@@ -397,8 +397,8 @@ ROOMS = {
     ),
     "commands": (
         "sharding models.params models.config models.config.readers models.quantization.base models.quantization "
-        "models models:registry models.weights.formats models.weights.adapters models.weights scheduler.base "
-        "jaxengine:base config.base config media.fetching checkpoint records runner.executables "
+        "models models:registry models.weights.views models.weights.formats models.weights.adapters models.weights "
+        "scheduler.base jaxengine:base config.base config media.fetching checkpoint records runner.executables "
         "runner.extensions:build runner.start cluster requests.params requests.output check plan api bench "
         "server.observe simulate replay server.batch server"
     ),

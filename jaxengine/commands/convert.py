@@ -12,9 +12,9 @@ from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.weights.adapters.folder import read_adapter
-from jaxengine.models.weights.adapters.merged import MergedSource
 from jaxengine.models.weights.adapters.pools import targets_of
 from jaxengine.models.weights.formats.orbax import save_checkpoint
+from jaxengine.models.weights.views.merged import MergedSource
 from jaxengine.runner.extensions.settle import item_sizes
 from jaxengine.runner.start.devices import build_split, choose_devices, choose_stages, load_weights
 from jaxengine.runner.start.kv_scales import stored_scales
@@ -66,7 +66,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
             assert source.weights is not None and not isinstance(source.weights, Path)
             targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
             adapter = read_adapter(merge_lora, targets, _ANY_RANK, "float32")
-            source = replace(source, weights=MergedSource(source.weights, adapter, targets, source.config.hidden_size))
+            source = replace(source, weights=MergedSource(source.weights, adapter.matrices))
         with new_folder(folder) as part:
             with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
                 params = load_weights(source, model, mesh, resolved, bar.update)

@@ -90,9 +90,7 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
 
     index_heads: ClassVar[int] = 16
     # transformers renames these modules of published checkpoints, so adapters and trainers use the new names.
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        suffixes=tuple((f"{theirs}.weight", f"{own}.weight") for theirs, own in _RENAMED), parts=_RENAMED
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(parts=_RENAMED)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -113,11 +113,11 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
-        suffixes=tuple((f".attention.dense.{part}", f".attention.o_proj.{part}") for part in ("weight", "bias")),
         squeezed=(*CONVS, *JOINED),
         raveled=(".A_log",),
         joined=JOINED,
         parts=(
+            (".attention.dense.", ".attention.o_proj."),
             (".self_attn.forget_gate.", ".attention."),
             (".self_attn.", ".attention."),
             (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),

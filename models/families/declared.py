@@ -467,6 +467,7 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
         unused_ends=row.unused_ends,
         unused=row.unused,
         parts=row.parts,
+        divided=row.divided,
         stacked_experts=StackedExperts(modules=(experts.gate, experts.up, experts.down)),
         expert_rows=row.expert_rows,
     )

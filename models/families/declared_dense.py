@@ -189,6 +189,15 @@ DENSE_ROWS: dict[str, Row] = {
             ("transformer.ln_f.", "model.norm."),
             ("transformer.h.", "model.layers."),
         ),
+        parts=(  # transformers has it as a Llama
+            (".input_layernorm", ".ln_1"),
+            (".post_attention_layernorm", ".ln_2"),
+            (".self_attn.o_proj", ".attn.attention.out_proj"),
+            (".self_attn.", ".attn.attention."),
+            (".mlp.gate_proj", ".mlp.c_fc_0"),
+            (".mlp.up_proj", ".mlp.c_fc_1"),
+            (".mlp.down_proj", ".mlp.c_proj"),
+        ),
         spelled={
             "num_layers": "num_hidden_layers",
             "layer_norm_epsilon": "rms_norm_eps",

@@ -244,6 +244,8 @@ def ling(about: str, **defaults: Any) -> Row:
             qk_norms=("attention.query_layernorm", "attention.key_layernorm"),
         ),
         names=(("model.word_embeddings.", "model.embed_tokens."),),
+        parts=((".self_attn.o_proj", ".attention.dense"),),
+        divided={".attention.query_key_value": tuple(f".self_attn.{part}_proj" for part in "qkv")},
         spelled={**_COUNTS, "use_qkv_bias": "attention_bias", "score_function": "scoring_func"},
         defaults={"attention_bias": False, "use_qk_norm": True, "first_k_dense_replace": 1, **defaults},
         only={"use_bias": False, "moe_router_enable_expert_bias": True, "num_nextn_predict_layers": 0},

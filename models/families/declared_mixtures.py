@@ -183,13 +183,9 @@ def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 # (End of a tensor's name in published files, end of its name in transformers).
 _STEP_NAMES = tuple(
-    (f"{own}.{part}_proj{end}", f"{usual}.{part}_proj{new}")
-    for own, usual, ends in (
-        (".share_expert", ".mlp.shared_experts", {".weight": ".weight", ".weight_scale_inv": ".weight_scale_inv"}),
-        (".moe", ".mlp.experts", {".weight": "", ".weight_scale_inv": "_scale_inv"}),
-    )
+    (f".moe.{part}_proj{end}", f".mlp.experts.{part}_proj{new}")
     for part in ("gate", "up", "down")
-    for end, new in {**ends, "": ""}.items()
+    for end, new in {".weight": "", ".weight_scale_inv": "_scale_inv", "": ""}.items()
 )
 _STEP = Row(
     "Step 3.5 Flash (StepFun 2026): windows with more heads and a rope of their own in most layers, a gate for "
@@ -200,6 +196,7 @@ _STEP = Row(
         (".moe.gate.weight", ".mlp.gate.weight"),
         (".moe.router_bias", ".mlp.gate.e_score_correction_bias"),
     ),
+    parts=((".share_expert.", ".mlp.shared_experts."),),
     spelled={
         "num_attention_groups": "num_key_value_heads",
         "moe_num_experts": "n_routed_experts",

@@ -154,7 +154,7 @@ class Row(NamedTuple):
       squeezed: ends of the names of tensors whose second axis, of size 1, is removed.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for prefixes.
-      suffixes, parts: see CheckpointNames.
+      suffixes, parts, divided: see CheckpointNames.
     """
 
     about: str
@@ -186,6 +186,7 @@ class Row(NamedTuple):
     unused: tuple[str, ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     expert_rows: ExpertRows | None = None
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:

@@ -361,7 +361,7 @@ STATE_ROWS: dict[str, Row] = {
             down="feed_forward.w2",
         ),
         names=(("model.embedding_norm.", "model.norm."),),
-        suffixes=((".self_attn.g_proj.weight", ".self_attn.gate_proj.weight"),),
+        parts=((".self_attn.g_proj.", ".self_attn.gate_proj."),),
         defaults={
             "norm_eps": 1e-5,
             "head_dim": 128,

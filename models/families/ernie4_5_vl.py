@@ -105,6 +105,11 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
             ("model.language_model.", "model."),  # transformers 5 in memory, and so in adapters
         ),
         suffixes=((".mlp.gate.weight_1", ".mlp.image.gate.weight"),),
+        parts=(  # of transformers' modules, and so in adapters
+            (".mlp.text_moe.experts", ".mlp.experts"),
+            (".mlp.text_moe.gate", ".mlp.gate"),
+            (".mlp.vision_moe.", ".mlp.image."),
+        ),
         transposed=(".mlp.gate.weight", ".mlp.image.gate.weight"),
         further_experts="image.experts",
         tower=(f"{VISUAL}.", f"{RESAMPLER}."),

@@ -33,10 +33,8 @@ _FIRST_MODULES = {
     "norm1": "layernorm_before",
     "norm2": "layernorm_after",
 }
-_FIRST_SUFFIXES = (
-    *((f".{old}.{end}", f".{new}.{end}") for old, new in _FIRST_MODULES.items() for end in ("weight", "bias")),
-    *((f".ls{number}", f".lambda_{number}") for number in (1, 2)),
-)
+_FIRST_PARTS = tuple((f".{old}.", f".{new}.") for old, new in _FIRST_MODULES.items())
+_FIRST_SUFFIXES = tuple((f".ls{number}", f".lambda_{number}") for number in (1, 2))
 
 
 class InternVLForConditionalGeneration(LlamaForCausalLM):
@@ -46,6 +44,7 @@ class InternVLForConditionalGeneration(LlamaForCausalLM):
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
         prefixes=(*NAMES.prefixes, *_FIRST_PREFIXES),
         suffixes=_FIRST_SUFFIXES,
+        parts=(*NAMES.parts, *_FIRST_PARTS),
         flattened=tuple(
             f"embeddings.{name}" for name in ("patch_embeddings.projection.weight", "cls_token", "position_embeddings")
         ),

@@ -41,16 +41,13 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        # transformers writes the dense layers' MLP under the name of the experts.
-        suffixes=tuple(
-            (f".block_sparse_moe.{name}.weight", f".mlp.{name}.weight")
-            for name in ("gate_proj", "up_proj", "down_proj")
-        ),
         squeezed=(*CONVS, *JOINED),
         raveled=(".A_log",),
         stacked_experts=StackedExperts(modules=("w1", "w3", "w2")),
         joined=JOINED,
         parts=(
+            # transformers writes the dense layers' MLP under the name of the experts.
+            *((f".block_sparse_moe.{name}.", f".mlp.{name}.") for name in ("gate_proj", "up_proj", "down_proj")),
             *((f".self_attn.forget_gate.{name}", f".self_attn.{name}") for name in ("f_", "dt_bias", "A_log")),
             *((f".mlp.{name}.", f".block_sparse_moe.{name}.") for name in ("experts", "gate", "shared_experts")),
         ),

@@ -63,6 +63,8 @@ class CheckpointNames(NamedTuple):
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       parts: pairs of a part of names that other versions of transformers write, and the model's replacement. The first
         match counts; a name that has the replacement already is not changed.
+      divided: ends of the names of modules whose matrices are rows of several of transformers' modules -> ends of the
+        names of those, in order.
       joined: ends of the names of tensors that other versions of transformers join to one along their rows -> those of
         its parts, in order (see jaxengine.models.weights.views.joined_rows).
     """
@@ -85,6 +87,7 @@ class CheckpointNames(NamedTuple):
     plain: tuple[str, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
     joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     @property
     def base(self) -> str:

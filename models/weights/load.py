@@ -34,6 +34,7 @@ from jaxengine.models.weights.views.expert_rows import ExpertRowsSource
 from jaxengine.models.weights.views.further_experts import FurtherExpertsSource
 from jaxengine.models.weights.views.joined_rows import JoinedRowsSource
 from jaxengine.models.weights.views.kv_scales import KV_SCALES
+from jaxengine.models.weights.views.merged import MergedSource
 from jaxengine.models.weights.views.parts import (
     Block,
     column_axis,
@@ -198,6 +199,8 @@ def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
     two tensors with one name, constants of another value, and joined rows, stacks of experts or adapters that do not
     fit.
     """
+    if isinstance(source, MergedSource):
+        return source.added_to(_of_model(model, source.checkpoint))
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
     if names.joined:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.name_patterns import Effort, NamePattern, PatternError
+from jaxengine.models.params.source import MODEL
 from jaxengine.models.quantization.base.plain import Plain
 from jaxengine.models.quantization.base.quantized import Quantized
 from jaxengine.models.quantization.base.scheme import Scheme
@@ -71,11 +72,14 @@ class Quantization:
         return _chosen(self, module.replace("{expert}", "0"))
 
     def names_of(self, module: str) -> list[str]:
-        """Return the names that the checkpoint may have for `module` of the model: this name, and those with prefixes,
-        parts and suffixes changed back; for an expert's module also the name of the stack of all experts.
+        """Return the names that the checkpoint's configuration may have for `module` of the model: this name, and those
+        with prefixes, parts and suffixes changed back; of a tower's module also those behind "model.", as transformers
+        5 has all towers; for an expert's module also the name of the stack of all experts.
         """
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [whole, *(old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new))]
+        if module not in HEADS:
+            renamed += [f"{MODEL}{name}" for name in renamed if not name.startswith(MODEL)]
         renamed += [name.replace(new, old) for name in renamed for old, new in self.parts if new in name]
         names = [name.removesuffix(".") for name in renamed]
         names += [stack for name in names for stack in _stacks(name)]

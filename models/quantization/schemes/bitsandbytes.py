@@ -29,7 +29,9 @@ class TableEntries(InOrder):
     `quant_map` f32 [16], the table; `absmax`, the factor of `blocksize` consecutive numbers, across rows; and a JSON
     text.
 
-    The codes are the dequantised values themselves.
+    The codes are the dequantised values themselves. A module with a `weight` [out, in] of floating-point numbers and no
+    JSON text is plain: bitsandbytes quantises modules, and transformers 5 has experts as parameters, which no list of
+    the configuration names.
 
     Attributes:
       kind: "nf4" or "fp4".
@@ -51,6 +53,8 @@ class TableEntries(InOrder):
         return f"weight.quant_state.bitsandbytes__{self.kind}"
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        if self._is_plain(module):
+            return {"weight": (module.shape,)}
         size = module.shape[0] * module.shape[1]
         needed: dict[str, tuple[Shape, ...]] = {"weight": ((num_groups(size, 2), 1),), "weight.quant_map": ((16,),)}
         needed[self._state] = ()
@@ -66,8 +70,11 @@ class TableEntries(InOrder):
 
     def check(self, module: StoredModule) -> None:
         """Raise ModelFileError unless `weight` is u8, the JSON text is valid, and tables and factors have finite
-        numbers.
+        numbers; of a plain module, unless its numbers are floating-point.
         """
+        if self._is_plain(module):
+            module.read("weight", None, slice(0, 1))
+            return
         module.read("weight", "uint8", slice(0, 1))
         for kind in ("weight.quant_map", *(("weight.nested_absmax", "weight.nested_quant_map") if self.nested else ())):
             if not np.isfinite(module.read(kind)).all():
@@ -76,6 +83,8 @@ class TableEntries(InOrder):
             raise module.fail("weight.absmax", "must hold finite numbers")
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        if self._is_plain(module):
+            return module.read("weight", None, rows, columns)
         (out, size), state = module.shape, self._read_state(module)
         first, last, _ = rows.indices(out)
         begin, end = first * size, last * size
@@ -88,6 +97,14 @@ class TableEntries(InOrder):
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         first, last, _ = rows.indices(module.shape[0])
         return np.ones((last - first, 1), np.float32), None
+
+    def _is_plain(self, module: StoredModule) -> bool:
+        """Return whether the checkpoint has the module's matrix as it is."""
+        return (
+            not module.has(self._state)
+            and module.has("weight")
+            and tuple(module.source.shape(module.tensor("weight"))) == module.shape
+        )
 
     def _largest(self, module: StoredModule, state: Mapping[str, Any]) -> np.ndarray:
         """Return the absmax of all blocks, f32 [blocks], decoded if it is quantised itself.

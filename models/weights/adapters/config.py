@@ -54,6 +54,7 @@ _SILENT = frozenset(
         "megatron_core",
         "qalora_group_size",
         "lora_ga_config",
+        "ensure_weight_tying",  # of tables and heads, which no adapter may change
     ]
 )
 # Initialisations that change the base model's own weights too, unless PEFT converts the adapter when saving.
@@ -175,7 +176,7 @@ class AdapterConfig:
                     self.path, "the file has matrices of it, but target_modules does not name it", name
                 )
         named = "{} names it, but the file has no matrices of it"
-        for module in (*targets.shapes, *sorted(targets.others)):
+        for module in (*targets.shapes, *targets.parts, *sorted(targets.others)):
             if module in stored or module in targets.experts or targets.is_expert(module):
                 continue
             names = targets.stored_names(module)

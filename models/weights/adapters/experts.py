@@ -24,7 +24,7 @@ import numpy as np
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.adapters.config import AdapterConfig
 from jaxengine.models.weights.adapters.pools import AdapterTargets, ExpertTargets
-from jaxengine.models.weights.adapters.tensors import ENDS, PREFIX, AdapterTensors
+from jaxengine.models.weights.adapters.tensors import ENDS, AdapterTensors
 from jaxengine.models.weights.views.stacked import DOWN, GATE_UP, UP
 
 _BELOW = ".base_layer"
@@ -70,7 +70,7 @@ class JoinedExperts:
         if shapes not in wanted:
             fits = [each for each in wanted if each[0] == shapes[0]]
             allowed = " or ".join(str(each[bool(fits)]) for each in dict.fromkeys(fits or wanted))
-            name = f"{PREFIX}{self.name}{ENDS[bool(fits)]}"
+            name = tensors.tensor(self.name, ENDS[bool(fits)])
             raise ModelFileError(tensors.path, f"shape must be {allowed}, got {shapes[bool(fits)]}", name)
         if wanted[0] != wanted[1]:
             transposed = shapes == wanted[1]

@@ -98,7 +98,7 @@ def adapter_of(
     for module, name in stored.items():
         if len(tensors.modules[name]) != len(ENDS):
             continue
-        size, out = targets.shapes[module]
+        size, out = targets.sides(module)
         rank_of_it, scale = ranks[keys[module]], config.scale_of(keys[module], ranks[keys[module]])
         with faults.collect():
             matrices[module] = tensors.read(name, (rank_of_it, size), (out, rank_of_it), scale)
@@ -110,7 +110,37 @@ def adapter_of(
                 raise ModelFileError(source.path, f"stands for {twice}, as does another matrix", each.name)
             matrices |= found
     faults.check()
+    _join_parts(matrices, targets, max_rank, source.path)
+    rank = max((len(a) for a, _ in matrices.values()), default=0)
     return AdapterWeights(config, rank, _digest(matrices, dtype), matrices)
+
+
+def _join_parts(
+    matrices: dict[str, tuple[np.ndarray, np.ndarray]], targets: AdapterTargets, max_rank: int, path: str
+) -> None:
+    """Replace the matrices of targets.parts in `matrices` by those of the modules that they are rows of.
+
+    These have the sum of the parts' LoRA ranks: A has the rows of all, and B [out, r], for each part, its own in its
+    rows and its ranks, zeros elsewhere. Raises ModelFileError for a sum above `max_rank`, and if `matrices` has both a
+    module and a part of it. path: the file, for errors.
+    """
+    by_module: dict[str, list[str]] = {}
+    for part in targets.parts.keys() & matrices.keys():
+        by_module.setdefault(targets.parts[part][0], []).append(part)
+    for module, parts in by_module.items():
+        parts.sort(key=lambda part: targets.parts[part][1].start)
+        pairs = [matrices.pop(part) for part in parts]
+        if module in matrices:
+            raise ModelFileError(path, f"stands for rows of {module}, as does another matrix", parts[0])
+        a = np.concatenate([first for first, _ in pairs])
+        if len(a) > max_rank:
+            what = f"{', '.join(parts)} are one matrix in the checkpoint, for which their ranks add up to {len(a)}"
+            raise ModelFileError(path, f"{what}; allowed: at most {max_rank} (max_lora_rank)", module)
+        b, rank = np.zeros((targets.shapes[module][1], len(a)), a.dtype), 0
+        for part, (_, second) in zip(parts, pairs, strict=True):
+            b[targets.parts[part][1], rank : rank + second.shape[1]] = second
+            rank += second.shape[1]
+        matrices[module] = a, b
 
 
 def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dtype) -> bytes:
@@ -158,7 +188,7 @@ def _stored_modules(
             continue
         module = targets.module(name)
         with faults.collect():
-            if module not in targets.shapes:
+            if module not in targets.shapes and module not in targets.parts:
                 raise ModelFileError(path, _why_not(module, targets), name)
             if module in stored:
                 raise ModelFileError(path, f"stands for {module}, as does {stored[module]}", name)

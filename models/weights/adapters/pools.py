@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -59,12 +59,22 @@ class AdapterTargets:
       experts: targets of each layer with experts, by the prefix of their names: "...mlp.experts".
       others: modules of the model that take no adapters.
       names: mapping from the checkpoint's names to the model's.
+      parts: for each module that only transformers has, the module whose matrix the checkpoint joins from it and
+        others, and the slice of its rows.
     """
 
     shapes: Mapping[str, tuple[int, int]]
     experts: Mapping[str, ExpertTargets]
     others: frozenset[str]
     names: CheckpointNames
+    parts: Mapping[str, tuple[str, slice]] = field(default_factory=dict)
+
+    def sides(self, module: str) -> tuple[int, int]:
+        """Return (inputs, outputs) of a module of `shapes` or `parts`. Raises KeyError for another one."""
+        if module not in self.parts:
+            return self.shapes[module]
+        joined, rows = self.parts[module]
+        return self.shapes[joined][0], rows.stop - rows.start
 
     def module(self, stored: str) -> str:
         """Return the model's name of a module, or of a layer's experts, given its name in an adapter's file.
@@ -96,6 +106,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
     shapes: dict[str, tuple[int, int]] = {}
     experts: dict[str, ExpertTargets] = {}
     tensors: set[str] = set()
+    parts: dict[str, tuple[str, slice]] = {}
     names = CheckpointNames()
     for model in models:
         names = model.checkpoint_names
@@ -105,12 +116,23 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
             elif pool.decl.part is None:
                 for source in pool.decl.sources:
                     shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows
+                parts |= _divided(pool, names)
         for param in declared_params(model):
             tensors |= {source.name.rpartition(".")[0] for source in param.decl.sources}
         if model.config.pooler is None:
             tensors.add("lm_head")  # transformers has one even where its weight is the token table
     others = {name for name in tensors if "{expert}" not in name}
-    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names)
+    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names, parts)
+
+
+def _divided(pool: DeclaredPool, names: CheckpointNames) -> dict[str, tuple[str, slice]]:
+    """Return AdapterTargets.parts of an `a` pool: the rows of its sources under transformers' names."""
+    ends = ((own, parts) for own, parts in names.divided.items() if pool.decl.modules[0].endswith(own))
+    return {
+        source.name.removesuffix(own) + part: (source.name, slice(source.first, source.first + source.rows))
+        for own, parts in ends
+        for source, part in zip(pool.decl.sources, parts, strict=True)
+    }
 
 
 def _of_experts(

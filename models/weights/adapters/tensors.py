@@ -9,10 +9,13 @@ from jaxengine.models.params.errors import Faults, ModelFileError
 from jaxengine.models.params.source import WeightSource
 
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+# What PEFT saves of a token table or an LM head that an adapter changes, and of no other module.
+_OF_TABLES = (".lora_embedding_A", ".lora_embedding_B", ".base_layer.weight", ".base_layer.bias")
 
 
 class AdapterTensors:
-    """Tensors of a file, or of a trainer's memory, by module, under the file's names.
+    """Tensors of a file, or of a trainer's memory, by module, under the file's names without PREFIX, which transformers
+    leaves out with `save_peft_format=False`.
 
     Attributes:
       path: path of the checkpoint, for errors.
@@ -29,21 +32,29 @@ class AdapterTensors:
         """
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype
+        self._stored: dict[str, str] = {}  # name without PREFIX -> name in the file
         for tensor in checkpoint.names():
             end = next((end for end in ENDS if tensor.endswith(end)), None)
-            if end is None or not tensor.startswith(PREFIX):
-                what = f"a tensor must be called {PREFIX}NAME{ENDS[0]} or {ENDS[1]}: nothing else is supported"
+            if end is None:
                 with faults.collect():
-                    raise ModelFileError(self.path, what, tensor)
+                    raise ModelFileError(self.path, _why_not(tensor), tensor)
                 continue
-            self.modules.setdefault(tensor[len(PREFIX) : -len(end)], set()).add(end)
+            name = tensor.removeprefix(PREFIX)
+            if (other := self._stored.setdefault(name, tensor)) != tensor:
+                with faults.collect():
+                    raise ModelFileError(self.path, f"stands for {name}, as does {other}", tensor)
+            self.modules.setdefault(name.removesuffix(end), set()).add(end)
         if not self.modules:
             faults.check()
             raise ModelFileError(self.path, "holds no matrices")
 
+    def tensor(self, module: str, end: str) -> str:
+        """Return the file's name of the matrix `end`, one of ENDS, of a module that has it."""
+        return self._stored[f"{module}{end}"]
+
     def shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of A and B of a module that has both matrices."""
-        a, b = (tuple(self._checkpoint.shape(f"{PREFIX}{module}{end}")) for end in ENDS)
+        a, b = (tuple(self._checkpoint.shape(self.tensor(module, end))) for end in ENDS)
         return a, b
 
     def read(self, module: str, a: tuple[int, ...], b: tuple[int, ...], scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +62,7 @@ class AdapterTensors:
 
         a, b: the shapes that they must have. Raises ModelFileError for others, and for numbers that are not finite.
         """
-        names = [f"{PREFIX}{module}{end}" for end in ENDS]
+        names = [self.tensor(module, end) for end in ENDS]
         first, second = (self._read(name, shape) for name, shape in zip(names, (a, b), strict=True))
         return self._finite(module, first, 1.0), self._finite(module, second, scale)
 
@@ -74,3 +85,10 @@ class AdapterTensors:
         if not np.isfinite(rounded.astype(np.float32, copy=False)).all():
             raise ModelFileError(self.path, f"its matrices must be finite in {self._dtype}", name)
         return rounded
+
+
+def _why_not(tensor: str) -> str:
+    """Return why no adapter's file may have a tensor of this name."""
+    if tensor.endswith(_OF_TABLES):
+        return "it is of an adapter of a token table or an LM head, which is not supported"
+    return f"a tensor must be called {PREFIX}NAME{ENDS[0]} or {ENDS[1]}: nothing else is supported"

@@ -11,6 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.quantization.base.quantized import Quantized
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.quantization.base.stored import Activation
@@ -130,6 +131,12 @@ def test_names_of_a_model_of_more_than_text():
         "x", (), ignored=("model.language_model.layers.0.a",), prefixes=(("model.language_model.", "model."),)
     )
     assert quantization.names_of("model.layers.0.a") == ["model.layers.0.a", "model.language_model.layers.0.a"]
+    assert quantization.names_of("lm_head") == ["lm_head"]
+    raw = json.loads((FOLDER / "kimi_k25_vision" / "config.json").read_text())
+    stored = {"quant_method": "fp8", "modules_to_not_convert": ["model.vision_tower", "re:model.mm_projector"]}
+    chosen = read_hf(raw | {"quantization_config": stored}).quantization
+    tower = "vision_tower.encoder.blocks.0.mlp.fc0", "mm_projector.proj.0", "model.layers.0.self_attn.o_proj"
+    assert [type(chosen(module)).__name__ for module in tower] == ["Plain", "Plain", "Quantized"]
 
 
 def test_stacks_of_gate_and_of_up_are_chosen_by_their_own_names():
@@ -234,3 +241,21 @@ def test_modules_that_auto_round_stores_otherwise():
         settings(**own | {"extra_config": {"lm_head": {"bits": 8}}, "block_name_to_quantize": None})
     ).quantization
     assert [type(chosen(name)).__name__ for name in ("lm_head", "score")] == ["Quantized", "Plain"]
+
+
+def test_all_tensors_of_a_quantised_module_are_renamed_as_its_weight():
+    """Which families name otherwise than their checkpoints do, whatever a format calls what it stores of a module."""
+    found = set()
+    for path in FOLDER.glob("*/tensors.json"):
+        architecture = json.loads((path.parent / "config.json").read_text())["architectures"][0]
+        if architecture not in MODELS:  # another name of one that is recorded under its own
+            continue
+        names = MODELS[architecture].checkpoint_names
+        for tensor, shape in json.loads(path.read_text())["shapes"].items():
+            module = tensor.removesuffix(".weight")
+            if len(shape) != 2 or module == tensor or module.endswith((".gate", ".router")):  # routers are plain
+                continue
+            wanted = names.renamed(tensor).removesuffix(".weight")
+            if names.renamed(f"{module}.qweight") != f"{wanted}.qweight":
+                found.add((architecture, module, wanted))
+    assert not found

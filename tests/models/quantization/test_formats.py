@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.quantization.base.plain import PlainWeight
 from jaxengine.models.quantization.base.quantized import QuantizedWeight
 from jaxengine.models.quantization.base.table import weight_rows, weight_table
@@ -121,6 +123,21 @@ def test_weights_are_those_of_an_independent_reading(written, name, experts):
         stack = [np.concatenate([matrices[m.replace("{expert}", str(e))] for m in modules]).T for e in numbers]
         expected = np.stack(stack) if param.decl.num_experts else stack[0]
         np.testing.assert_array_equal(dequantized(weights[held]), expected)
+
+
+def test_experts_that_bitsandbytes_has_left_as_they_are(written, tmp_path):
+    """transformers 5 has them as parameters, which bitsandbytes does not quantise and no field lists."""
+    folder, values = written("bnb nf4 nested", True), np.random.default_rng(3).standard_normal((64, 64), np.float32)
+    tensors = {name: value for name, value in tensors_of(folder).items() if ".experts.2.down_proj." not in name}
+    plain = "model.layers.0.mlp.experts.2.down_proj.weight"
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors | {plain: values}, tmp_path / "model.safetensors")
+    before, found = (weights_of(loaded(each))["layers.0.mlp.down"] for each in (folder, tmp_path))
+    np.testing.assert_array_equal(dequantized(found)[2], values.T)
+    np.testing.assert_array_equal(dequantized(found)[[0, 1, 3]], dequantized(before)[[0, 1, 3]])
+    save_file(tensors | {plain: values.astype(np.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=f"must hold floating-point numbers, got int32 .at {plain}"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "kept"), [("bnb fp4", "bitsandbytes fp4, dequantised"), ("awq", "awq")])

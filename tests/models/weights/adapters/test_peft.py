@@ -17,9 +17,11 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.adapters import config
 from jaxengine.models.weights.adapters.folder import read_adapter
-from jaxengine.models.weights.adapters.merged import MergedSource
 from jaxengine.models.weights.adapters.pools import targets_of
+from jaxengine.models.weights.adapters.tensors import PREFIX
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import check_source
+from jaxengine.models.weights.views.merged import MergedSource
 from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.adapters import CONFIG, damaged, write_adapter
 from tests.fixtures.drawn_weights import FOLDER as CHECKPOINTS
@@ -68,20 +70,20 @@ def test_scales_are_folded_in(folder, targets):
 
 
 def test_matrices_that_are_stored_transposed(tmp_path):
-    """Of GPT-2, whose adapters say `fan_in_fan_out`; merged in parts too, as devices read them."""
+    """Of GPT-2, whose adapters say `fan_in_fan_out`."""
     shapes = {"transformer.h.0.attn.c_proj": (64, 64), "transformer.h.1.mlp.c_fc": (256, 64)}
     changes = {"fan_in_fan_out": True, "target_modules": "all-linear", "r": 3, "lora_alpha": 6}
     write_adapter(tmp_path, shapes, seed=1, **changes)
     source, tensors = SafetensorsCheckpoint(checkpoint("gpt2")), load_file(tmp_path / "adapter_model.safetensors")
-    targets = targets_of([build_model(read_folder(CHECKPOINTS / "gpt2"), Build(jnp.float32, lora=LoraSpec(1, 4)))])
+    model = build_model(read_folder(CHECKPOINTS / "gpt2"), Build(jnp.float32, lora=LoraSpec(1, 4)))
     try:
-        found = MergedSource(source, read(tmp_path, targets), targets, 64)
+        adapter = read(tmp_path, targets_of([model]))
+        found = check_source(model, MergedSource(source, adapter.matrices))[0]
         for module in shapes:
             a, b = (tensors[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
-            merged = source.read(name := f"{module}.weight") + 2 * (b @ a).T
+            merged = source.read(f"{module}.weight").T + 2 * (b @ a)
+            name = f"{module.replace('transformer.h', 'model.layers')}.weight"
             np.testing.assert_allclose(found.read(name), merged, rtol=1e-5, atol=1e-6)
-            part = found.read(name, slice(3, 9), slice(5, 40))
-            np.testing.assert_allclose(part, merged[3:9, 5:40], rtol=1e-5, atol=1e-6)
     finally:
         source.close()
 
@@ -101,6 +103,15 @@ def test_the_first_pattern_that_fits_counts(folder, targets):
         np.testing.assert_array_equal(read(folder, targets).matrices[Q][1], b * np.float32(scale))
 
 
+def test_names_without_the_prefix_of_peft(folder, targets):
+    """As transformers saves an adapter with `save_peft_format=False`; vLLM reads such files too."""
+    wanted = read(folder, targets).digest
+    damaged(lambda tensors: [tensors.update({name.removeprefix(PREFIX): tensors.pop(name)}) for name in [*tensors]])(
+        folder
+    )
+    assert read(folder, targets).digest == wanted
+
+
 def test_no_layers_to_transform_are_all(folder, targets):
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": []}))
@@ -111,6 +122,7 @@ def test_no_layers_to_transform_are_all(folder, targets):
     "changes",
     [
         {"target_modules": UNSLOTH},
+        {"ensure_weight_tying": True},
         {
             "target_modules": UNSLOTH.replace(
                 f"(?:{_LANGUAGE})", f"(?:{_LANGUAGE}|{'|'.join(f'part{n}' for n in range(50))})"
@@ -256,6 +268,10 @@ def filled(name, value):
         (damaged(lambda tensors: tensors.clear()), "holds no matrices"),
         (moved(A, "x"), "a tensor must be called"),
         (moved(A, f"base_model.model.{Q}.lora_magnitude_vector"), "a tensor must be called"),
+        (moved(A, f"{Q}.lora_A.default.weight"), "a tensor must be called"),
+        (damaged(lambda tensors: tensors.update({A.removeprefix(PREFIX): tensors[A]})), f"stands for {Q}.*, as does"),
+        (moved(A, "base_model.model.lm_head.base_layer.weight"), "adapter of a token table or an LM head"),
+        (moved(A, "base_model.model.model.embed_tokens.lora_embedding_A"), "adapter of a token table or an LM head"),
         (moved(A, "base_model.model.lm_head.lora_A.weight"), "adapters of it are not supported"),
         (moved(A, "base_model.model.model.embed_tokens.lora_A.weight"), "adapters of it are not supported"),
         (moved(A, "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"), "for another base"),

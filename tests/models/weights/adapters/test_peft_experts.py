@@ -22,9 +22,10 @@ from jaxengine.models.model_classes import MODELS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.adapters.folder import read_adapter
-from jaxengine.models.weights.adapters.merged import MergedSource
 from jaxengine.models.weights.adapters.pools import AdapterTargets, slot_shape, slot_values, targets_of
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import check_source
+from jaxengine.models.weights.views.merged import MergedSource
 from tests.fixtures.adapters import damaged, joined_changes, merged, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 from tests.tables import each_row
@@ -112,6 +113,14 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("LagunaForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),
         ("Lfm3ForCausalLM", "self_attn.g_proj", "self_attn.gate_proj"),
         ("PhiMoEForCausalLM", "mlp.router", "block_sparse_moe.gate"),
+        ("SarvamMoEForCausalLM", "self_attn.o_proj", "attention.dense"),
+        ("ExaoneForCausalLM", "self_attn.q_proj", "attn.attention.q_proj"),
+        ("ExaoneForCausalLM", "self_attn.o_proj", "attn.attention.out_proj"),
+        ("ExaoneForCausalLM", "mlp.gate_proj", "mlp.c_fc_0"),
+        ("ExaoneForCausalLM", "mlp.down_proj", "mlp.c_proj"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "mlp.text_moe.experts.3.up_proj", "mlp.experts.3.up_proj"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "mlp.vision_moe.experts", "mlp.image.experts"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "mlp.vision_moe.gate", "mlp.image.gate"),
     ],
 )
 def test_modules_as_transformers_names_them(architecture, name, own):
@@ -122,6 +131,35 @@ def test_modules_as_transformers_names_them(architecture, name, own):
         found = {"shapes": {}, "experts": {}, "others": frozenset(), place: {own: (8, 8)}}
         targets = AdapterTargets(**found, names=names)
         assert targets.module(name) == targets.module(own) == own and name in targets.stored_names(own)
+
+
+def test_parts_of_a_matrix_that_the_checkpoint_joins(model_of, tmp_path):
+    """Of Sarvam, whose queries, keys and values are three modules in transformers: one of the sum of their ranks."""
+    targets, layer = targets_of([model_of("sarvam_moe")]), "model.layers.1"
+    joined = f"{layer}.attention.query_key_value"
+    size, out = targets.shapes[joined]
+    parts = {f"{layer}.self_attn.{part}_proj": targets.sides(f"{layer}.self_attn.{part}_proj")[::-1] for part in "qkv"}
+    assert sum(rows for rows, _ in parts.values()) == out
+    options = {"r": 2, "rank_pattern": {"k_proj": 3}, "lora_alpha": 6, "target_modules": "all-linear"}
+    write_adapter(tmp_path, parts, seed=1, **options)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    pairs = [[tensors[f"base_model.model.{part}.lora_{side}.weight"] for side in "AB"] for part in parts]
+    change = np.concatenate([6 / len(a) * (b @ a) for a, b in pairs])
+    found = read_adapter(tmp_path, targets, 8, "float32")
+    (a, b) = found.matrices[joined]
+    assert found.matrices.keys() == {joined} and found.rank == len(a) == 7
+    np.testing.assert_allclose(b @ a, change, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ModelFileError, match="their ranks add up to 7; allowed: at most 4 .max_lora_rank. .at .*value"):
+        read_adapter(tmp_path, targets, 4, "float32")
+    write_adapter(
+        tmp_path, {joined: (out, size)} | dict([*parts.items()][:1]), seed=1, r=2, target_modules="all-linear"
+    )
+    with pytest.raises(ModelFileError, match="stands for rows of .*query_key_value, as does another matrix"):
+        read_adapter(tmp_path, targets, 8, "float32")
+    names = [f"layers.1.self_attn.{part}_proj" for part in "qk"]
+    write_adapter(tmp_path, dict([*parts.items()][:1]), seed=1, r=2, target_modules=names)
+    with pytest.raises(ModelFileError, match="names it, but the file has no matrices of it .at .*k_proj"):
+        read_adapter(tmp_path, targets, 8, "float32")
 
 
 def test_experts_without_a_gate(model_of, tmp_path):
@@ -318,40 +356,29 @@ def test_a_slot_is_written_whole(model):
     assert [each.shape for each in written] == [each.shape for each in arrays]
 
 
-STACKS = {
-    "gpt_oss": ("mlp", "mlp.experts.gate_up_proj", (6, 64, 64), "mlp.experts.down_proj", (6, 32, 64)),
-    "granite_hybrid": (
-        "block_sparse_moe",
-        "block_sparse_moe.input_linear.weight",
-        (6, 64, 48),
-        "block_sparse_moe.output_linear.weight",
-        (6, 24, 64),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_a_stack_of_experts_with_an_adapter_in_it(model_of, tmp_path, name):
+# Experts in stacks, in the rows of a matrix, and numbered with those of images; a joined projection; transposed ones.
+@pytest.mark.parametrize("name", ["gpt_oss", "granite_hybrid", "dbrx", "ernie4_5_vl_vision", "lara_mini", "gpt2"])
+def test_an_adapter_of_every_module_is_merged_however_it_is_stored(model_of, name):
     """In parts too, as devices read them."""
-    model, layer = model_of(name), "model.layers.1"
-    block, gate_up, of_gate_up, down, of_down = STACKS[name]
-    parts, prefix = {"gate_up_proj": of_gate_up, "down_proj": of_down}, f"{layer}.{block}.experts"
-    others = [f"model.layers.{number}.{block}.experts" for number in range(model.config.num_layers)]
-    together(tmp_path, parts, others)
-    targets, source = targets_of([model]), SafetensorsCheckpoint(checkpoint(name))
+    model, source, rng = model_of(name), SafetensorsCheckpoint(checkpoint(name)), np.random.default_rng(1)
+    shapes = targets_of([model]).shapes
+    matrices = {
+        module: (rng.standard_normal((2, size), np.float32), rng.standard_normal((out, 2), np.float32))
+        for module, (size, out) in shapes.items()
+    }
     try:
-        found = MergedSource(source, read(tmp_path, targets), targets, 64)
-        assert list(found.names()) == list(source.names())
-        changes = joined_changes(tmp_path, prefix, parts)
-        for tensor, part in ((f"{layer}.{gate_up}", "gate_up_proj"), (f"{layer}.{down}", "down_proj")):
-            change = changes[part] if name == "granite_hybrid" else changes[part].swapaxes(1, 2)
-            before = source.read(tensor).astype(np.float64)
-            assert found.shape(tensor) == before.shape == change.shape
-            np.testing.assert_allclose(found.read(tensor), before + change, rtol=1e-5, atol=1e-5)
-            some = np.asarray(found.read(tensor, slice(2, 5), slice(7, 20)))
-            np.testing.assert_allclose(some, (before + change)[2:5, 7:20], rtol=1e-5, atol=1e-5)
-        norm = f"{layer}.input_layernorm.weight"
-        np.testing.assert_array_equal(found.read(norm), source.read(norm))
+        before = check_source(model, source)[0]
+        found = check_source(model, MergedSource(source, matrices))[0]
+        assert {*found.names()} == {*before.names()} > {f"{module}.weight" for module in matrices}
+        for tensor in found.names():
+            wanted = before.read(tensor)
+            if (pair := matrices.get(tensor.removesuffix(".weight"))) is not None:
+                wanted = wanted + pair[1] @ pair[0]
+                part = found.read(tensor, slice(2, 5), slice(7, 20))
+                np.testing.assert_allclose(part, wanted[2:5, 7:20], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(found.read(tensor), wanted, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ModelFileError, match="the checkpoint has no such matrix .at model.layers.9.x.weight"):
+            check_source(model, MergedSource(source, matrices | {"model.layers.9.x": matrices[next(iter(matrices))]}))
     finally:
         source.close()
 
@@ -359,9 +386,10 @@ def test_a_stack_of_experts_with_an_adapter_in_it(model_of, tmp_path, name):
 def test_experts_of_a_checkpoint_with_an_adapter_in_them(model_of, tmp_path):
     source, names = SafetensorsCheckpoint(checkpoint("qwen2_moe")), ["gate_proj", "down_proj", "gate"]
     write_adapter(tmp_path, checkpoint("qwen2_moe"), seed=1, r=4, target_modules=names)
-    targets = targets_of([model_of("qwen2_moe")])
+    model = model_of("qwen2_moe")
+    targets = targets_of([model])
     try:
-        found = MergedSource(source, read(tmp_path, targets), targets, 64)
+        found = check_source(model, MergedSource(source, read(tmp_path, targets).matrices))[0]
         wanted = load_file(merged(tmp_path / "merged", checkpoint("qwen2_moe"), tmp_path) / "model.safetensors")
         for name in found.names():
             np.testing.assert_allclose(found.read(name), wanted[name], rtol=1e-5, atol=1e-6)
