@@ -203,10 +203,13 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_parameters` without partial_rotary_factor; None if empty. Raises ModelConfigError without rope."""
+    """Return `rope_parameters`, the file's or its `rope_scaling`, without partial_rotary_factor, and None for
+    `rope_scaling`. Raises ModelConfigError without either.
+    """
     require_rope(fields)
-    rope = fields.mapping("rope_parameters") or {}
-    return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
+    rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
+    kept = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    return {"rope_parameters": kept or None, "rope_scaling": None}
 
 
 def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:

@@ -257,6 +257,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**DEFAULTS)
+        fields.require(rope_scaling=None)  # its ropes have no older spelling
         if fields.text("use_bidirectional_attention", None) not in (None, "vision"):
             raise fields.fail("use_bidirectional_attention", '"vision", null or absent')
         kinds, bias = layer_kinds(fields, _FULL_EVERY), fields.boolean("attention_bias", False)

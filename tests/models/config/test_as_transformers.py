@@ -252,6 +252,18 @@ def test_a_base_of_rope_alone_is_refused_where_transformers_has_a_scaling(name):
         read_hf(recorded(name, rope_parameters=ABSENT, rope_theta=5000.0))
 
 
+@each_row("name", ["mistral4", "ministral3"])
+def test_the_older_spelling_of_rope_scales_queries_too(name):
+    raw = recorded(name)
+    assert read_hf(recorded(name, rope_parameters=ABSENT, rope_scaling=raw["rope_parameters"])) == read_hf(raw)
+
+
+@each_row("name", ["beam", "gemma4_plain", "gemma4_unified", "laguna", "lfm3", "mellum"])
+def test_the_older_spelling_of_rope_is_refused_where_ropes_have_none(name):
+    with pytest.raises(ModelConfigError, match="^rope_scaling must be absent, got {'rope_type': 'linear'"):
+        read_hf(recorded(name, rope_parameters=ABSENT, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+
+
 @each_row("name", ["seed_oss", "ernie4_5"])
 def test_a_null_head_dim_is_a_part_of_the_hidden_size(name):
     raw = recorded(name, head_dim=None)
