@@ -371,7 +371,7 @@ EXPERT_ROWS: dict[str, Row] = {
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",
         _FORM,
         latent=True,
-        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1},
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1, "q_lora_rank": 1024},
         only={"n_group": 1, "topk_group": 1},
         adapt=_without_part,
         each_layer=_mistral_layer,
@@ -383,7 +383,7 @@ EXPERT_ROWS: dict[str, Row] = {
         _FORM,
         latent=True,
         tied=True,
-        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "q_lora_rank": 1536},
         **_BIASED,
     ),
     "SarvamMLAForCausalLM": Row(
