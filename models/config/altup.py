@@ -21,7 +21,6 @@ class AltUp:
       scales_active: whether the active hidden state is scaled by learned numbers before it gates the per-layer input.
       laurel_rank: inner size of the low-rank product (LAuReL) whose result is averaged with attention's.
       sparsity: for each layer, the share of the MLP's gates that are to be zero; 0 for none.
-      table_rows: number of tokens in the table of per-layer inputs; all other tokens use those of token 0.
     """
 
     num_streams: int
@@ -29,7 +28,6 @@ class AltUp:
     scales_active: bool
     laurel_rank: int
     sparsity: tuple[float, ...]
-    table_rows: int
 
     def __post_init__(self) -> None:
         check_size("altup_num_inputs", self.num_streams, _MOST_STREAMS, 2)

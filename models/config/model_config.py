@@ -69,7 +69,8 @@ class ModelConfig:
     the tower of audio in a model that has one of images too. `encoder` has the additional fields of encoders; None for
     decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer without one;
     empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
-    every token in addition to the hidden state; 0 for none. `altup` and `hyper_connections` are for families with
+    every token in addition to the hidden state; 0 for none. `layer_input_rows` is the number of tokens in the table of
+    these inputs, 0 if it is vocab_size. `altup` and `hyper_connections` are for families with
     several hidden states per token; None for one. `declared` is for families that are rows of a table
     (jaxengine.models.families.declared_rows).
     """
@@ -100,6 +101,7 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     ffn_sizes: tuple[int, ...] = ()
     layer_input_size: int = 0
+    layer_input_rows: int = 0
     altup: AltUp | None = None
     hyper_connections: HyperConnections | None = None
     declared: DeclaredForm | None = None
@@ -125,6 +127,7 @@ class ModelConfig:
             raise ModelConfigError("attention must hold one entry per layer, at least one, got none")
         self._check_heads()
         check_size("layer_input_size", self.layer_input_size, MAX_HIDDEN, 0)
+        check_size("layer_input_rows", self.layer_input_rows, MAX_VOCAB, 0)
         if self.ffn_sizes and len(self.ffn_sizes) != len(self.attention):
             raise ModelConfigError(
                 f"ffn_sizes must hold one entry for each of {len(self.attention)} layers, got {len(self.ffn_sizes)}"

@@ -203,17 +203,18 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def _mistral_rope(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_parameters` without partial_rotary_factor, and with what `llama_4_scaling` of Mistral Large 3's
-    files says, if present; None if empty. Raises ModelConfigError without rope, and for two different original lengths.
+    """Return `rope_parameters`, the file's or its `rope_scaling`, without partial_rotary_factor, and with what
+    `llama_4_scaling` of Mistral Large 3's files says, if present; None if empty. `rope_scaling` is None. Raises
+    ModelConfigError without rope, and for two different original lengths.
     """
     require_rope(fields)
-    rope = dict(fields.mapping("rope_parameters") or {})
+    rope = dict(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     rope.pop("partial_rotary_factor", None)
     if fields.has("llama_4_scaling"):
         own, name = fields.part("llama_4_scaling"), "original_max_position_embeddings"
         own.require(**({name: rope[name]} if name in rope else {}))
         rope |= {"llama_4_scaling_beta": own.number("beta"), name: own.integer(name)}
-    return {"rope_parameters": rope or None}
+    return {"rope_parameters": rope or None, "rope_scaling": None}
 
 
 def _mistral_experts(fields: ConfigFields) -> ExpertsConfig:
@@ -382,7 +383,7 @@ EXPERT_ROWS: dict[str, Row] = {
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",
         _FORM,
         latent=True,
-        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1},
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1, "q_lora_rank": 1024},
         only={"n_group": 1, "topk_group": 1},
         adapt=_mistral_rope,
         each_layer=_mistral_layer,
@@ -394,7 +395,7 @@ EXPERT_ROWS: dict[str, Row] = {
         _FORM,
         latent=True,
         tied=True,
-        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "q_lora_rank": 1536},
         **_BIASED,
     ),
     "SarvamMLAForCausalLM": Row(

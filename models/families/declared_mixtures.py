@@ -372,7 +372,7 @@ MIXTURE_ROWS: dict[str, Row] = {
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
         },
-        only={"n_shared_experts": 0},
+        only={"n_shared_experts": 0, "rope_scaling": None},
         eps="rms_norm_eps",
         rope=no_rope,
         grouped=True,

@@ -371,7 +371,7 @@ STATE_ROWS: dict[str, Row] = {
             "use_sandwich_norm": True,
             "use_attention_gate": True,
         },
-        only={"conv_bias": False, "attention_bias": False, "hidden_act": "silu"},
+        only={"conv_bias": False, "attention_bias": False, "hidden_act": "silu", "rope_scaling": None},
         eps="norm_eps",
         rope=no_rope,
         grouped=True,

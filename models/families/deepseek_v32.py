@@ -30,7 +30,9 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         if kinds is not None and kinds != ["indexed_attention"] * fields.integer("num_hidden_layers"):
             raise fields.fail("layer_types", "a list of indexed_attention for each layer, or absent")
         fields.require(rope_interleave=True)
-        own = ConfigFields({name: value for name, value in fields.raw.items() if name != "layer_types"})
+        own = {name: value for name, value in fields.raw.items() if name != "layer_types"}
+        own |= {"n_routed_experts": fields.value("num_experts", own.get("n_routed_experts"))}  # an older name
+        own = ConfigFields(own)
         shared = super().read_hf(own.with_defaults(**DEFAULTS, rms_norm_eps=1e-6))
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),

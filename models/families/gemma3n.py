@@ -159,7 +159,7 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         super().__init__(config, build)
         if self.stage.is_first:
             assert config.altup is not None
-            self.layer_inputs = LayerInputs(config, self.build, num_rows=config.altup.table_rows)
+            self.layer_inputs = LayerInputs(config, self.build)
             self.projections = Projections(config, config.altup, "model.altup_projections", self.build)
 
     @classmethod
@@ -181,6 +181,7 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
             "attention": with_sources(fields, kinds, shared["attention"]),
             "ffn_sizes": () if len(set(sizes)) == 1 else sizes,
             "layer_input_size": fields.integer("hidden_size_per_layer_input", 256),
+            "layer_input_rows": fields.integer("vocab_size_per_layer_input", 262144),
             "logit_soft_cap": read_cap(fields, "final_logit_softcapping", 30.0),
             "altup": AltUp(
                 num_streams=fields.integer("altup_num_inputs", 4),
@@ -188,7 +189,6 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
                 scales_active=fields.value("altup_correct_scale", True) is not False,
                 laurel_rank=fields.integer("laurel_rank", 64),
                 sparsity=_read_sparsity(fields, len(kinds)),
-                table_rows=fields.integer("vocab_size_per_layer_input", 262144),
             ),
         }
 
@@ -211,9 +211,8 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         """Return the inputs [T, L, P] of all layers from the step's tokens and the first of their hidden states x [T, A
         * D]. Tokens beyond the table have those of token 0.
         """
-        altup, token_ids = self.config.altup, batch.token_ids
-        assert altup is not None
-        known = jnp.where(token_ids < altup.table_rows, token_ids, 0)
+        token_ids = batch.token_ids
+        known = jnp.where(token_ids < self.config.layer_input_rows, token_ids, 0)
         return self.layer_inputs(known, x[:, : self.config.hidden_size], rows)
 
 

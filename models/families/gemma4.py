@@ -219,13 +219,13 @@ class Gemma4Layer(nnx.Module):
 
 class LayerInputs(nnx.Module):
     """Per-layer inputs of tokens, in addition to the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) *
-    table[token]) / sqrt(2). num_rows: number of tokens in the table; None for the vocabulary's.
+    table[token]) / sqrt(2). The table has the configuration's `layer_input_rows`.
     """
 
-    def __init__(self, config: ModelConfig, build: Build, *, num_rows: int | None = None):
+    def __init__(self, config: ModelConfig, build: Build):
         size, self.own, self.num_layers = config.hidden_size, config.layer_input_size, config.num_layers
         width = self.own * self.num_layers
-        tokens = num_rows or config.vocab_size
+        tokens = config.layer_input_rows or config.vocab_size
         self.table = Embedding(tokens, width, source="model.embed_tokens_per_layer", build=build)
         project = Source("model.per_layer_model_projection", width)
         self.project = Linear(size, (project,), axes=("embed", "latent"), build=build, of_tokens=True)
@@ -257,6 +257,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**DEFAULTS)
+        fields.require(rope_scaling=None)  # its ropes have no older spelling
         if fields.text("use_bidirectional_attention", None) not in (None, "vision"):
             raise fields.fail("use_bidirectional_attention", '"vision", null or absent')
         kinds, bias = layer_kinds(fields, _FULL_EVERY), fields.boolean("attention_bias", False)
@@ -273,9 +274,9 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         )
         name = "hidden_size_per_layer_input"
         size = fields.integer(name, 0 if name in fields.raw else _INPUT_SIZE, minimum=0)  # null, too, means none
-        vocab_size = shared["vocab_size"]
-        if size and fields.integer("vocab_size_per_layer_input", 262144) != vocab_size:
-            raise fields.fail("vocab_size_per_layer_input", f"vocab_size, {vocab_size}")
+        rows, vocab_size = fields.integer("vocab_size_per_layer_input", 262144), shared["vocab_size"]
+        if size and rows < vocab_size:
+            raise fields.fail("vocab_size_per_layer_input", f"at least vocab_size, {vocab_size}")
         attention = _attention(fields, kinds, shared["attention"])
         ffn = shared["intermediate_size"]
         wide = fields.boolean("use_double_wide_mlp", False)
@@ -284,6 +285,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             "attention": attention,
             "ffn_sizes": () if set(sizes) == {ffn} else sizes,
             "layer_input_size": size,
+            "layer_input_rows": rows if size and rows > vocab_size else 0,
             "logit_soft_cap": read_cap(fields, "final_logit_softcapping", None),
             "experts": _experts(fields) if fields.boolean("enable_moe_block", False) else None,
         }

@@ -45,7 +45,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        bias, num_experts = fields.boolean("attention_bias", False), fields.integer("num_local_experts", 0, minimum=0)
+        bias, num_experts = fields.boolean("attention_bias", False), fields.integer("num_local_experts", 8, minimum=0)
         scale, shared_size = fields.number("attention_multiplier", 1.0), fields.integer("shared_intermediate_size")
         position = fields.text("position_embedding_type", "nope")
         if position not in ("nope", "rope"):

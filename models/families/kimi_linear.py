@@ -107,7 +107,8 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
 
 def usual_names(fields: ConfigFields) -> ConfigFields:
     """Return the fields under DeepSeek-V3's names, and those of `linear_attn_config` under transformers' names, with
-    defaults for fields that a file may lack. Raises ModelConfigError for wrong fields.
+    defaults for fields that a file may lack. `mlp_layer_types` replaces `first_k_dense_replace`. Raises
+    ModelConfigError for wrong fields.
     """
     raw = dict(fields.raw)
     raw |= {usual: raw[own] for own, usual in SPELLED.items() if own in raw}
@@ -118,19 +119,19 @@ def usual_names(fields: ConfigFields) -> ConfigFields:
         "short_conv_kernel_size": "linear_conv_kernel_dim",
     }
     raw |= {usual: linear[own] for own, usual in inner.items() if own in linear}
-    defaults = {"first_k_dense_replace": _num_dense(raw), "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5}
+    if raw.get("mlp_layer_types") is not None:
+        raw["first_k_dense_replace"] = _num_dense(raw)
+    defaults = {"first_k_dense_replace": 1, "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5}
     defaults |= {"routed_scaling_factor": 2.446, "n_shared_experts": 1}
     return ConfigFields(raw).with_defaults(**defaults)
 
 
 def _num_dense(raw: Mapping[str, Any]) -> int:
-    """Return the number of dense layers, which come first, in the list `mlp_layer_types`; 1 without the list. raw:
-    content of a config.json. Raises ModelConfigError unless the list has dense layers and then sparse ones, and for one
-    that is empty or too long.
+    """Return the number of dense layers, which come first, in the list `mlp_layer_types`. raw: content of a
+    config.json. Raises ModelConfigError unless the list has dense layers and then sparse ones, and for one that is
+    empty or too long.
     """
-    kinds = raw.get("mlp_layer_types")
-    if kinds is None:
-        return 1
+    kinds = raw["mlp_layer_types"]
     count = len(kinds) if isinstance(kinds, list) and len(kinds) <= MAX_LAYERS else 0
     dense = next((first for first in range(count) if kinds[first] != "dense"), count)
     if not count or kinds != ["dense"] * dense + ["sparse"] * (count - dense):
@@ -139,11 +140,13 @@ def _num_dense(raw: Mapping[str, Any]) -> int:
 
 
 def mixer_kinds(fields: ConfigFields) -> list[str]:
-    """Return LINEAR or FULL for each layer, as listed in `linear_attn_config`, which counts layers from 1, or else in
-    `layer_types`; without both, layers 4, 8, 12 and so on, counted from 0, are FULL. Raises ModelConfigError for wrong
-    lists, and if `linear_attn_config` does not contain each layer once.
+    """Return LINEAR or FULL for each layer, as listed in `layer_types`, or else in `linear_attn_config`, which counts
+    layers from 1; without both, layers 4, 8, 12 and so on, counted from 0, are FULL. Raises ModelConfigError for wrong
+    lists, and if the `linear_attn_config` that is used does not contain each layer once.
     """
     count, linear = fields.integer("num_hidden_layers"), fields.mapping("linear_attn_config") or {}
+    if (kinds := read_each_layer(fields, "layer_types", (FULL, LINEAR))) is not None:
+        return kinds
     full, others = linear.get("full_attn_layers"), linear.get("kda_layers")
     if full is not None or others is not None:
         both = [*full, *others] if isinstance(full, list) and isinstance(others, list) else []
@@ -152,5 +155,4 @@ def mixer_kinds(fields: ConfigFields) -> list[str]:
             raise fields.fail("linear_attn_config", text)
         assert isinstance(full, list)
         return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
-    usual = [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]
-    return read_each_layer(fields, "layer_types", (FULL, LINEAR)) or usual
+    return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]

@@ -97,7 +97,8 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
     """
     fields.require(conv_bias=False)
     fields = fields.with_defaults(rope_theta=1e6, norm_eps=1e-5, intermediate_size=ffn_size)
-    shared = hf_fields(fields, eps="norm_eps", tied=fields.boolean("tie_embedding", True))
+    shared = hf_fields(fields, eps="norm_eps", tied=True)
+    shared["tie_word_embeddings"] = fields.boolean("tie_embedding", shared["tie_word_embeddings"])
     state = ShortConvolution(shared["hidden_size"], fields.integer("conv_L_cache", 3, minimum=2))
     layers = zip(shared["attention"], _layer_kinds(fields), strict=True)
     attention = (replace(each, rope=None, state=state) if kind == CONV else each for each, kind in layers)
@@ -106,15 +107,16 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
 
 def _ffn_size(fields: ConfigFields) -> int:
     """Return the width of feed-forward layers: two thirds of the file's (`block_ff_dim`, else `intermediate_size`),
-    times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of` (256 by default). If
-    block_auto_adjust_ff_dim is false, return the file's width. Raises ModelConfigError for wrong fields.
+    times `block_ffn_dim_multiplier` (1 by default), rounded up to a multiple of `block_multiple_of` (256 by default);
+    not rounded if the multiplier is null. If block_auto_adjust_ff_dim is false, return the file's width. Raises
+    ModelConfigError for wrong fields.
     """
     size = fields.integer("block_ff_dim", None) or fields.integer("intermediate_size")
     if not fields.boolean("block_auto_adjust_ff_dim", True):
         return size
-    multiple = fields.integer("block_multiple_of", 256)
-    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-    return -(-size // multiple) * multiple
+    size, multiple = int(2 * size / 3), fields.integer("block_multiple_of", 256)
+    multiplier = fields.with_defaults(block_ffn_dim_multiplier=1.0).number("block_ffn_dim_multiplier", None)
+    return size if multiplier is None else -(-int(multiplier * size) // multiple) * multiple
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:

@@ -35,6 +35,10 @@ _WINDOWED = {"use_sliding_window": True}
 _AXIAL = dict.fromkeys(("glm_ocr_vision", "paddleocr_vl_vision", "qwen2_vl_vision", "pixtral_vision"), "rope_theta")
 _AXIAL |= {"gemma4_pictures_vision": "theta"}
 _LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+_LISTED = {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 12, "num_heads": 4}
+_KINDS = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+_SWAPPED = {"full_attn_layers": [1, 4], "kda_layers": [2, 3], "head_dim": 12, "num_heads": 4}
+_DENSE, _WIDE = ["dense", "dense", "sparse", "sparse"], {"intermediate_size": 62}
 _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # what is not left out
 
 
@@ -79,6 +83,9 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         ("helium", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
         ("cwm", {**_LINEAR, "rope_theta": 1e6}),
+        ("mistral4", {"q_lora_rank": 1024}),
+        ("youtu", {"q_lora_rank": 1536}),
+        ("granite_hybrid", {"num_local_experts": 8}),
     ],
 )
 def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
@@ -121,6 +128,22 @@ def test_a_switch_that_is_null_is_off(name, field):
     off, absent = (read_hf(recorded(name, **changes, **{field: value})) for value in (False, ABSENT))
     assert read_hf(recorded(name, **changes, **{field: None})) == off
     assert name == "dots1" or absent != off
+
+
+@each_row(
+    ("name", "changes", "same"),
+    [
+        ("kimi_linear", {"layer_types": _KINDS, "linear_attn_config": _LISTED}, {"linear_attn_config": _SWAPPED}),
+        ("kimi_linear", {"mlp_layer_types": _DENSE, "first_k_dense_replace": 0}, {"first_k_dense_replace": 2}),
+        ("lfm2", {"tie_embedding": False}, {"tie_word_embeddings": False}),
+        ("lfm2_moe", {"tie_embedding": False}, {"tie_word_embeddings": False}),
+        ("lfm2", {**_WIDE, "block_ffn_dim_multiplier": None}, {**_WIDE, "block_multiple_of": 1}),
+        ("deepseek_v32", {"num_experts": 16}, {"n_routed_experts": 16}),
+        ("glm_moe_dsa", {"num_experts": 4}, {"n_routed_experts": 4}),
+    ],
+)
+def test_of_two_fields_the_one_that_transformers_takes_is_read(name, changes, same):
+    assert read_hf(recorded(name, **changes)) == read_hf(recorded(name, **same)) != read_hf(recorded(name))
 
 
 @each_row("name", ["cohere2_moe", "cohere_compass"])
@@ -250,6 +273,18 @@ def test_windows_that_are_listed_and_switched_off_are_refused(name):
 def test_a_base_of_rope_alone_is_refused_where_transformers_has_a_scaling(name):
     with pytest.raises(ModelConfigError, match="rope_parameters must be a mapping, got None"):
         read_hf(recorded(name, rope_parameters=ABSENT, rope_theta=5000.0))
+
+
+@each_row("name", ["mistral4", "ministral3"])
+def test_the_older_spelling_of_rope_scales_queries_too(name):
+    raw = recorded(name)
+    assert read_hf(recorded(name, rope_parameters=ABSENT, rope_scaling=raw["rope_parameters"])) == read_hf(raw)
+
+
+@each_row("name", ["beam", "gemma4_plain", "gemma4_unified", "laguna", "lfm3", "mellum"])
+def test_the_older_spelling_of_rope_is_refused_where_ropes_have_none(name):
+    with pytest.raises(ModelConfigError, match="^rope_scaling must be absent, got {'rope_type': 'linear'"):
+        read_hf(recorded(name, rope_parameters=ABSENT, rope_scaling={"rope_type": "linear", "factor": 2.0}))
 
 
 @each_row("name", ["seed_oss", "ernie4_5"])

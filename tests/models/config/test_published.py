@@ -97,7 +97,8 @@ def test_gemma3n():
     assert kinds(config) == "LLLLG" * 6 and config.eos_token_ids == (1, 106) and config.tower is None
     assert (local.window, local.rope, full.rope) == (512, Rope(256, 1e4), Rope(256, 1e6)) and full.scale == 1.0
     assert [layer.kv_source for layer in config.attention] == [None] * 20 + [18, 18, 18, 18, 19] * 2
-    assert config.altup == AltUp(4, 0, True, 64, (0.95,) * 10 + (0.0,) * 20, 262144)
+    assert config.altup == AltUp(4, 0, True, 64, (0.95,) * 10 + (0.0,) * 20)
+    assert config.layer_input_rows == 262144
     assert config.stream_size == 8192 and config.layer_input_size == 256 and not config.ffn_sizes
     nested = read_hf(GEMMA3N_E2B | {"text_config": GEMMA3N_E2B["text_config"] | {"intermediate_size": [8, 9] * 15}})
     assert nested.ffn_sizes == (8, 9) * 15 and nested.intermediate_size == 9
@@ -127,13 +128,24 @@ def test_gemma3n_refuses(changes, message):
     [
         ({"num_kv_shared_layers": 34}, "num_kv_shared_layers must be a number that leaves a layer of each kind before"),
         ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention must be "vision", null or absent'),
-        ({"vocab_size_per_layer_input": 1000}, "vocab_size_per_layer_input must be vocab_size, 262144, got 1000"),
+        ({"vocab_size_per_layer_input": 1000}, "vocab_size_per_layer_input must be at least vocab_size, 262144"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must be a mapping that has one for sliding"),
     ],
 )
 def test_gemma4_refuses(changes, message):
     with pytest.raises(ModelConfigError, match=message):
         read_hf(GEMMA4_E2B | {"text_config": GEMMA4_E2B["text_config"] | changes})
+
+
+def test_gemma4_may_have_layer_inputs_of_more_tokens_than_its_vocabulary():
+    """As transformers' class has by default, in a model with a small vocabulary."""
+    small = GEMMA4_E2B["text_config"] | {"vocab_size": 1000, "pad_token_id": 0, "eos_token_id": 1}
+    rows = [GEMMA4_E2B["text_config"], small, small | {"vocab_size_per_layer_input": 1000}]
+    assert [read_hf(GEMMA4_E2B | {"text_config": each, "eos_token_id": 1}).layer_input_rows for each in rows] == [
+        0,
+        262144,
+        0,
+    ]
 
 
 def in_transformers_5(raw: dict[str, Any]) -> dict[str, Any]:
