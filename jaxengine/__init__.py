@@ -4,6 +4,7 @@ import jax.
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +162,8 @@ vllm_names.install()
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module that vLLM has under this name, on first use, and return it.
 
-    Raises NotBuiltImportError for what vLLM has and this engine does not, AttributeError for any other name.
+    Garbage is not collected during the import, where it would free nothing. Raises NotBuiltImportError for what vLLM
+    has and this engine does not, AttributeError for any other name.
     """
     if vllm_names.is_module(name):  # in vLLM, a module that need not be imported first
         return import_module(f"{__name__}.{name}")
@@ -169,7 +171,13 @@ def __getattr__(name: str) -> Any:
         vllm_names.refuse(__name__, name)
         raise AttributeError(f"module 'jaxengine' has no attribute {name!r}")
     module, _, attribute = _HOMES[name].partition(":")
-    value = getattr(import_module(module), attribute or name)
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(import_module(module), attribute or name)
+    finally:
+        if is_collecting:
+            gc.enable()
     globals()[name] = value
     return value
 

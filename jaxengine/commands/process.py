@@ -8,6 +8,7 @@ if the main thread does not react to the signal, and an interrupted command ends
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -40,9 +41,16 @@ def main() -> NoReturn:
 def run_command() -> int:
     """Run the command of sys.argv and return its status. Raises KeyboardInterrupt for Ctrl-C during the imports, which
     take a second or more.
-    """
-    from jaxengine.commands.cli import main as run
 
+    Garbage is not collected during these imports, where it would free nothing, and what they have made is left out of
+    later collections.
+    """
+    gc.disable()
+    try:
+        from jaxengine.commands.cli import main as run
+    finally:
+        gc.freeze()
+        gc.enable()
     return run()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import selectors
@@ -175,6 +176,9 @@ def serve(answers: int) -> None:
     from tests.pallas_kernels.checks import CHECKS
     from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 
+    # As in tests/conftest.py: traces make objects by the hundred thousand, which collections would visit in vain.
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
     failing = threading.Lock()  # several threads of a kernel may fail at once: one of them answers
 
     def fail(error: Exception) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import io
 import json
 import re
@@ -129,10 +130,37 @@ def test_every_supported_sampling_option_is_a_flag():
 
 
 def test_version_is_quick_and_right():
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxengine", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == f"jaxengine {__version__}", done.stderr
+    """Next to nothing is collected during imports, and what they have made is never looked at again."""
+    code = """
+import atexit, gc, sys
+count = lambda: gc.get_stats()[1]["collections"]
+before = count()
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 50_000, count() - before < 5))
+sys.argv[1:] = ["--version"]
+from jaxengine.commands.process import main; main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [f"jaxengine {__version__}", "True True True"], done.stderr
+
+
+def test_public_names_are_imported_without_collections(monkeypatch, tmp_path):
+    """Whether the import succeeds or not; a program that collects nothing does not begin to."""
+    (tmp_path / "probe.py").write_text("import gc\nVALUE = gc.isenabled()\n")
+    (tmp_path / "fails.py").write_text("raise ImportError('fails')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(jaxengine._HOMES, "PROBE", "probe:VALUE")
+    monkeypatch.setitem(jaxengine._HOMES, "FAILS", "fails")
+    try:
+        with pytest.raises(ImportError, match="fails"):
+            _ = jaxengine.FAILS
+        assert gc.isenabled() and jaxengine.PROBE is False and gc.isenabled()
+        gc.disable()
+        del jaxengine.PROBE
+        assert jaxengine.PROBE is False and not gc.isenabled()
+    finally:
+        gc.enable()
+        vars(jaxengine).pop("PROBE", None)
+        sys.modules.pop("probe", None)
 
 
 @pytest.mark.parametrize(
