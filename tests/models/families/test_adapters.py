@@ -58,7 +58,8 @@ def test_rows_with_and_without_an_adapter(name, recorded, tmp_path):
             layer: {part: (len(weights[key]), *size) for part, (key, size) in parts.items()}
             for layer, parts in stacks.items()
         }
-        options = {"target_modules": "all-linear", "target_parameters": list(JOINED) if stacks else None}
+        joined = sorted({part for parts in stacks.values() for part in parts})
+        options = {"target_modules": "all-linear", "target_parameters": joined or None}
         write_adapter(tmp_path, shapes, seed=5, r=3, lora_alpha=3, std=0.3, joined=layers, **options)
         matrices = load_file(tmp_path / "adapter_model.safetensors")
         for key in stored.values():
@@ -115,7 +116,7 @@ def stacked_experts(weights, model):
         if layer.endswith(".experts") and part in JOINED:
             sides = (size, 2 * experts.intermediate_size) if part == JOINED[0] else (experts.intermediate_size, size)
             found.setdefault(layer, {})[part] = key, sides
-    return {layer: {part: parts[part] for part in JOINED} for layer, parts in found.items()}
+    return {layer: {part: parts[part] for part in JOINED if part in parts} for layer, parts in found.items()}
 
 
 def parts_apart(weights, model):
