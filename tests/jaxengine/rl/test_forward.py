@@ -121,8 +121,8 @@ FURTHER = pytest.mark.thorough("a further family of a kind")
 def test_every_architecture_that_transformers_has_is_recorded():
     """Those that see have the text layers of others. The classes of MiniCPM, InternLM, Ling, Baichuan, DeepSeekMoE,
     DeciLM, Orion, Falcon's and StableLM's first form, dots.ocr, DeepSeek-OCR, PLaMo 3, openPangu, TeleChat, Param and
-    Step come with their checkpoints. Mistral 4's class sees. The numbers of Apertus's activation are no weights here.
-    Sparse attention and compressed keys need pages.
+    Step come with their checkpoints. The classes of Mistral 4 and Phi-4-multimodal see. The numbers of Apertus's
+    activation are no weights here. Sparse attention and compressed keys need pages.
     """
     assert set(RECORDED) >= KINDS
     found = {json.loads((CHECKPOINTS / name / "config.json").read_text())["architectures"][0] for name in RECORDED}
@@ -131,6 +131,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
         *("MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "InternLM3ForCausalLM", "BailingMoeV2ForCausalLM"),
         *("BaichuanForCausalLM", "DeepseekForCausalLM", "InternLM2ForCausalLM"),
         *("Mistral4ForCausalLM", "ApertusForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        "Phi4MultimodalForCausalLM",
         *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM", "AXK2ForCausalLM", "InternLMForCausalLM", "RWForCausalLM"),
         *("DeepseekOCRForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "Param2MoEForCausalLM"),
         *("PanguUltraMoEForCausalLM", "Plamo3ForCausalLM", "Step3TextForCausalLM", "TeleChat2ForCausalLM"),
