@@ -54,6 +54,7 @@ def tag_rules(tag: Mapping[str, Any], json_term: Callable[[Any], str]) -> list[P
     if tag.get("type") != "structural_tag":
         raise _invalid("type", tag.get("type"), "'structural_tag'")
     structure = tag.get("format")
+    _only(tag, "type", *(("structures", "triggers") if structure is None else ("format",)))
     if structure is None:
         structure = _from_structures(tag)
     writer = _Writer(json_term)
@@ -68,6 +69,8 @@ def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
     structures = tag.get("structures")
     if not isinstance(structures, list) or not all(isinstance(each, Mapping) for each in structures):
         raise _invalid("structures", structures, "a list of objects, if there is no format")
+    for each in structures:
+        _only(each, "begin", "schema", "end")
     contents = ({"type": "json_schema", "json_schema": each.get("schema") or {}} for each in structures)
     tags = [
         {"type": "tag", "begin": each.get("begin"), "content": content, "end": each.get("end")}
@@ -80,6 +83,13 @@ def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, which the caller raises, about the field `name` of a structural tag."""
     text = f"structured_outputs.structural_tag.{name} must be {allowed}, got {show_value(value)}"
     return RequestError(text, param="structured_outputs", value=value)
+
+
+def _only(value: Mapping[str, Any], *names: str) -> None:
+    """Raise RequestError if an object has other fields than these, unless they are None."""
+    for name, given in value.items():
+        if name not in names and given is not None:
+            raise _invalid(name, given, f"left out: the fields here are {', '.join(names)}")
 
 
 class _Writer:

@@ -133,6 +133,8 @@ def test_the_earlier_form_and_options_of_json(vocabulary):
         ({}, "type must be 'structural_tag'"),
         ({"type": "structural_tag"}, "structures must be"),
         ({"type": "structural_tag", "structures": [{"begin": "a"}], "triggers": ["a"]}, "end must be a text"),
+        ({"type": "structural_tag", "format": ANY, "triggers": ["a"]}, "triggers must be left out"),
+        ({"type": "structural_tag", "structures": [{"begin": "a", "name": "b"}]}, "name must be left out"),
         *(
             ({"type": "structural_tag", "format": form}, field)
             for form, field in [
