@@ -154,14 +154,18 @@ def arguments_of(elements: list[Element], schema: Schema | None) -> str:
 
 def _value(element: Element, document: SchemaDocument, places: list[Place]) -> str:
     """Return the value of an element as JSON. places: its schemas in `document`, all of which may apply."""
+    rules = _rules(document, places)
     types = types_at(document, places)
+    # A schema with items means an array, also if it names no type.
+    if any("items" in each.schema and "type" not in each.schema for each in rules):
+        types |= {"array"}
     if not element.children:
         # Templates write an empty array or object as an empty element.
         if "string" not in types and not element.text.strip() and types & {"array", "object"}:
             return "[]" if "array" in types else "{}"
         return as_json(element.text, types)
     if "array" in types:
-        items = [each.inside(each.schema["items"]) for each in _rules(document, places) if "items" in each.schema]
+        items = [each.inside(each.schema["items"]) for each in rules if "items" in each.schema]
         return f"[{', '.join(_value(child, document, items) for child in element.children)}]"
     return _object(element.children, element.text, document, places)
 
@@ -191,5 +195,9 @@ def _object(elements: list[Element], text: str, document: SchemaDocument, places
 
 
 def _rules(document: SchemaDocument, places: list[Place]) -> list[Place]:
-    """Return the schemas that may apply to the same value as `places`, by references and combinations."""
-    return [each for place in places for each in document.applicable(place)]
+    """Return the schemas that may apply to the same value as `places`, by references and combinations.
+
+    Each is returned once: a schema that contains itself in several ways would have more of them at every level.
+    """
+    found = {id(each.schema): each for place in places for each in document.applicable(place)}
+    return list(found.values())

@@ -7,14 +7,13 @@ compiled in a process that can be killed (jaxengine.grammars).
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxengine.requests.structured.closed_objects import forbid_additional_properties
 from jaxengine.requests.structured.json_schema import fit_for_grammar
-from jaxengine.requests.structured.structural_tags import tag_rules
+from jaxengine.requests.structured.structural_tags import lark_regex, tag_rules
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.token_params import Grammar
 
@@ -33,7 +32,6 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 _OF_JSON = ("json", "json_object", "structural_tag")
 _JSON_OBJECT = '{"type":"object"}'
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient")
-_SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 # Keywords whose values are data, not schemas.
 _DATA = frozenset(("const", "enum", "default", "examples"))
 
@@ -193,8 +191,7 @@ class StructuredOutputsParams:
             assert self.choice is not None
             return "(" + " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice) + ")"
         if self.kind == "regex":
-            escaped = _SLASH_OR_ESCAPE.sub(lambda found: r"\/" if found[0] == "/" else found[0], str(self.regex))
-            return "/" + escaped.replace("\n", r"\n") + "/"
+            return lark_regex(str(self.regex))
         if self.kind in ("grammar", "structural_tag"):
             text = f"structured_outputs.{self.kind} is only allowed without tools, or with tool_choice 'none'"
             raise RequestError(text, param="structured_outputs", value=getattr(self, self.kind))
@@ -209,7 +206,8 @@ class StructuredOutputsParams:
 
         def term(schema: Any) -> str:
             """Return the Lark term of a schema in the tag, with the same options."""
-            return StructuredOutputsParams(json={} if schema is True else schema, **options).in_lark()
+            whole = ({} if schema else {"not": {}}) if isinstance(schema, bool) else schema
+            return StructuredOutputsParams(json=whole, **options).in_lark()
 
         return tag_rules(json.loads(str(self.structural_tag)), term)
 

@@ -7,6 +7,8 @@ vocabulary is, so rules are lists of pieces: a text as it is, {"word": text} for
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,9 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 Piece = str | dict[str, str]
 Pieces = list[Piece]
 _ANY_TEXT = "/(?s:.*)/"
+# Characters of all formats that are written, each with the formats in it: a content is written once for each text that
+# may end it, and a small tag could have copies without end.
+_MOST_CHARS = 4 << 20
 # Fields of each format, with the default of those that may be left out. Other fields are refused.
 _FIELDS: dict[str, dict[str, Any]] = {
     "const_string": {"value": ...},
@@ -35,6 +40,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
 # Values of fields of XGrammar that have no effect, and are therefore allowed.
 _WITHOUT_EFFECT = (None, False, [], "json", -1)
 _FREE = ("any_text", "triggered_tags")
+_NOTHING = {"type": "const_string", "value": ""}
+_SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 
 
 def tag_rules(tag: Mapping[str, Any], json_term: Callable[[Any], str]) -> list[Pieces]:
@@ -47,6 +54,7 @@ def tag_rules(tag: Mapping[str, Any], json_term: Callable[[Any], str]) -> list[P
     if tag.get("type") != "structural_tag":
         raise _invalid("type", tag.get("type"), "'structural_tag'")
     structure = tag.get("format")
+    _only(tag, "type", *(("structures", "triggers") if structure is None else ("format",)))
     if structure is None:
         structure = _from_structures(tag)
     writer = _Writer(json_term)
@@ -61,6 +69,8 @@ def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
     structures = tag.get("structures")
     if not isinstance(structures, list) or not all(isinstance(each, Mapping) for each in structures):
         raise _invalid("structures", structures, "a list of objects, if there is no format")
+    for each in structures:
+        _only(each, "begin", "schema", "end")
     contents = ({"type": "json_schema", "json_schema": each.get("schema") or {}} for each in structures)
     tags = [
         {"type": "tag", "begin": each.get("begin"), "content": content, "end": each.get("end")}
@@ -75,6 +85,13 @@ def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     return RequestError(text, param="structured_outputs", value=value)
 
 
+def _only(value: Mapping[str, Any], *names: str) -> None:
+    """Raise RequestError if an object has other fields than these, unless they are None."""
+    for name, given in value.items():
+        if name not in names and given is not None:
+            raise _invalid(name, given, f"left out: the fields here are {', '.join(names)}")
+
+
 class _Writer:
     """Translator of formats. json_term: see tag_rules.
 
@@ -84,24 +101,34 @@ class _Writer:
 
     def __init__(self, json_term: Callable[[Any], str]):
         self._json_term = json_term
+        self._num_chars = 0
         self.rules: list[Pieces] = []
 
-    def write(self, value: Any, end: str) -> Pieces:
-        """Return the term of a format that is followed by the text `end`, "" for none. The term includes `end`. Raises
-        RequestError.
+    def write(self, value: Any, end: str | None) -> Pieces:
+        """Return the term of a format that is followed by the text `end`, which the term includes; "" if nothing
+        follows, or a token, which no text is; None if it is not known what follows. Raises RequestError, for the last
+        also if the format ends with text that has no form.
         """
         form = _checked(value)
         kind = form["type"]
+        self._num_chars += len(json.dumps(value)) + len(end or "")
+        if self._num_chars > _MOST_CHARS:
+            allowed = f"smaller: with a copy of each content for each of its ends it has over {_MOST_CHARS} characters"
+            raise _invalid("format", kind, allowed)
+        if kind in _FREE and end is None:
+            raise _invalid("format", kind, "followed by a const_string, a tag or the end of the output")
         if kind == "any_text":
             return [{"until": end}] if end else [_ANY_TEXT]
         if kind == "or":
             return _choice([self.write(each, end) for each in _listed(form, "elements")])
+        if kind == "optional":
+            return _choice([_word(end), self.write(form["content"], end)])
         if kind == "sequence":
             return self._sequence(_listed(form, "elements"), end)
         if kind == "tag":
-            return [*_marker(form, "begin"), *self._content(form), *_word(end)]
+            return [*_marker(form, "begin"), *self._content(form, end)]
         if kind == "triggered_tags":
-            return self._triggered(form, end)
+            return self._triggered(form, end or "")
         return [*self._plain(form, kind), *_word(end)]
 
     def _plain(self, form: Mapping[str, Any], kind: str) -> Pieces:
@@ -111,50 +138,55 @@ class _Writer:
         if kind == "token":
             return _marker({"token": form}, "token")
         if kind == "json_schema":
+            if not isinstance(form["json_schema"], (Mapping, bool, str)):
+                raise _invalid("json_schema", form["json_schema"], "a JSON schema")
             return self._rule([self._json_term(form["json_schema"])])
         if kind == "regex":
-            pattern = _text(form, "pattern").replace("/", r"\/").replace("\n", r"\n")
-            return [f"/{pattern}/"]
+            return [lark_regex(_text(form, "pattern"))]
         if kind == "tags_with_separator":
-            one = _choice([self.write(each, "") for each in _tags(form)])
+            one = _choice([self.write(each, None) for each in _tags(form)])
             more = [] if form["stop_after_first"] else [" (", *_word(_text(form, "separator")), " ", *one, ")*"]
             return ["(", *one, *more, ")" if form["at_least_one"] else ")?"]
-        signs = {"optional": "?", "plus": "+", "star": "*"}
-        return ["(", *self.write(form["content"], ""), ")", signs[kind] if kind in signs else _times(form)]
+        signs = {"plus": "+", "star": "*"}
+        return ["(", *self.write(form["content"], None), ")", signs[kind] if kind in signs else _times(form)]
 
-    def _content(self, form: Mapping[str, Any]) -> Pieces:
-        """Return the term of a tag's content and its end, which may be a list of alternatives."""
+    def _content(self, form: Mapping[str, Any], after: str | None) -> Pieces:
+        """Return the term of a tag's content and its end, which may be a list of alternatives, and of the text `after`
+        the tag (see `write`), which ends a content whose own end is "".
+        """
         ends = form["end"] if isinstance(form["end"], list) else [form["end"]]
         terms = []
         for end in ends:
             text = end.get("token") if isinstance(end, Mapping) else end
             if isinstance(text, int):
-                terms.append([*self.write(form["content"], ""), *_marker({"end": end}, "end")])
+                terms.append([*self.write(form["content"], ""), *_marker({"end": end}, "end"), *_word(after)])
+            elif _text({"end": text}, "end"):
+                terms.append([*self.write(form["content"], text), *_word(after)])
             else:
-                terms.append(self.write(form["content"], _text({"end": text}, "end")))
+                terms.append(self.write(form["content"], after))
         if not terms:
             raise _invalid("end", ends, "a text, or a list of one or more")
         return _choice(terms)
 
-    def _sequence(self, elements: Sequence[Any], end: str) -> Pieces:
-        """Return the term of formats one after the other. Text without a form of its own must be followed by a constant
-        or by a tag, whose beginning ends it.
+    def _sequence(self, elements: Sequence[Any], end: str | None) -> Pieces:
+        """Return the term of formats one after the other, and of the text `end` (see `write`). Text without a form of
+        its own must be followed by a constant or by a tag, whose beginning ends it.
         """
         found: Pieces = []
-        waiting = list(elements)
+        waiting = [form for form in map(_checked, elements) if form != _NOTHING]
         while waiting:
-            form = _checked(waiting.pop(0))
+            form = waiting.pop(0)
             if not waiting:
                 found += self.write(form, end)
             elif form["type"] not in _FREE:
-                found += self.write(form, "")
+                found += self.write(form, None)
             else:
-                following = _checked(waiting.pop(0))
+                following = waiting.pop(0)
+                after = None if waiting else end
                 if following["type"] == "const_string":
-                    found += [*self.write(form, _text(following, "value")), *([] if waiting else _word(end))]
-                elif following["type"] == "tag" and isinstance(following["begin"], str):
-                    found += [*self.write(form, _text(following, "begin")), " ", *self._content(following)]
-                    found += [] if waiting else _word(end)
+                    found += [*self.write(form, _text(following, "value")), *_word(after)]
+                elif following["type"] == "tag" and following["begin"] and isinstance(following["begin"], str):
+                    found += [*self.write(form, following["begin"]), " ", *self._content(following, after)]
                 else:
                     raise _invalid("elements", following["type"], f"a const_string or a tag after {form['type']}")
             found.append(" ")
@@ -165,11 +197,13 @@ class _Writer:
         triggers = [_text({"triggers": each}, "triggers") for each in _listed(form, "triggers")]
         whole, after = [], []
         for tag in map(_checked, _tags(form)):
+            if tag["type"] != "tag":
+                raise _invalid("tags", tag["type"], "a list of formats of the type tag")
             begin = _text(tag, "begin")
             trigger = next((each for each in triggers if begin.startswith(each)), None)
             if trigger is None:
                 raise _invalid("begin", begin, f"a text that begins with one of the triggers {triggers}")
-            content = self._rule(self._content(tag))
+            content = self._rule(self._content(tag, None))
             whole.append([*_word(begin), *content])
             after.append([{"until": trigger}, *_word(begin.removeprefix(trigger)), *content])
         rest: Pieces = [{"until": end}] if end else [_ANY_TEXT]
@@ -185,6 +219,12 @@ class _Writer:
         return [f" {name} "]
 
 
+def lark_regex(pattern: str) -> str:
+    """Return the Lark term of a regular expression, in which slashes may be escaped."""
+    escaped = _SLASH_OR_ESCAPE.sub(lambda found: r"\/" if found[0] == "/" else found[0], pattern)
+    return "/" + escaped.replace("\n", r"\n") + "/"
+
+
 def _checked(value: Any) -> dict[str, Any]:
     """Return a format with the defaults of the fields that it leaves out. Raises RequestError for an unknown type, for
     fields that are missing, and for those that are not supported.
@@ -198,9 +238,11 @@ def _checked(value: Any) -> dict[str, Any]:
         if name not in fields and name != "type" and given not in _WITHOUT_EFFECT:
             raise _invalid(f"{kind}.{name}", given, "left out (not supported)")
     found = {name: value.get(name, default) for name, default in fields.items()}
-    missing = next((name for name, each in found.items() if each is ...), None)
-    if missing is not None:
-        raise _invalid(f"{kind}.{missing}", None, "given")
+    for name, each in found.items():
+        if each is ...:
+            raise _invalid(f"{kind}.{name}", None, "given")
+        if fields[name] is False and not isinstance(each, bool):
+            raise _invalid(f"{kind}.{name}", each, "true or false")
     return {"type": kind, **found}
 
 
@@ -235,8 +277,8 @@ def _marker(form: Mapping[str, Any], name: str) -> Pieces:
     return _word(_text({name: value}, name))
 
 
-def _word(text: str) -> Pieces:
-    """Return the term of a text; nothing for ""."""
+def _word(text: str | None) -> Pieces:
+    """Return the term of a text; nothing for "" and None."""
     return [" ", {"word": text}, " "] if text else []
 
 

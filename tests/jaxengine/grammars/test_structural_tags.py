@@ -28,6 +28,18 @@ def tagged(begin, content, end):
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def copied(depth):
+    """Tags in tags with two ends each, so that the innermost content is needed 2 ** depth times."""
+    return tagged("a", copied(depth - 1), ["b", "c"]) if depth else ANY
+
+
+# Text without a form, of which nothing says where it ends.
+ENDLESS = [
+    tagged("<a>", {"type": "star", "content": ANY}, "</a>"),
+    {"type": "sequence", "elements": [{"type": "or", "elements": [ANY, ONE]}, ONE]},
+    {"type": "sequence", "elements": [tagged("<a>", ANY, ""), ONE]},
+    {"type": "tags_with_separator", "tags": [tagged("<a>", ANY, "")], "separator": ";"},
+]
 # Format -> outputs that it takes, and others, of which some may go on.
 FORMATS = [
     (CALLS, ["", "Hi <f", CALL, f"Hi {CALL} and <t=3/a| {CALL}."], ["<f=x", CALL[:-1], "<t=33", f"{CALL}<t=3/a</"]),
@@ -64,6 +76,11 @@ FORMATS = [
     ),
     # The token that ends sequences comes where a format may end.
     (tagged("<a>", ANY, "<|im_end|>"), ["<a>", "<a>b"], ["", "b"]),
+    ({"type": "regex", "pattern": r"a\/b/\\"}, ["a/b/\\"], [r"a\/b/"]),
+    # What follows ends a tag without an end of its own, and optional text.
+    (tagged("<b>", tagged("<a>", ANY, ""), "</b>"), ["<b><a>c</b>"], ["<b><a>c", "<b><a>c</b>d"]),
+    (tagged("<b>", {"type": "optional", "content": ANY}, "</b>"), ["<b></b>", "<b>c</b>"], ["<b>c", "<b></b>d"]),
+    ({"type": "sequence", "elements": [ANY, ONE | {"value": ""}]}, ["", "a"], []),
     ({"type": "optional", "content": ONE}, ["", "1"], ["11"]),
     ({"type": "plus", "content": ONE}, ["1", "111"], ["", "2"]),
     ({"type": "star", "content": ONE}, ["", "11"], ["2"]),
@@ -116,6 +133,8 @@ def test_the_earlier_form_and_options_of_json(vocabulary):
         ({}, "type must be 'structural_tag'"),
         ({"type": "structural_tag"}, "structures must be"),
         ({"type": "structural_tag", "structures": [{"begin": "a"}], "triggers": ["a"]}, "end must be a text"),
+        ({"type": "structural_tag", "format": ANY, "triggers": ["a"]}, "triggers must be left out"),
+        ({"type": "structural_tag", "structures": [{"begin": "a", "name": "b"}]}, "name must be left out"),
         *(
             ({"type": "structural_tag", "format": form}, field)
             for form, field in [
@@ -130,6 +149,11 @@ def test_the_earlier_form_and_options_of_json(vocabulary):
                 (CALLS | {"triggers": [""]}, "triggers must be a text"),
                 (tagged("a", ANY, []), "end must be a text, or a list"),
                 ({"type": "repeat", "content": ONE, "min": 2, "max": 1}, "repeat must be"),
+                (CALLS | {"tags": [ANY]}, "tags must be a list of formats of the type tag, got 'any_text'"),
+                (CALLS | {"at_least_one": "no"}, "triggered_tags.at_least_one must be true or false"),
+                ({"type": "json_schema", "json_schema": [1]}, "json_schema must be a JSON schema"),
+                *((form, "format must be followed by a const_string") for form in ENDLESS),
+                (copied(30), "format must be smaller"),
             ]
         ),
     ],

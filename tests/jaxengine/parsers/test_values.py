@@ -9,6 +9,7 @@ import pytest
 
 from jaxengine.parsers.registry import TOOL_PARSERS
 from jaxengine.parsers.scan.events import ParsedMessage, message_of
+from jaxengine.parsers.tools.elements import TAG, arguments_of, elements_of
 from tests.jaxengine.parsers.outputs import FORMATS, FUNCTIONS
 from tests.tables import each_row
 
@@ -158,3 +159,14 @@ def test_a_schema_counts_more_than_whether_the_model_says_that_a_value_is_a_stri
         parser = TOOL_PARSERS[name].open(functions)
         message = message_of([*parser.feed(text), *parser.finish()])
         assert json.loads(message.tool_calls[0].arguments) == {"a": expected}
+
+
+def test_elements_under_a_schema_that_contains_itself():
+    """Which would have three times as many schemas at each level, if each were followed on every way to it."""
+    schema = {"properties": {"a": {"$ref": "#"}, "b": {"items": {"type": "integer"}}}}
+    schema["anyOf"] = [{"properties": {"a": {"$ref": "#"}}} for _ in range(2)]
+    depth = 60
+    body = f"{TAG}<a>" * depth + f"{TAG}<b>{TAG}<item>1{TAG}</item>{TAG}</b>" + f"{TAG}</a>" * depth
+    elements, is_whole = elements_of(body)
+    assert is_whole
+    assert arguments_of(elements, schema) == '{"a": ' * depth + '{"b": [1]}' + "}" * depth

@@ -205,14 +205,19 @@ class ResponseFormat(RequestModel):
 
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the equivalent value of vLLM's field structured_outputs; None for type "text". Raises RequestError for
-        json_schema without a schema; the schema and the tag themselves are not checked.
+        json_schema without a schema, and for a part of a tag under another type; the schema and the tag themselves are
+        not checked.
         """
+        tag = self.model_dump(exclude={"type", "json_schema"}, exclude_none=True)
+        if self.type == "structural_tag":
+            return {"structural_tag": {"type": self.type, **tag}}
+        for name, value in tag.items():
+            text = f"response_format.{name} is only allowed with the type structural_tag"
+            raise RequestError(text, param="response_format", value=value)
         if self.type == "json_object":
             return {"json_object": True}
         if self.type == "text":
             return None
-        if self.type == "structural_tag":
-            return {"structural_tag": self.model_dump(exclude={"json_schema"}, exclude_none=True)}
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise RequestError("response_format has no json_schema.schema", param="response_format")
         lenient = {"lenient": True} if self.json_schema.strict is False else {}
