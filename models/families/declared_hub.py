@@ -15,6 +15,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_experts import ling
+from jaxengine.models.families.declared_mixtures import STEP_NAMES
 from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME, transformer_names
 from jaxengine.models.families.glm4_moe import sigmoid_experts
@@ -210,12 +211,8 @@ _STEP3 = Row(
     adapt=_step_fields,
     choose=lambda fields, form: replace(form, query_rank=fields.integer("share_q_dim", read_head_dim(fields))),
     experts=_step_experts,
-    suffixes=tuple(
-        (f"{own}.{part}_proj.weight", f"{usual}.{part}_proj{end}")
-        for own, usual, end in ((".share_expert", ".mlp.shared_experts", ".weight"), (".moe", ".mlp.experts", ""))
-        for part in ("gate", "up", "down")
-    )
-    + ((".moe.gate.weight", ".mlp.gate.weight"),),
+    suffixes=(*STEP_NAMES, (".moe.gate.weight", ".mlp.gate.weight")),
+    parts=((".share_expert.", ".mlp.shared_experts."),),
     **_RMS,
 )
 # Keys are the class names that config.json lists under "architectures".
