@@ -108,21 +108,27 @@ def _telechat_fields(fields: ConfigFields) -> Mapping[str, Any]:
 def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types` (every `sliding_window_pattern`-th layer is FULL, by default every eighth), the window
     (`window_size`, 128 by default, or the one in `sliding_window`, a number or a list with null for FULL layers) and
-    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1. Raises ModelConfigError for wrong fields.
+    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1. `rope_parameters` and `rope_scaling` that
+    are no mapping by kind are of FULL layers. Raises ModelConfigError for wrong fields, and for both YaRN and these.
     """
     window, thetas = fields.value("sliding_window", None), (fields.number("rope_theta"), fields.number(_LOCAL))
     listed = {each for each in window if each is not None} if isinstance(window, list) else {window} - {None}
     if len(listed) > 1 or any(type(each) is not int or each < 1 for each in listed):
         raise fields.fail("sliding_window", "an integer >= 1, or a list of one such number and null")
     plain = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
+    if (own := fields.mapping("rope_parameters") or fields.mapping("rope_scaling")) and FULL not in own:
+        plain[0] = {"rope_theta": thetas[0], **own}
     if (factor := fields.number("rope_scaling_factor", 1.0)) != 1.0:
+        if own:
+            raise fields.fail("rope_scaling_factor", "1 or absent beside rope_parameters or rope_scaling")
         original = fields.integer("initial_context_length")
         plain[0] |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         plain[0] |= {"truncate": False}
     return {
         "layer_types": list(layer_kinds(fields, fields.integer("sliding_window_pattern", 8))),
         "sliding_window": listed.pop() if listed else fields.integer("window_size", 128),
-        "rope_parameters": {FULL: plain[0], SLIDING: plain[1]},
+        "rope_parameters": own if own and FULL in own else {FULL: plain[0], SLIDING: plain[1]},
+        "rope_scaling": None,
     }
 
 
