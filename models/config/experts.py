@@ -32,6 +32,8 @@ class ExpertsConfig:
       min_weight_sum: least divisor when weights are scaled to add up to one.
       apply_router_weight_on_input: whether weights multiply the experts' inputs instead of their outputs.
       swiglu_alpha, swiglu_limit: parameters of the clamped SwiGLU activation, for families that have it.
+      limits: for each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared MLP, each None
+        for none; layers beyond the end have none. For families that have them in some layers.
       bias: whether the router and the experts' matrices have biases.
       shared_intermediate_size: feed-forward size of the shared dense MLP that is applied to every token in addition; 0
         for none.
@@ -66,6 +68,7 @@ class ExpertsConfig:
     apply_router_weight_on_input: bool = False
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    limits: tuple[tuple[float | None, float | None], ...] = ()
     bias: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False

@@ -6,6 +6,7 @@ directly from the hidden state.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import jax
@@ -39,8 +40,9 @@ _DEFAULTS: dict[str, Any] = {
     "topk_group": 4,
 }
 _PARTIAL = "partial_rotary_factor"
-# Fields of BailingMoeV3ForCausalLM's files and their only supported values. Published code does not use the lists of
-# bounds of SwiGLU in these files, and neither does transformers.
+# Lists of bounds of SwiGLU by layer, of experts and of the shared MLP.
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+# Fields of BailingMoeV3ForCausalLM's files and their only supported values.
 _ONLY: dict[str, Any] = {
     "no_kda_lora": True,
     "use_kda_lora": False,
@@ -68,6 +70,24 @@ def _lower_bound(fields: ConfigFields) -> float | None:
     if type(bound := fields.value("kda_lower_bound", -5.0)) not in (int, float) or not -MAX_FLOAT <= bound < 0:
         raise fields.fail("kda_lower_bound", "a number < 0")
     return float(bound)
+
+
+def _limits(fields: ConfigFields) -> tuple[tuple[float | None, float | None], ...]:
+    """Return ExpertsConfig.limits; 0, null and the end of a shorter list mean no limit. Raises ModelConfigError for
+    other values than numbers >= 0 and null.
+
+    Published code and transformers ignore these fields, but the model was trained with them, and vLLM and SGLang use
+    them.
+    """
+    limits = []
+    for name in _LIMITS:
+        listed = fields.value(name, None) or []
+        if not isinstance(listed, list) or not all(
+            each is None or (type(each) in (int, float) and 0 <= each < MAX_FLOAT) for each in listed
+        ):
+            raise fields.fail(name, "a list of numbers >= 0, or null")
+        limits.append([float(each) if each else None for each in listed])
+    return tuple(zip_longest(*limits))
 
 
 def grouped_kinds(fields: ConfigFields, every: int) -> list[str]:
@@ -151,7 +171,8 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         layers = zip(shared["attention"], mixer_kinds(fields), strict=True)
         attention = (replace(each, rope=None, state=state) if kind == LINEAR else each for each, kind in layers)
         predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
-        further = {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}
+        experts = replace(sigmoid_experts(fields), limits=_limits(fields))
+        further = {"experts": experts, "num_nextn_predict_layers": predicting}
         return shared | {"attention": tuple(attention), **further}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

@@ -45,8 +45,11 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
-        suffixes=((".attention.dense.weight", ".attention.o_proj.weight"),),
-        parts=((".self_attn.", ".attention."), (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias")),
+        parts=(
+            (".attention.dense.", ".attention.o_proj."),
+            (".self_attn.", ".attention."),
+            (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
+        ),
     )
     experts_module: ClassVar[tuple[str, ExpertNames]] = (
         f"{LAYER}.mlp",
@@ -61,6 +64,7 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
         if fields.value("num_kv_heads_for_linear_attn", heads) not in (0, heads):
             raise fields.fail("num_kv_heads_for_linear_attn", f"0 or num_attention_heads = {heads}")
         fields.require(rope_interleave=True, moe_router_enable_expert_bias=True, use_bias=False, use_qkv_bias=False)
+        fields.require(moe_shared_expert_intermediate_size=fields.integer("moe_intermediate_size"))
         # Each head has a key in both kinds of layers, whatever num_key_value_heads.
         shared = hf_latent_fields(ConfigFields({**whole_ropes(fields).raw, "num_key_value_heads": heads}))
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // heads)

@@ -15,6 +15,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_experts import ling
+from jaxengine.models.families.declared_mixtures import STEP_NAMES
 from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME, transformer_names
 from jaxengine.models.families.glm4_moe import sigmoid_experts
@@ -107,21 +108,27 @@ def _telechat_fields(fields: ConfigFields) -> Mapping[str, Any]:
 def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types` (every `sliding_window_pattern`-th layer is FULL, by default every eighth), the window
     (`window_size`, 128 by default, or the one in `sliding_window`, a number or a list with null for FULL layers) and
-    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1. Raises ModelConfigError for wrong fields.
+    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1. `rope_parameters` and `rope_scaling` that
+    are no mapping by kind are of FULL layers. Raises ModelConfigError for wrong fields, and for both YaRN and these.
     """
     window, thetas = fields.value("sliding_window", None), (fields.number("rope_theta"), fields.number(_LOCAL))
     listed = {each for each in window if each is not None} if isinstance(window, list) else {window} - {None}
     if len(listed) > 1 or any(type(each) is not int or each < 1 for each in listed):
         raise fields.fail("sliding_window", "an integer >= 1, or a list of one such number and null")
     plain = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
+    if (own := fields.mapping("rope_parameters") or fields.mapping("rope_scaling")) and FULL not in own:
+        plain[0] = {"rope_theta": thetas[0], **own}
     if (factor := fields.number("rope_scaling_factor", 1.0)) != 1.0:
+        if own:
+            raise fields.fail("rope_scaling_factor", "1 or absent beside rope_parameters or rope_scaling")
         original = fields.integer("initial_context_length")
         plain[0] |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         plain[0] |= {"truncate": False}
     return {
         "layer_types": list(layer_kinds(fields, fields.integer("sliding_window_pattern", 8))),
         "sliding_window": listed.pop() if listed else fields.integer("window_size", 128),
-        "rope_parameters": {FULL: plain[0], SLIDING: plain[1]},
+        "rope_parameters": own if own and FULL in own else {FULL: plain[0], SLIDING: plain[1]},
+        "rope_scaling": None,
     }
 
 
@@ -210,12 +217,8 @@ _STEP3 = Row(
     adapt=_step_fields,
     choose=lambda fields, form: replace(form, query_rank=fields.integer("share_q_dim", read_head_dim(fields))),
     experts=_step_experts,
-    suffixes=tuple(
-        (f"{own}.{part}_proj.weight", f"{usual}.{part}_proj{end}")
-        for own, usual, end in ((".share_expert", ".mlp.shared_experts", ".weight"), (".moe", ".mlp.experts", ""))
-        for part in ("gate", "up", "down")
-    )
-    + ((".moe.gate.weight", ".mlp.gate.weight"),),
+    suffixes=(*STEP_NAMES, (".moe.gate.weight", ".mlp.gate.weight")),
+    parts=((".share_expert.", ".mlp.shared_experts."),),
     **_RMS,
 )
 # Keys are the class names that config.json lists under "architectures".

@@ -182,7 +182,7 @@ def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 # (End of a tensor's name in published files, end of its name in transformers).
-_STEP_NAMES = tuple(
+STEP_NAMES = tuple(
     (f".moe.{part}_proj{end}", f".mlp.experts.{part}_proj{new}")
     for part in ("gate", "up", "down")
     for end, new in {".weight": "", ".weight_scale_inv": "_scale_inv", "": ""}.items()
@@ -192,7 +192,7 @@ _STEP = Row(
     "each head, experts as DeepSeek-V3 has them, bounds of gate and up in the last layers. MTP layers are not read.",
     DeclaredForm(norm=OFFSET, qk_norm=OFFSET, qk_norms=_QK_NORMS, gate="self_attn.g_proj", gates_heads=True),
     suffixes=(
-        *_STEP_NAMES,
+        *STEP_NAMES,
         (".moe.gate.weight", ".mlp.gate.weight"),
         (".moe.router_bias", ".mlp.gate.e_score_correction_bias"),
     ),

@@ -18,6 +18,7 @@ from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.base.mlp import SiluThenClamped
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
 from jaxengine.models.params.declare import Source
@@ -102,7 +103,14 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         if layer in self.config.experts.dense_layers:
             return super().make_mlp(layer, build)
         source, names = self.experts_module
-        return MixtureOfExperts(self.config, source=source, names=names, router_dtype="float32", build=build)
+        options: dict[str, Any] = {"router_dtype": "float32", "build": build}
+        limits = self.config.experts.limits
+        of_experts, of_mlp = limits[layer] if layer < len(limits) else (None, None)
+        if of_experts is not None:
+            options["activation"] = SiluThenClamped(of_experts)
+        if of_mlp is not None:
+            options["shared"] = {"clamped": SiluThenClamped(of_mlp)}
+        return MixtureOfExperts(self.config, source=source, names=names, **options)
 
 
 def usual_names(fields: ConfigFields) -> ConfigFields:

@@ -81,12 +81,12 @@ def read_phi4(fields: ConfigFields) -> Phi4TowerConfig:
     large as a unit, and for files as first published whose `embd_layer` or `img_processor` say something else.
     """
     fields.require(img_processor=None)
+    vision = fields.with_defaults(vision_config={}).part("vision_config", **_DEFAULTS)
+    vit = read_vit(vision)
     said = (fields.mapping("embd_layer") or {}).get("image_embd_layer")
     if said is not None:
         published = ConfigFields({"image_embd_layer": said}).part("image_embd_layer")
-        published.require(**_PUBLISHED)
-    vision = fields.with_defaults(vision_config={}).part("vision_config", **_DEFAULTS)
-    vit = read_vit(vision)
+        published.require(**_PUBLISHED, crop_size=vit.image_size)
     if vit.grid < _SQUARE:
         raise vision.fail("image_size", f"at least {_SQUARE} patches of {vit.patch_size}")
     vision.require(crop_size=vit.image_size)

@@ -98,6 +98,10 @@ class AdapterConfig:
         self._targets, self._parameters = self._names(raw, "target_modules"), self._list(raw, "target_parameters")
         if not self._targets and not self._parameters:
             raise ModelFileError(path, "target_modules must name what is changed, got nothing", "target_modules")
+        # Phi-4-multimodal's expression is of modules of the model without its head, and its tensors are of the whole.
+        # No other expression may match so: one like (?!model\.layers\.0\.).* would match what it leaves out.
+        wanted = raw.get("target_modules")
+        self._is_headless = isinstance(wanted, str) and wanted.lstrip("^(?:").startswith("layers")
         self._excluded = self._names(raw, "exclude_modules")
         saved = sorted(self._list(raw, "modules_to_save"))
         self._saved = [self._expression("modules_to_save", rf"(?:.*\.)?(?:{name})(?:\..*)?") for name in saved]
@@ -130,18 +134,14 @@ class AdapterConfig:
     def wants(self, name: str) -> bool:
         """Return whether PEFT changes the module with this name in the file, if the model has it: target_modules names
         it, it is in layers_to_transform, and exclude_modules and modules_to_save do not name it. An expression in
-        target_modules may also match the name without a leading "model.", which PEFT does not accept.
+        target_modules that begins with "layers" is matched with the name without a leading "model.", which PEFT does
+        not accept.
 
         Results are cached. Raises ModelFileError if expressions take too many steps.
         """
         if (known := self._wanted.get(name)) is None:
-            # Phi-4-multimodal's expression is of modules of the model without its head, and its tensors are of the
-            # whole.
-            headless = name.removeprefix("model.") if isinstance(self._targets, NamePattern) else name
-            known = any(
-                self._matches("target_modules", self._targets, each) for each in dict.fromkeys((name, headless))
-            )
-            known = known and self._is_in_layers(name)
+            headless = name.removeprefix("model.") if self._is_headless else name
+            known = self._matches("target_modules", self._targets, headless) and self._is_in_layers(name)
             known = known and not self._matches("exclude_modules", self._excluded, name) and not self._is_saved(name)
             self._wanted[name] = known
         return known

@@ -200,6 +200,7 @@ PIXTRAL: dict[str, Any] = {
             {"image_embd_layer": {"hd_transform_order": "glb_sub"}},
             'image_embd_layer.hd_transform_order must be "sub_glb" or absent',
         ),
+        (PHI4, "embd_layer", {"image_embd_layer": {"crop_size": 336}}, "image_embd_layer.crop_size must be 448 or abs"),
         (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
         (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
     ],

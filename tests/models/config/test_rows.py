@@ -16,6 +16,7 @@ from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.layers.base.mlp import SiluThenClamped
 from jaxengine.models.registry import build_model, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
@@ -127,6 +128,12 @@ def test_spellings_of_hub_rows():
     for changes in ({"sliding_window": [5, None, 5]}, {"sliding_window": 5}):
         assert read_hf(recorded("plamo3", window_size=None, **changes)) == read_hf(recorded("plamo3"))
     assert read_hf(recorded("plamo3", rope_theta=None, rope_global_theta=5e3)) == read_hf(recorded("plamo3"))
+    ropes = {"rope_type": "default", "rope_theta": 7e5}
+    for changes in ({"full_attention": ropes, "sliding_attention": {**ropes, "rope_theta": 100.0}}, ropes):
+        own = read_hf(recorded("plamo3", rope_theta=None, rope_parameters=changes))
+        assert [rope_of(own, layer).theta for layer in range(3)] == [100.0, 7e5, 100.0]
+    scaled = read_hf(recorded("plamo3", rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    assert [rope_of(scaled, layer).scaling is None for layer in range(3)] == [True, False, True]
     yarn = read_hf(recorded("plamo3", rope_scaling_factor=4.0, initial_context_length=16))
     assert [rope_of(yarn, layer).scaling is None for layer in range(3)] == [True, False, True]
     base = read_hf(recorded("telechat2", training_seqlen=None, base_seqlen=None))
@@ -141,6 +148,11 @@ def test_ling_3_as_published():
     raw |= {"linear_silu": True, "use_qk_norm": True, "expert_swiglu_limit_list": None, "up_proj_norm": False}
     kinds = [each.state is None for each in read_hf(raw).attention]
     assert kinds == [False, False, False, True, True, True]
+    limits = {"expert_swiglu_limit_list": [0.0, None, 7.0], "share_expert_swiglu_limit_list": [0.0, 5.0]}
+    model: Any = build_model(limited := read_hf(recorded("bailing_v3", **limits)), Build("float32"))
+    assert limited.experts is not None and limited.experts.limits == ((None, None), (None, 5.0), (7.0, None))
+    assert [layer.mlp.shared.clamped for layer in model.layers[1:]] == [SiluThenClamped(5.0), None]
+    assert [layer.mlp.activation == SiluThenClamped(7.0) for layer in model.layers[1:]] == [False, True]
     own = read_hf(recorded("bailing_linear", num_hidden_layers=5, num_nextn_predict_layers=1))
     assert [each.state is None for each in own.attention] == [False, False, True, True, True]
     assert own.num_unread_layers == 1 and rope_of(own, 0).rotary_dim == 8
@@ -281,6 +293,9 @@ def test_baichuan_of_7_and_of_13_billion():
         ("bailing_linear", {"group_norm_size": 3}, "group_norm_size must be a divisor of num_attention_heads 4"),
         ("bailing_linear", {"num_kv_heads_for_linear_attn": 2}, "num_kv_heads_for_linear_attn must be 0 or num_att"),
         ("bailing_linear", {"rope_interleave": False}, "rope_interleave must be true or absent"),
+        ("bailing_linear", {"moe_shared_expert_intermediate_size": 24}, "moe_shared_expert_intermediate_size must be"),
+        ("bailing_v3", {"expert_swiglu_limit_list": [-1]}, "expert_swiglu_limit_list must be a list of numbers >= 0"),
+        ("plamo3", {"rope_scaling_factor": 2, "rope_parameters": {"rope_type": "default"}}, "must be 1 or absent b"),
         ("bailing_v3", {"no_kda_lora": False}, "no_kda_lora must be true or absent"),
         ("bailing_v3", {"gated_attention_proj_granularity_type": "element_wise"}, 'granularity_type must be "head_w'),
         ("bailing_v3", {"moe_shared_expert_intermediate_size": 24}, "moe_shared_expert_intermediate_size must be 20"),

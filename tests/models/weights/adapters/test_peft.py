@@ -154,13 +154,14 @@ def test_layers_and_expressions_choose_modules(tmp_path, targets):
             {"layers_to_transform": 1, "layers_pattern": "layers"},
             {"layers_to_transform": [1]},
             {"target_modules": r"model\.layers\.(?!0\b)\d+\..*(?:proj)"},
+            {"target_modules": r"(?!model\.layers\.0\.).*(?:proj)"},
             {"exclude_modules": r".*\.0\..*"},
             {"target_modules": [f"layers.1.{name}" for name in ("self_attn.q_proj", "mlp.up_proj")]},
             {"target_modules": r"layers\.1\..*(?:proj)"},  # of the model without its head
         ]
     ):
         folder = write_adapter(tmp_path / str(number), TINY_CHECKPOINT, seed=1)
-        kept = {"layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"} if number == 4 else {"layers.1."}
+        kept = {"layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"} if number == 5 else {"layers.1."}
         tensors = load_file(folder / "adapter_model.safetensors")
         chosen = {name: each for name, each in tensors.items() if any(part in name for part in kept)}
         save_file(chosen, folder / "adapter_model.safetensors")
