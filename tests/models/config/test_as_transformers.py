@@ -93,6 +93,12 @@ def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
     assert read_hf(recorded(name, **dict.fromkeys(defaults, ABSENT) | kept)) == read_hf(recorded(name, **defaults))
 
 
+@each_row("name", ["mistral4", "youtu"])
+def test_queries_without_a_latent(name):
+    """Null is not absent: transformers' classes project queries from the hidden state."""
+    assert read_hf(recorded(name, q_lora_rank=None)).attention[0].latent.q_lora_rank is None
+
+
 @each_row(
     ("name", "count"),
     [
