@@ -70,6 +70,7 @@ def constraint(made: Generation) -> tuple[str, Any] | None:
 
 
 TOP_2 = {"top_n": 2}
+TAG = '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'
 # The other fields, with a sound value and what it makes of the request (Generation).
 OTHERS: dict[str, tuple[Any, Any]] = {
     "request_id": ("mine", lambda made: made.request_id == "mine"),
@@ -92,6 +93,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "decoding.choice": ({"choices": ["a", "b"]}, lambda made: constraint(made) == ("choice", ("a", "b"))),
     "decoding.grammar": ('start: "a"', lambda made: constraint(made) == ("grammar", 'start: "a"')),
     "decoding.json_object": (True, lambda made: constraint(made) == ("json_object", True)),
+    "decoding.structural_tag": (TAG, lambda made: constraint(made) == ("structural_tag", TAG)),
 }
 # Tested where a call shows what they do, embeddings in tests/jaxengine/server/http/test_prompt_embeds.py.
 ELSEWHERE = {"model", "prompt_embeds"}
@@ -121,6 +123,7 @@ WRONG: dict[str, list[Any]] = {
     "decoding.choice": [{"choices": []}, {"choices": ["a", "a"]}],
     "decoding.grammar": [""],
     "decoding.json_object": [False],
+    "decoding.structural_tag": ["", "{", "3", '{"type": "structural_tag"}', '{"format": {"type": "no_such"}}'],
     "request_id": ["a b", "x" * 129, "new\nline"],
     "text": [""],
     "token_ids.ids": [[], [49152], [1] * 256],
