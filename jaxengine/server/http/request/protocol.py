@@ -205,9 +205,12 @@ class ResponseFormat(RequestModel):
 
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the equivalent value of vLLM's field structured_outputs; None for type "text". Raises RequestError for
-        json_schema without a schema, and for a part of a tag under another type; the schema and the tag themselves are
-        not checked.
+        json_schema without a schema, and for a json_schema or a part of a tag under another type; the schema and the
+        tag themselves are not checked.
         """
+        if self.json_schema is not None and self.type != "json_schema":
+            text = "response_format.json_schema is only allowed with the type json_schema"
+            raise RequestError(text, param="response_format", value=self.type)
         tag = self.model_dump(exclude={"type", "json_schema"}, exclude_none=True)
         if self.type == "structural_tag":
             return {"structural_tag": {"type": self.type, **tag}}

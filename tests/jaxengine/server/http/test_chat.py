@@ -267,6 +267,7 @@ async def test_earlier_tool_calls_reach_the_template_as_objects(recorder):
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"response_format": {"type": "structural_tag", "format": {"type": "x"}}}, "response_format"),
         ({"response_format": {"type": "json_object", "triggers": ["x"]}}, "response_format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
