@@ -11,6 +11,7 @@ library only, as it runs in the interpreter of the measured engine.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -33,6 +34,8 @@ def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measu
     # What the engine prints goes to stderr, so that it does not mix with the results.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the process is killed in the end, and its buffer lost
     job = json.loads(sys.argv[1])
     start = time.perf_counter()
     version, run = load(job)
