@@ -15,12 +15,11 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import LinearState
-from jaxengine.models.families.bailing_hybrid import grouped_kinds, whole_ropes
+from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM, grouped_kinds, whole_ropes
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.attention.mla import LatentAttention
-from jaxengine.models.layers.experts.moe import ExpertNames
 from jaxengine.models.layers.states.lightning import RotatedLightningAttention
 from jaxengine.models.params.source import CheckpointNames
 
@@ -43,18 +42,12 @@ _DEFAULTS: dict[str, Any] = {
 class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
     """DeepSeek-V3 with lightning attention in place of latent attention in most layers."""
 
+    # Ling 3's, but for the names of its delta nets.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
-        parts=(
-            (".attention.dense.", ".attention.o_proj."),
-            (".self_attn.", ".attention."),
-            (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
-        ),
+        prefixes=BailingHybridForCausalLM.checkpoint_names.prefixes,
+        parts=BailingHybridForCausalLM.checkpoint_names.parts,
     )
-    experts_module: ClassVar[tuple[str, ExpertNames]] = (
-        f"{LAYER}.mlp",
-        ExpertNames(correction_bias="gate.expert_bias"),
-    )
+    experts_module = BailingHybridForCausalLM.experts_module
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

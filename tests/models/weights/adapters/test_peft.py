@@ -70,7 +70,7 @@ def test_scales_are_folded_in(folder, targets):
 
 
 def test_matrices_that_are_stored_transposed(tmp_path):
-    """Of GPT-2, whose adapters say `fan_in_fan_out`."""
+    """GPT-2's matrices are stored transposed, which its adapters say in `fan_in_fan_out`."""
     shapes = {"transformer.h.0.attn.c_proj": (64, 64), "transformer.h.1.mlp.c_fc": (256, 64)}
     changes = {"fan_in_fan_out": True, "target_modules": "all-linear", "r": 3, "lora_alpha": 6}
     write_adapter(tmp_path, shapes, seed=1, **changes)

@@ -134,7 +134,7 @@ def test_modules_as_transformers_names_them(architecture, name, own):
 
 
 def test_parts_of_a_matrix_that_the_checkpoint_joins(model_of, tmp_path):
-    """Of Sarvam, whose queries, keys and values are three modules in transformers: one of the sum of their ranks."""
+    """Sarvam's queries, keys and values are three modules in transformers, and one here with the sum of their ranks."""
     targets, layer = targets_of([model_of("sarvam_moe")]), "model.layers.1"
     joined = f"{layer}.attention.query_key_value"
     size, out = targets.shapes[joined]
