@@ -14,6 +14,7 @@ from jaxengine.engine.stats.metric_types import Gauge
 from jaxengine.engine.weight_types import KVMode
 from jaxengine.runner.extensions.adapters.store import AdapterStore, GivenAdapter
 from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.scheduler.base.media import EMBEDS
 from jaxengine.scheduler.base.request import Adapter, Request
 from jaxengine.scheduler.batches.batch import ScheduledStep
 
@@ -42,10 +43,12 @@ class Adapters(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         """Set the request's adapter from the adapter name in it; without a name, to the model's own adapter for media
-        if it has one and the prompt has items. Raises UnknownAdapterError for a name that the store lacks.
+        if it has one and the prompt has an item that its towers encode, not only given embeddings. Raises
+        UnknownAdapterError for a name that the store lacks.
         """
         self.store.find(request)
-        if request.lora is None and request.media is not None and self._of_media is not None:
+        items = () if request.media is None or request.lora is not None else request.media.items
+        if self._of_media is not None and any(item.modality != EMBEDS for item in items):
             request.adapter = self._of_media
 
     def poll(self) -> Events:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, LoRARequest, SamplingParams
+from jaxengine.engine.extensions.adapters import Adapters
+from jaxengine.scheduler.base.media import EMBEDS
 from tests.fixtures.drawn_weights import draw_all
 from tests.jaxengine.engine.test_pictures import OPTIONS, Case
 
@@ -47,6 +51,21 @@ def merge(folder):
         change = ALPHA / RANK * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
         tensors[name.removeprefix("base_model.model.").replace("lora_A.", "")] += change
     save_file(tensors, folder / "model.safetensors")
+
+
+def test_only_items_that_a_tower_encodes_ask_for_it():
+    adapters: Any = Adapters.__new__(Adapters)
+    adapters.store, adapters._of_media = SimpleNamespace(find=lambda request: None), (own := object())
+    for kinds, lora, expected in (
+        ([EMBEDS], None, None),  # of prompt_embeds, which may stand for text
+        (["image"], None, own),
+        ([EMBEDS, "audio"], None, own),
+        (["image"], "named", None),  # the store sets it
+        (None, None, None),
+    ):
+        media = None if kinds is None else SimpleNamespace(items=[SimpleNamespace(modality=kind) for kind in kinds])
+        adapters.prepare(request := SimpleNamespace(lora=lora, media=media, adapter=None))
+        assert request.adapter is expected, kinds
 
 
 @pytest.mark.thorough("starts two engines; test_granite_speech.py has the same of sounds")
