@@ -7,7 +7,7 @@ memory holds about one weight at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -158,7 +158,7 @@ def load_group(
     ModelFileError for a tensor of a wrong shape or dtype. Whether the entire checkpoint fits the model (`check_source`)
     is not checked here.
     """
-    held = QuantizedSource(_of_model(model_abstract, source), params, model_abstract.build.scheme)
+    held = QuantizedSource(_of_model(model_abstract, source, params), params, model_abstract.build.scheme)
     for param in params:
         for tensor, expert in product(param.decl.sources, range(param.decl.num_experts or 1)):
             _check_shape(held, tensor_name(tensor, expert), param.source_shape(tensor))
@@ -174,13 +174,15 @@ def begin_assembly(param: DeclaredParam, mesh: Mesh | None, chunk_bytes: int) ->
     return Assembly(param, mesh, _memory(mesh), chunk_bytes)
 
 
-def add_tensors(model: CausalLM, param: DeclaredParam, assembly: Assembly, source: WeightSource) -> None:
-    """Copy those tensors of a weight that `source` has into its `assembly`. A tensor of the source may represent
-    several of the model's.
+def add_tensors(
+    model: CausalLM, params: Sequence[DeclaredParam], param: DeclaredParam, assembly: Assembly, source: WeightSource
+) -> None:
+    """Copy those tensors of the weight `param` that `source` has into its `assembly`. A tensor of the source may
+    represent several of the model's, all of which belong to the weights `params`.
 
     Raises ModelFileError for a tensor of a wrong shape or dtype.
     """
-    held = _of_model(model, source)
+    held = _of_model(model, source, params)
     names = {*held.names()}
     for tensor, expert in product(param.decl.sources, range(param.decl.num_experts or 1)):
         if (name := tensor_name(tensor, expert)) in names:
@@ -194,17 +196,19 @@ def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> 
         raise ModelFileError(source.path, f"shape must be {expected}, got {shape}", name)
 
 
-def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
-    """Return a view of a checkpoint under the model's names, with a tensor for each expert. Raises ModelFileError for
-    two tensors with one name, constants of another value, and joined rows, stacks of experts or adapters that do not
-    fit.
+def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredParam] | None = None) -> WeightSource:
+    """Return a view of a checkpoint under the model's names, with a tensor for each expert.
+
+    params: the weights that the tensors belong to; None for all of the model. Raises ModelFileError for two tensors
+    with one name, constants of another value, and joined rows, stacks of experts or adapters that do not fit.
     """
     if isinstance(source, MergedSource):
-        return source.added_to(_of_model(model, source.checkpoint))
+        return source.added_to(_of_model(model, source.checkpoint, params))
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
     if names.joined:
-        tensors = ((param, tensor) for param in declared_params(model) for tensor in param.decl.sources)
+        params = declared_params(model) if params is None else params
+        tensors = ((param, tensor) for param in params for tensor in param.decl.sources)
         source = JoinedRowsSource(source, names, {each.name: param.source_shape(each) for param, each in tensors})
     if (experts := model.config.experts) is None:
         return source

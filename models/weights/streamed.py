@@ -207,7 +207,7 @@ class _Stream:
                 continue
             if key not in group.begun:
                 group.begun[key] = begin_assembly(param, mesh, self._chunk_bytes)
-            add_tensors(model, param, group.begun[key], source)
+            add_tensors(model, [each for _, each in group.params], param, group.begun[key], source)
             if tensors.isdisjoint(group.missing):
                 self._loaded[index][param.path] = group.begun.pop(key).finish()
 

@@ -15,9 +15,11 @@ import pytest
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.quantization.registry import rounded
 from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights import load
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.streamed import load_streamed
@@ -133,6 +135,17 @@ def in_memory(tensors: dict[str, np.ndarray], layer: str, own: str, modules: tup
     for name in [name for name in made if ".q_conv1d." in name]:
         made[name.replace(".q_", ".")] = np.concatenate([made.pop(name.replace(".q_", f".{part}_")) for part in "qkv"])
     return made
+
+
+def test_the_model_is_not_searched_for_every_tensor(monkeypatch):
+    """Otherwise the time of an update would grow with the square of the number of layers."""
+    folder = checkpoint("kimi_linear")  # joins convolutions of queries, keys and values
+    model, tensors, calls = build_model(read_folder(folder), Build("float32")), stored(folder), []
+    monkeypatch.setattr(load, "declared_params", lambda each: calls.append(each) or declared_params(each))
+    for chunk_bytes in (None, 4096):
+        calls.clear()
+        load_streamed([(model, None)], tensors.items(), chunk_bytes=chunk_bytes)
+        assert 0 < len(calls) < 8 < len(tensors)
 
 
 def test_stages_share_one_stream():
