@@ -52,7 +52,8 @@ def select_keys(
     q: jax.Array, weights: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Schedule, *, count: int
 ) -> jax.Array:
     """Return the positions i32 [T, k] of the k = count keys of each token with the highest scores, -1 after the last,
-    computed in plain XLA. Arguments are those of attention.selected.select_keys, which has checked them.
+    computed in plain XLA. Arguments, and the order of positions, are those of attention.selected.select_keys, which has
+    checked them.
     """
     num_tokens, num_heads, _ = q.shape
     q = q.astype(_operand_dtype(q, kv))
