@@ -285,8 +285,8 @@ class Rope:
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Return the radians per position of each rotated pair, float64[rotary_dim / 2], divided as `scaling` says (None:
-    not at all). With longrope its long factors are used. Raises ModelConfigError if there is not one factor for each
-    pair.
+    not at all). With longrope its long factors are used; with "proportional" the pairs after the share `rotated` get 0.
+    Raises ModelConfigError if there is not one factor for each pair.
     """
     freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:

@@ -154,8 +154,10 @@ def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with the order of the joined projection's rows, and attention and MLP in sequence, or in parallel
-    after one norm or two. Raises ModelConfigError for combinations that no Falcon has.
+    """Return the form with the order of the joined projection's rows (`multi_query`), and attention and MLP in
+    sequence, or in parallel (`parallel_attn`) after one norm or two (`num_ln_in_parallel_attn`; default: 2 with
+    `new_decoder_architecture`, else 1). Raises ModelConfigError for the new architecture in sequence, and for two norms
+    without it.
     """
     new, beside = fields.boolean("new_decoder_architecture"), fields.boolean("parallel_attn")
     norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)

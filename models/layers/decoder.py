@@ -55,7 +55,7 @@ class Decoder(nnx.Module):
         """Create the modules of the stage `build.stage`; None means all layers.
 
         The first stage has the embedding and the towers. The last stage has the norm and, depending on `config`, the LM
-        head, or the label scores, Dense modules and token heads of a pooling model.
+        head (the embedding if they are tied), or the label scores, Dense modules and token heads of a pooling model.
         """
         self.config = config
         self.build = build = replace(build, stage=build.stage or Stage(0, config.num_layers))

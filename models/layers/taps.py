@@ -59,8 +59,10 @@ class Taps(Section):
         return copied
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Store the hidden states x [T, D] and the recorded outputs, router logits and experts among `notes` of the
-        current layer, as far as their taps are to be recorded.
+        """Store x [T, D], the input of the current layer if `notes` is None, else its output, and the outputs, router
+        logits and experts among its `notes`, as far as their taps are to be recorded.
+
+        count: not used; the current layer is that of the last call of `tapped`, at first 0.
         """
         if notes is None:
             self._keep(Tap(RESIDUAL, self._layer), x)

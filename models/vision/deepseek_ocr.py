@@ -84,8 +84,9 @@ class DeepseekOcr2TowerConfig(TowerConfig):
 
 
 def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and for a
-    unit whose three quarters are not whole rows.
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, for an
+    image_size that is not a multiple of 16 patches, and unless downsample_channels are two sizes of which the second is
+    the encoder's.
     """
     vision = fields.part("vision_config")
     sam = read_sam(vision, "sam_config", mlp_ratio=True)

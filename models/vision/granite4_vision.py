@@ -170,10 +170,9 @@ def _are_integers(value: Any, count: int) -> bool:
 
 def _read_queries(fields: ConfigFields, size: int, num_queries: int, window: int) -> QueryConfig:
     """Return the sizes of the Q-Formers from `qformer_config`, whose hidden size and heads follow from the tower's
-    `size`, whatever the file says. num_queries, window: number of queries, and of patches, of a window. Raises
-    ModelConfigError for wrong fields, and for a `size` that cannot be split into size
-
-    64 heads.
+    `size`, whatever the file says: size // 64 heads. num_queries, window: number of queries, and of patches, of a
+    window. Without `qformer_config` its fields are _LACKING and _ALONE; fields that it lacks are those of _LACKING.
+    Raises ModelConfigError for wrong fields, and for a `size` below 64 or that its heads do not divide.
     """
     given = fields.mapping("qformer_config")
     raw = ConfigFields({"qformer_config": _LACKING | _ALONE if given is None else given})

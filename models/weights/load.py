@@ -392,9 +392,8 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
 
 def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tuple[str, ...]:
     """Return beginnings of the names of the towers' tensors that are not read: tensors that the served towers leave
-    unused, the tower of sounds if no served one hears, and the tower of images if none is served.
-
-    towers: towers of the model as it is served.
+    unused, `names.sound_tower` if no served one hears, and `names.tower` if none is served that has these names: one of
+    images or, without `names.sound_tower`, of sounds. towers: of the model as it is served.
     """
     unread = [beginning for tower in towers for beginning in tower.unused]
     if not any(tower.hears for tower in towers):

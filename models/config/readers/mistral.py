@@ -97,8 +97,9 @@ def _length(fields: ConfigFields) -> int:
 
 
 def _kind(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class, the model type and the fields that only this class has. text: the fields of config.json so far.
-    Raises ModelConfigError for a combination that no class has.
+    """Return the class, the model type and the fields that only this class has: Mistral4 for latent attention
+    (`qk_nope_head_dim`), Mixtral for `moe`, Ministral3 for `llama_4_scaling`, Ministral for windows in some layers,
+    else Mistral. text: the fields of config.json so far. Raises ModelConfigError for a combination that no class has.
     """
     windows = _windows(fields, text["num_hidden_layers"], text["max_position_embeddings"])
     own = {window for window in windows if window is not None}

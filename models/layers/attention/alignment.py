@@ -54,7 +54,7 @@ class NotedSounds(Sounds):
         return copied
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Store the queries in `notes`, those of layer number count - 1."""
+        """Store the queries among `notes`, if any, as those of layer number count - 1. x: not used."""
         for _, queries in notes_of(notes, CrossQueries):
             self._queries[count - 1] = queries[...]
 

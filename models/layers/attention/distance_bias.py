@@ -69,7 +69,7 @@ class DistanceAttention(Attention):
         step: StepInputs,
     ) -> tuple[jax.Array, KVPages]:
         """Return ([T, N, Hv], `kv` unchanged) for queries q [T, N, H] of whole prompts and their keys and values `own`,
-        with the terms of `added` in the logits.
+        which must be given, with the terms of `added` in the logits. Nothing is read from pages.
         """
         assert own is not None
         schedule, cu_q_lens, num_seqs = step.schedule, pages.ragged.cu_q_lens, pages.ragged.num_seqs

@@ -468,7 +468,9 @@ class MixtureOfExperts(nnx.Module):
 def _bias(
     sources: Sequence[Source], axes: tuple[str | None, ...], dtype: Any, num_experts: int | None = None
 ) -> nnx.Param:
-    """Return a new parameter for the bias [out] of a product, or [num_experts, out] of a grouped product."""
+    """Return a new parameter for the bias [out] of a product or, unless num_experts is None, [num_experts, out] of a
+    grouped product. out is the sum of the sources' rows. axes: logical axis of each dimension, as in `ParamDecl`.
+    """
     tensors = tuple(part.tensor("bias") for part in sources)
     shape = (*([] if num_experts is None else [num_experts]), sum(part.rows for part in sources))
     # An expert's bias is looked up as a row for each of its tokens.

@@ -27,8 +27,9 @@ class AdapterTensors:
     def __init__(self, checkpoint: WeightSource, dtype: np.dtype, faults: Faults):
         """Sort the checkpoint's tensors by module, without reading them. dtype: that of the matrices that are returned.
 
-        An error for each tensor with another name is added to `faults`; if no other tensors are left, these are raised
-        as one ModelFileError.
+        An error for each tensor whose name does not end in one of ENDS, or is another's with or without PREFIX, is
+        added to `faults`. If no names are valid, the faults so far are raised as one ModelFileError; without any
+        tensor, one that says so.
         """
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype

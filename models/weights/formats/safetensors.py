@@ -192,8 +192,8 @@ class SafetensorsCheckpoint:
         return self._add(path, None if self._open_remote is None else partial(self._open_remote, name))
 
     def _add(self, path: Path, open_file: Callable[[], ByteFile] | None = None) -> _SafetensorsFile:
-        """Open a file, by `open_file` or on this machine, add its tensors, which replace others of the same names, and
-        return it.
+        """Open a file, by `open_file` or, if it is None, `path` on this machine; add its tensors, which replace others
+        of the same names, and return it.
 
         Raises ModelFileError for a file that is missing or invalid.
         """

@@ -98,6 +98,7 @@ def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | Non
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
     """Yield the blocks that the devices of this process need; each part is read once for all devices that share it.
+    Without a mesh, the device is None and needs all.
 
     Raises ValueError, which names the weight, for an axis that the mesh does not split evenly.
     """
