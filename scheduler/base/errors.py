@@ -17,7 +17,9 @@ class RequestError(ValueError):
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None):
-        """Create an error with a message for the caller, about the value of the field `param`."""
+        """Create an error with a message for the caller, about the value of the field `param`; None if it is about no
+        field.
+        """
         super().__init__(message)
         self.param = param
         self.value = value

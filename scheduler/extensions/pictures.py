@@ -294,8 +294,8 @@ class RankPictures(RankExtension):
         self.rows.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
-        """Return how many of the prompt's tokens the step can compute as far as images are concerned
-        (EncoderRows.reach).
+        """Return how many of the `count` tokens from `start` on the step can compute as far as images are concerned
+        (EncoderRows.reach). hits: not used.
         """
         return self.rows.reach(request.media, start, count)
 

@@ -45,7 +45,7 @@ class _RankStates(RankExtension):
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
         """Return how many of `count` tokens from `start` on lie before the next border, after which a state is to be
-        saved.
+        saved. hits: what the caches have of a request without a slot; None for a running one.
         """
         if hits is None:
             return self._snapshots.cut(request.slot, start, count)
