@@ -126,8 +126,8 @@ def compare(
     roles: tuple[PoolingParams, PoolingParams],
     encode: Callable[[list[str], list[PoolingParams]], Sequence[Any]],
 ) -> list[ScoringRequestOutput]:
-    """Return the score of each pair of texts, computed from their embeddings. Each different (role, text) is encoded
-    once.
+    """Return the score of each pair of texts, computed from their embeddings (`ScoringRequestOutput.of_pair`). Each
+    different (role, text) is encoded once.
 
     roles: result of `role_params`. encode: (texts, parameters of each) -> outputs in the same order.
     """

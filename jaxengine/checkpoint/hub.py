@@ -57,7 +57,7 @@ def _refusal(param: str, name: str, revision: str | None, error: Exception) -> C
     """Return the ConfigError for an error of the hub's client, with advice by its kind.
 
     The kinds are: gated, not found, no such revision, hub not reachable, and any other. param: option that names the
-    hub id.
+    hub id `name`. revision: as given, only shown.
     """
     from huggingface_hub import errors
 

@@ -33,7 +33,9 @@ def lark_of(text: str, tokenizer: llguidance.LLTokenizer) -> str:
 
 
 def _until(text: str, rules: list[str], tokenizer: llguidance.LLTokenizer) -> str:
-    """Return the term of any text up to and including `text`, for which a rule may be added."""
+    """Return the term of any text up to and including `text`. Unless `text` begins with a special token of the
+    tokenizer, appends a rule of its own to `rules`. Raises ValueError for such a token after other text.
+    """
     parts = _parts(text, tokenizer)
     if parts[0][1] is not None:
         return f"/(?s:.*)/ {_word(text, tokenizer)}"  # no text is a token
@@ -54,7 +56,9 @@ def _word(text: str, tokenizer: llguidance.LLTokenizer) -> str:
 
 
 def _parts(text: str, tokenizer: llguidance.LLTokenizer) -> list[tuple[str, int | None]]:
-    """Return the parts of a text, each with its id if it is a special or added token, else None."""
+    """Return the parts of a text, each with its id if it is a special or added token, else None. A text that is such a
+    token, or in which none is found, is a single part; parts without an id are never adjacent.
+    """
     found: list[tuple[str, int | None]] = []
     for part in (text, *_WORDS.split(text)):
         ids = tokenizer.tokenize_str(part) if part else []

@@ -107,7 +107,9 @@ def in_order(found: Sequence[Ranked]) -> list[Ranked]:
 
 
 def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compiled: CompiledNeeds | None) -> Ranked:
-    """Plan one split; a ConfigError of `plan_split` is returned as its error."""
+    """Plan one split, and unless the plan has an error, estimate its speed at `length` tokens. A ConfigError of
+    `plan_split` is returned as its error. compiled: see `plan_split`.
+    """
     try:
         plan = plan_split(model, chips, split, compiled)
     except ConfigError as error:

@@ -61,7 +61,9 @@ class DynamoEngine(_backend.LLMEngine):
     """
 
     def __init__(self, options: EngineArgs, mode: Any, served_model_name: str | None = None):
-        """Store the options; starts nothing. mode: a member of Dynamo's DisaggregationMode."""
+        """Store the options; starts nothing. mode: a member of Dynamo's DisaggregationMode. served_model_name: None for
+        the model's own.
+        """
         self._options, self._mode, self._name = options, mode, served_model_name
         self.engine: AsyncLLM | None = None
 

@@ -53,8 +53,8 @@ def operations(module: Module) -> dict[str, int]:
 
 
 def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tuple[str, int] | None:
-    """Return (element type, operations) of an instruction that is a matrix product; None for other instructions and
-    ragged products.
+    """Return (element type of the wider operand, operations) of an instruction that is a matrix product; None for other
+    instructions and ragged products. A multiplication with an addition is two operations.
 
     by_name: the instructions of its computation.
     """

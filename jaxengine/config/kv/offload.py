@@ -195,12 +195,16 @@ class KVOffloadOptions:
 
 
 def memory_option(transfer: KVTransferConfig | None) -> str:
-    """Return the name of the option that gives the host memory for pages. transfer: kv_transfer_config."""
+    """Return the name of the option that gives the host memory for pages: kv_offloading_size if `transfer`, the value
+    of kv_transfer_config, is None, else kv_transfer_config.
+    """
     return "kv_offloading_size" if transfer is None else _NAME
 
 
 def folder_option(transfer: KVTransferConfig | None) -> str:
-    """Return the name of the option or field that gives the folder for pages. transfer: kv_transfer_config."""
+    """Return the name of the option or field that gives the folder for pages: root_dir of kv_transfer_config if
+    `transfer`, its value, has one, else kv_offloading_path.
+    """
     is_field = transfer is not None and transfer.root_dir is not None
     return f"{_NAME}.secondary_tiers.root_dir" if is_field else "kv_offloading_path"
 

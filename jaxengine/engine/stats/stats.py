@@ -74,7 +74,7 @@ class Histogram:
         self.sum += float(values.sum())
 
     def metric(self, name: str, labels: Mapping[str, str] | None = None) -> metric_types.Histogram:
-        """Return the cumulative counts as a metric with this name and these labels."""
+        """Return the cumulative counts as a metric with this name and these labels, by default none."""
         totals = accumulate(self.counts.tolist())
         buckets = dict(zip((*(str(float(bound)) for bound in self.bounds), "+Inf"), totals, strict=True))
         return metric_types.Histogram(name, buckets, self.sum, buckets["+Inf"], labels or {})

@@ -109,8 +109,8 @@ def _from_base64(text: bytes) -> bytes:
 def _read_local(url: str, options: MediaOptions) -> bytes:
     """Return the content of the file that a file: address names.
 
-    Raises MediaError for an address with a host other than localhost, a query or a fragment, a path outside of
-    options.allowed_local_media_path (links followed), a file that cannot be read, and more than max_media_bytes.
+    Raises MediaError without options.allowed_local_media_path, for a path outside of it (links followed), an address
+    with a host other than localhost, a query or a fragment, a file that cannot be read, and more than max_media_bytes.
     """
     root = _local_root(options)
     parts = urllib.parse.urlsplit(url)

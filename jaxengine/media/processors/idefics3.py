@@ -124,8 +124,8 @@ class Idefics3Processor(UnitProcessor):
 
 
 def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Return (height, width) in pixels, scaled so that the longer side is `edge` and the other is even, or 1 if it
-    would be 0.
+    """Return (height, width) in pixels, scaled so that the longer side is `edge`; the other is cut to an integer and
+    then, if odd, made even by adding 1; 1 if it would be 0.
     """
     ratio = width / height
     if width >= height:

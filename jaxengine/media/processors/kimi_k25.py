@@ -262,7 +262,8 @@ class KimiK25Processor(KimiVLProcessor):
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return ((height, width) after scaling, (height, width) after padding) of an image, in pixels.
+        """Return ((height, width) after scaling, (height, width) after padding to multiples of `factor`) of an image,
+        in pixels.
 
         height, width: size of the image. limit: limit of patches, to about which it is scaled down if it has more. An
         image with a side that is too long is scaled down, not refused. Raises RequestError for an extreme aspect ratio.

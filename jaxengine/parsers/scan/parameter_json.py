@@ -24,7 +24,7 @@ class ParameterJson:
     """
 
     def __init__(self, out: Collector, schema: Schema | None, verbatim: bool):
-        """Store the names of the schema's parameters, and write the opening brace."""
+        """Store the names of the schema's parameters, none without a schema, and write the opening brace to `out`."""
         self._out = out
         self._schema = SchemaDocument(schema)
         rules = self._schema.applicable(self._schema.root)

@@ -153,7 +153,11 @@ def arguments_of(elements: list[Element], schema: Schema | None) -> str:
 
 
 def _value(element: Element, document: SchemaDocument, places: list[Place]) -> str:
-    """Return the value of an element as JSON. places: its schemas in `document`, all of which may apply."""
+    """Return the value of an element as JSON: of its text if it has no children, else an array of its children where
+    the schemas allow one, else an object. White space alone is [] or {} where the schemas allow these and no string.
+
+    places: its schemas in `document`, all of which may apply.
+    """
     rules = _rules(document, places)
     types = types_at(document, places)
     # A schema with items means an array, also if it names no type.

@@ -91,7 +91,8 @@ class _Sequence:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End the output: set its reasons and complete its text. If its tokens were not reported step by step, first
-        take all of them from the engine's request.
+        take all of them from the engine's request, except those of failed rows; a last one that is hidden (`_hides`)
+        adds no text.
         """
         self.finish_reason, self.stop_reason = reason.value, stop_reason
         if not self.request.per_step:

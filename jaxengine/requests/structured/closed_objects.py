@@ -91,7 +91,7 @@ def _num_rules(schema: dict[str, Any]) -> int:
 
 
 def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield (subschema, whether it alone applies to its value).
+    """Yield (subschema, whether it alone applies to its value). For keywords that are absent the subschema is None.
 
     alone: whether `schema` alone applies to its value; root: the whole schema, in which references are looked up.
     Raises _UnclearError for a reference that cannot be resolved.

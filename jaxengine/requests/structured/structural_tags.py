@@ -132,7 +132,9 @@ class _Writer:
         return [*self._plain(form, kind), *_word(end)]
 
     def _plain(self, form: Mapping[str, Any], kind: str) -> Pieces:
-        """Return the term of a format that ends by itself, of the kind `kind`."""
+        """Return the term of a format that ends by itself, of the kind `kind`. Raises RequestError for invalid
+        fields.
+        """
         if kind == "const_string":
             return _word(_text(form, "value"))
         if kind == "token":
@@ -152,7 +154,7 @@ class _Writer:
 
     def _content(self, form: Mapping[str, Any], after: str | None) -> Pieces:
         """Return the term of a tag's content and its end, which may be a list of alternatives, and of the text `after`
-        the tag (see `write`), which ends a content whose own end is "".
+        the tag (see `write`), which ends a content whose own end is "". Raises RequestError for invalid fields.
         """
         ends = form["end"] if isinstance(form["end"], list) else [form["end"]]
         terms = []
@@ -193,7 +195,10 @@ class _Writer:
         return found
 
     def _triggered(self, form: Mapping[str, Any], end: str) -> Pieces:
-        """Return the term of text in which a tag follows each of its triggers, up to the text `end`."""
+        """Return the term of text in which a tag follows each of its triggers, up to the text `end`; with
+        at_least_one a tag comes first, and with stop_after_first one tag ends it. Raises RequestError for invalid
+        fields, and for a tag that begins with none of the triggers.
+        """
         triggers = [_text({"triggers": each}, "triggers") for each in _listed(form, "triggers")]
         whole, after = [], []
         for tag in map(_checked, _tags(form)):

@@ -269,7 +269,8 @@ def plan_memory(
     """Return the memory plan of one device, with the size of its KV pool.
 
     The pool has the size that the config fixes (num_gpu_blocks_override, kv_cache_memory_bytes). Otherwise it has as
-    many pages as fit into the share gpu_memory_utilization of the device, but no more than requests can use.
+    many pages as fit into the share gpu_memory_utilization of the device, but no more than twice those that all slots
+    can fill: the rest is prefix cache. With `default_seq_tokens`, or if requests end at once, less is enough.
 
     Args:
       total, weights, page_bytes, limit: see StageSizes.

@@ -30,8 +30,8 @@ class Verdicts:
     """
 
     def __init__(self, directory: str | None, environment: Sequence[str]):
-        """Open the folder of executables; ExecutableFiles' ConfigError is raised. environment: facts on which verdicts
-        depend, the first a digest of sources.
+        """Open the folder of executables. directory, and the ConfigError that is raised: see `ExecutableFiles`.
+        environment: facts on which verdicts depend, the first a digest of sources.
         """
         self._files = ExecutableFiles(directory)
         self._about = list(environment[1:7])  # the rest is long, or lists flags

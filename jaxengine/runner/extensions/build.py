@@ -59,7 +59,9 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def _of_options(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the DeviceExtensions that depend on options alone, not on the model."""
+    """Yield the DeviceExtensions that depend on options alone, not on the model; those for sampling only in a stage
+    that samples.
+    """
     config = shape.config
     if config.enable_trace_replay and shape.samples:
         from jaxengine.runner.extensions.trace import TraceExtension

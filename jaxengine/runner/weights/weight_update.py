@@ -362,7 +362,7 @@ def _of_head(
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     """Return a list with one dict: a draft head's new arrays by leaf index. Other tensors are ignored. donate: delete
-    jax arrays once all are read. Raises WeightUpdateError or ModelFileError for tensors that do not fit.
+    jax arrays once all are read. Raises WeightUpdateError or ModelFileError for tensors that are unfit or not finite.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
@@ -400,8 +400,8 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Read tensors and put them on the devices one by one, and return each stage's new arrays by leaf index. strict,
-    donate, chunk_bytes: see `read_weights`. Raises ModelFileError or WeightUpdateError for tensors that do not fit.
+    """Read tensors onto the devices one by one, and return each stage's new arrays by leaf index. Arguments: see
+    `read_weights`. Raises ModelFileError or WeightUpdateError for tensors that do not fit or are not finite.
     """
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:

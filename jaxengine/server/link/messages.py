@@ -388,7 +388,7 @@ def _token_update(
     """Return an Update with the tokens of one API process; number, received and load are left to the sender.
 
     tags: i64[n]; the message has their lower 32 bits, the handles. token_ids: i32[n]. scored: indices of the rows with
-    scores. vectors: [n, size], sent as f32.
+    scores; not sent if scores is None. vectors: [n, size], sent as f32; None for none.
     """
     update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:

@@ -199,7 +199,10 @@ def _images(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _format(content: Mapping[str, Any], version: int, special: Sequence[str], path: Path) -> MistralFormat:
-    """Return the chat format of a tekken.json. Raises ModelFileError for invalid values of reasoning_effort."""
+    """Return the chat format of a tekken.json. It thinks from version 13 on, if `special` has the tokens of thoughts,
+    and has efforts, the default first, from version 15 on. Raises ModelFileError for invalid values of
+    reasoning_effort.
+    """
     thinks = version >= 13 and {"[THINK]", "[/THINK]"} <= {*special}
     builder = content.get("model_settings_builder")
     effort = builder.get("reasoning_effort") if isinstance(builder, dict) else None

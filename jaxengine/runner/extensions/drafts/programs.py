@@ -189,7 +189,7 @@ class HeadPrograms(DraftPrograms):
         return self._drafting(bucket, make_head_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
-        """Return the program that runs the head over a step's tokens (`make_follow`)."""
+        """Return the program that runs the head over a step's tokens (`make_follow`); never None."""
         forwarded = self.target.forwarded(bucket)
         step = forwarded.rows, forwarded.sections[NAME]
         return self._program(f"head's {bucket}", make_follow(self._spec(bucket)), bucket, weights, kept, step)

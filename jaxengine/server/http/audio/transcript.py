@@ -61,7 +61,9 @@ class Transcript:
         head = {"id": self._name, "object": kind, "created": int(time.time()), "model": model}
 
         def said(piece: str, finish_reason: str | None = None) -> dict[str, Any]:
-            """Return the fields of an event with a piece of text."""
+            """Return the fields of an event with a piece of text, and with the usage so far if the request wants it.
+            finish_reason: None until the last event.
+            """
             counts = {"usage": self._counts()} if self.body.stream_continuous_usage_stats else {}
             choice = {"delta": {"content": piece}, "finish_reason": finish_reason, "stop_reason": None}
             return {**head, "type": "transcript.text.delta", "delta": piece, "choices": [choice], **counts}

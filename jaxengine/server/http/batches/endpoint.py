@@ -143,8 +143,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def list_batches(
         request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> dict[str, Any]:
-        """List the client's batches, the newest first: at most `limit`, those that follow the one with id `after`.
-        Raises RequestError for an unknown `after`.
+        """List the client's batches, the newest first: at most `limit`, those that follow the one with id `after`, or
+        the first for None. Raises RequestError for an unknown `after`.
         """
         return await asyncio.to_thread(lambda: page(store.batches(request.state.owner), after, limit))
 

@@ -79,8 +79,9 @@ class ChatRenderer:
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Return the text of a conversation, rendered on a thread, and its token ids.
 
-        messages: messages of `body`, with their media collected. Raises RequestError, also for a text that cannot fit
-        into max_model_len, and OverloadedError.
+        The ids have special tokens only with body.add_special_tokens. messages: messages of `body`, with their media
+        collected. Raises RequestError, also for a message (before it is rendered) or text that cannot fit into
+        max_model_len, and OverloadedError.
         """
         # Checked before the template copies them.
         self._encoder.verify_length(max(map(_num_chars, messages), default=0), "messages")

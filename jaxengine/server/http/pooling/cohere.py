@@ -87,9 +87,9 @@ async def _prompts(body: CohereEmbedRequest, server: PoolingServer) -> tuple[lis
 
 
 async def _ended(prompts: list[list[int]], most: int | None, server: PoolingServer) -> list[list[int]]:
-    """Return the prompts of texts, those of `most` tokens with the special tokens that end a prompt as their last ones.
-    A prompt that was cut may have lost them, and a decoder's embedding is that of its last token. Raises
-    OverloadedError.
+    """Return the prompts of texts, those of `most` tokens with the special tokens that end a prompt as their last ones,
+    in place of other tokens; with None all unchanged. A prompt that was cut may have lost them, and a decoder's
+    embedding is that of its last token. Raises OverloadedError.
     """
     bare, some = await server.encode(["", "a"], PoolingParams(prompt_name=""))
     num_same = next((at for at in range(len(bare)) if bare[-1 - at] != some[-1 - at]), len(bare))

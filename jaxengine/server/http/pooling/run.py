@@ -176,9 +176,9 @@ class PoolingServer:
         return [found[index] for index in range(len(wanted))]
 
     def _cut(self, token_ids: list[int], body: PoolingBody, param: str) -> list[int]:
-        """Return a prompt's token ids truncated to truncate_prompt_tokens (-1: max_model_len) of the request; unchanged
-        without that field. Raises RequestError for a number above max_model_len and, with the field `param`, if no
-        tokens or more than max_model_len are left.
+        """Return a prompt's token ids truncated to truncate_prompt_tokens (-1: max_model_len) of the request, on its
+        truncation_side; unchanged without the former. Raises RequestError for a number above max_model_len and, with
+        the field `param`, if there are then no tokens or more than max_model_len.
         """
         keep, longest = body.truncate_prompt_tokens, self.engine.inputs.config.max_model_len
         if keep is not None and keep > longest:
