@@ -201,8 +201,8 @@ def _settled(model: Any, **options: Any) -> str:
 
 
 def _command(row: str) -> str:
-    """Parse a command line without running it, and return the engine and server options that differ from the defaults;
-    "works" if none do.
+    """Parse a command line without running it, and return the engine options (except the model) and server options that
+    differ from the defaults; "works" if none do. Errors of the parser and of the options are passed on.
     """
     parser = build_parser()
     args = parser.parse_args(with_config_file(shlex.split(row)[1:], parser))

@@ -42,7 +42,9 @@ def _matrix(kind: str, inputs: int, outputs: int, rng: np.random.Generator) -> t
 
 
 def _product(kind: str, native: bool, x: jax.Array, matrix: tuple[jax.Array, ...]) -> jax.Array:
-    """Return x times the matrix, by machine code if `native`, else by plain XLA."""
+    """Return x times the matrix, by machine code if `native`, else by plain XLA. kind: "bfloat16" for (values,), with x
+    rounded to bfloat16; another for (codes, scales) or (codes, scales, zeros) and a float32 result.
+    """
     if kind == "bfloat16":
         return (dense if native else dense_cpu).matmul(x.astype(jnp.bfloat16), matrix[0], contract=0)
     codes, scales, *zeros = matrix

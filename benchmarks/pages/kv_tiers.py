@@ -41,7 +41,9 @@ def pages_of(args: Namespace) -> int:
 
 
 def talk(llm: LLM, args: Namespace) -> dict[str, Any]:
-    """Run all turns of the conversations; return "texts" (token ids of each), "computed", "needed" and "seconds"."""
+    """Run all turns of the conversations; return "texts" (token ids of each), "computed" (prompt tokens that the engine
+    computed), "needed" (those that it had to compute even if it had kept all pages) and "seconds".
+    """
     rng = np.random.default_rng(0)
     texts: list[list[int]] = [[] for _ in range(args.conversations)]
     params = SamplingParams(temperature=0, max_tokens=args.answered, ignore_eos=True, detokenize=False)
