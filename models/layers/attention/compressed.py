@@ -186,8 +186,8 @@ class Compressor(nnx.Module):
         self.norm = RMSNorm(width, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, values: jax.Array, gates: jax.Array, seen: jax.Array) -> jax.Array:
-        """Return keys f32[B, H] of B blocks: norms of averages of their tokens' `values` [B, span, columns], weighted in
-        each column by the softmax of `gates` plus bias. Tokens that are not `seen`, bool[B, span], are left out.
+        """Return keys f32[B, H] of B blocks: norms of averages of their tokens' `values` [B, span, columns], weighted
+        in each column by the softmax of `gates` plus bias. Tokens that are not `seen`, bool[B, span], are left out.
         """
         gates, values, bias = gates.astype(jnp.float32), values.astype(jnp.float32), self.bias[...]
         if self.overlapping:  # the first columns are for the block after a token's own
