@@ -292,7 +292,7 @@ class Rank:
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
         """Return the slots that decode in this step, i64 [n] ascending, after allocating a page of every group for each
-        slot that needs one.
+        slot that needs one: all that can, or with micro-batches a share of them (`_next_share`).
 
         If there are too few pages, requests are preempted, the last in order first. num_in_flight: number of steps
         whose tokens are not known yet.
