@@ -170,7 +170,8 @@ class HunYuanVLMerger(nnx.Module):
     def __call__(self, x: jax.Array, marks: jax.Array) -> jax.Array:
         """Return the embeddings [P / merge, D of the model] of patches x [P, D of the tower], square by square.
 
-        marks: i32[P / merge]; NEWLINE, BEGIN or END for squares that become these learned embeddings.
+        marks: i32[P / merge]; BEGIN or END for squares that become these learned embeddings, NEWLINE for one before the
+        last product. The last norm is applied to all.
         """
         squares = self.first_norm(x).reshape(-1, self.merge, x.shape[1]).swapaxes(1, 2)
         y = self.joining(squares.reshape(len(squares), -1))
