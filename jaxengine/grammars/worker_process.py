@@ -173,7 +173,9 @@ class Matchers:
     """
 
     def __init__(self, start: Start):
-        """Read the tokenizer of `start`. Raises llguidance's error for a tokenizer that cannot be used."""
+        """Read the tokenizer of `start`, with all of its tokens if these are more than vocab_size. Raises llguidance's
+        error for a tokenizer that cannot be used.
+        """
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 start.tokenizer, n_vocab=start.vocab_size, eos_token=start.eos_token_ids

@@ -319,8 +319,8 @@ class _Timed:
         return left
 
     def recv_into(self, *args: Any, **options: Any) -> int:
-        """Receive into a buffer within the deadline; return the number of bytes. Raises TimeoutError after the
-        deadline.
+        """Receive into a buffer; return the number of bytes. Raises TimeoutError after the deadline, or once the rate
+        is below the minimum (`left`).
         """
         self.settimeout(self.left())  # pyright: ignore[reportAttributeAccessIssue]
         count = super().recv_into(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]

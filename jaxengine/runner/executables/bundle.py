@@ -62,7 +62,8 @@ class Bundle:
         """Open a folder, and read and verify its manifest.
 
         key_file: file of the key that it must be signed with; None to trust the folder by its owner (ShippedFiles).
-        Raises ConfigError for a folder that is not a bundle, is damaged, has another format, or is not trusted.
+        cache_dir: only stored. Raises ConfigError for a folder that is not a bundle, is damaged, has another format, or
+        is not trusted.
         """
         self.path, self.cache_dir = path, cache_dir
         key = None if key_file is None else read_key("bundle_key_file", key_file)
@@ -199,8 +200,8 @@ class NewBundle:
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
         """Create the folder, or delete the manifest and programs of an earlier bundle in it.
 
-        key_file: file of the key to sign with; None to leave the bundle unsigned. Raises ConfigError for a folder that
-        cannot be written, or has files and is not a bundle.
+        key_file: file of the key to sign with; None to leave the bundle unsigned. cache_dir: only stored. Raises
+        ConfigError for a folder that cannot be written, or has files and is not a bundle.
         """
         self.path, self.cache_dir = named_path("out", path), cache_dir
         self._key = None if key_file is None else read_key("bundle_key_file", key_file)

@@ -32,7 +32,8 @@ class _Message:
     """Message request in progress: call `prepare`, then `whole` for one response or `stream` for a stream."""
 
     def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
-        """Create the run of the message; nothing runs yet.
+        """Create the run of the message; nothing runs yet. A budget that the body asks for limits its reasoning if the
+        server can do that.
 
         name: id of the message and of its engine request. model: model name in the response. options: scheduling
         options. Raises RequestError with Anthropic's field names.
