@@ -75,7 +75,9 @@ class Traffic:
 
 
 def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[dict[str, Any], Any]:
-    """Measure an engine with these tiers; return its row and the tokens of its streams.
+    """Measure an engine with these tiers; return its row and the tokens of its streams: the medians over rounds of the
+    gaps' p50, p99 and maximum in milliseconds, the MB that tiers stored and gave back, and "kept", whether nothing was
+    compiled and all tokens are equal.
 
     expected: tokens of another engine's streams that must be equal for "kept"; None to compare rounds with each other.
     """

@@ -47,8 +47,9 @@ def lengths(trace: str, generator: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def measure(trace: str, case: str) -> Row:
-    """Run a trace to its end in a scheduler without a model; return its row. trace: "long" or "chat". case: key of
-    CASES.
+    """Run a trace to its end in a scheduler without a model; return its row: the tokens that were computed, how many
+    they would be without preemption and prefix cache ("ideal"), their ratio, and the number of preemptions. trace:
+    "long" or "chat". case: key of CASES.
     """
     generator = np.random.default_rng(7)
     caching, prompt_logprobs, windows = CASES[case]
