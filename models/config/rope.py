@@ -309,7 +309,8 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
 
 def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Return frequencies f64[n] scaled as in Llama 3.1: kept for pairs with at least high_freq_factor rotations in the
-    original context, divided by `factor` for those with at most low_freq_factor, and blended linearly between.
+    original context, divided by `factor` for those with at most low_freq_factor, and blended linearly between. If both
+    are equal, the pairs with exactly so many rotations are kept.
     """
     turns = scaling.original_max_position_embeddings * freqs / (2 * np.pi)  # full turns over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -320,7 +321,8 @@ def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp: kept up to the pair with beta_fast rotations in the
-    original context, divided by `factor` from the pair with beta_slow rotations on, and blended linearly between.
+    original context, divided by `factor` from the pair with beta_slow rotations on, and blended linearly between. The
+    borders are fractions of pairs, or with `truncate` the whole pairs around them, and lie within the head.
     """
 
     def dimension_with(turns: float) -> float:
