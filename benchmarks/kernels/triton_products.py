@@ -44,7 +44,8 @@ _SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
 
 
 def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> dict[str, Any]:
-    """Compile one product for a target and return its figures.
+    """Compile one product for a target and return its figures: "launches", "bytes moved / needed", and of the kernel
+    "registers", "spilled bytes" and "KiB of shared memory".
 
     form, matrix: keys of FORMS and MATRICES. rows: of the left operand. plain: as plain XLA, whose figures have no
     registers, spills and shared memory.
