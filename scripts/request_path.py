@@ -33,7 +33,8 @@ class Paths(NamedTuple):
 
 
 def trace(**options: Any) -> Paths:
-    """Run a request of twelve tokens alone, and return the files and calls that it went through.
+    """Run a request of twelve tokens alone, after another one, and return the files that it went through and the calls
+    of a step in the middle of it.
 
     options: of the engine, added to options for a few small step shapes.
     """
