@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.state.recurrence_xla import ChunkRuns, recurrence
+from jaxengine.pallas_kernels.state.recurrence_xla import ChunkRuns, recurrence, sums_after, sums_between
 from jaxengine.pallas_kernels.state.rows import StateRows
 
 BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
@@ -70,51 +70,48 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
     """
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 0), _heads(k, v, 0)
-    until = jnp.cumsum(decay, axis=1).reshape(*v.shape[:2], -1)  # [N, C, H], or [N, C, 1] for one decay of all H
-    size = until.shape[1]
+    decay = decay.reshape(*v.shape[:2], -1)  # [N, C, H], or [N, C, 1] for one decay of all H
+    size = decay.shape[1]
     causal = jnp.tril(jnp.ones((size, size), bool))
     causal = causal if runs is None else causal & runs.same
-    of_keys, of_queries = (_products(part, k, until, causal) for part in (k, q))
+    of_keys, of_queries = (_products(part, k, decay, causal) for part in (k, q))
     system = beta[:, :, None] * of_keys * ~jnp.eye(size, dtype=bool)
-    faded = jnp.exp(until)
+    faded = jnp.exp(jnp.cumsum(decay, axis=1))
     faded = faded if runs is None else faded * runs.goes_on[:, None]
     wanted = beta[:, :, None] * (v - jnp.einsum("nik,nkv->niv", k * faded, m))
     change = solve_unit_lower(system, wanted)
     out = jnp.einsum("nik,nkv->niv", q * faded, m) + jnp.einsum("nij,njv->niv", of_queries, change)
-    rest = jnp.exp(until[:, -1:] - until)
+    rest = jnp.exp(sums_after(decay, axis=1))
     rest = rest if runs is None else rest * runs.same[-1, :, None]
     return out, m * faded[:, -1][:, :, None] + jnp.einsum("nik,niv->nkv", k * rest, change)
 
 
-def _products(x: jax.Array, k: jax.Array, until: jax.Array, causal: jax.Array) -> jax.Array:
+def _products(x: jax.Array, k: jax.Array, decay: jax.Array, causal: jax.Array) -> jax.Array:
     """Return f32 [N, C, C], the products of x [N, C, H] and earlier tokens' k [N, C, H], in which each element is
     multiplied by its decay between the two tokens; 0 where `causal` bool [C, C] is False, as it is for all later
     tokens.
 
-    until: f32 [N, C, 1 or H], logarithm of the decay from before the chunk until after each token. With H decays, C is
-    a multiple of BLOCK.
+    decay: f32 [N, C, 1 or H], logarithm of each token's decay. With H decays, C is a multiple of BLOCK.
     """
-    if until.shape[2] == 1:
-        between = until - jnp.swapaxes(until, 1, 2)
+    if decay.shape[2] == 1:
+        between = sums_between(decay[..., 0])
         return jnp.einsum("nik,njk->nij", x, k) * jnp.exp(jnp.where(causal, between, -jnp.inf))
     # Each element has its own decay. Written as a product of one factor per token, the factors would overflow. So pairs
-    # within BLOCK tokens are computed one by one; for earlier tokens the factors are relative to the block's first.
+    # within BLOCK tokens are computed one by one; for earlier tokens the factors are relative to the block's start.
     num_heads, size = x.shape[:2]
     blocks = (num_heads, size // BLOCK, BLOCK, -1)
-    own_x, own_k, own = (part.reshape(blocks) for part in (x, k, until))
+    own_x, own_k, own = (part.reshape(blocks) for part in (x, k, decay))
     within = causal.reshape(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
     within = jnp.moveaxis(jnp.diagonal(within, axis1=0, axis2=2), 2, 0)[:, :, :, None]  # [blocks, BLOCK, BLOCK, 1]
-    between = jnp.exp(jnp.where(within, own[:, :, :, None] - own[:, :, None], -jnp.inf))
+    between = jnp.exp(jnp.where(within, jax.vmap(sums_between)(own), -jnp.inf))
     near = jnp.einsum("nbih,nbjh,nbijh->nbij", own_x, own_k, between)
+    since, rest = jnp.exp(jnp.cumsum(own, axis=2)), sums_after(own, axis=2)
+    skipped = sums_between(jnp.sum(own, axis=2))  # [N, blocks, blocks, H]: of the blocks after j, up to i
     rows = []
     for block in range(size // BLOCK):
         first = block * BLOCK
-        start = until[:, first : first + 1]
-        before = jnp.einsum(
-            "nih,njh->nij",
-            own_x[:, block] * jnp.exp(own[:, block] - start),
-            k[:, :first] * jnp.exp(start - until[:, :first]),
-        )
+        faded = jnp.exp(rest[:, :block] + skipped[:, block - 1, :block, None]).reshape(k[:, :first].shape)
+        before = jnp.einsum("nih,njh->nij", own_x[:, block] * since[:, block], k[:, :first] * faded)
         after = jnp.zeros((num_heads, BLOCK, size - first - BLOCK), x.dtype)
         rows.append(jnp.concatenate([before, near[:, block], after], axis=2))
     return jnp.concatenate(rows, axis=1) * causal

@@ -37,6 +37,24 @@ class ChunkRuns(NamedTuple):
     goes_on: jax.Array
 
 
+def sums_between(decay: jax.Array) -> jax.Array:
+    """Return the logarithm of the decay between any two of C tokens, f32 [n, C, C, ...], of f32 [n, C, ...], that of
+    each token: entry [:, i, j] is the sum of the tokens after j up to i, and 0 unless j is before i.
+
+    Each is a sum by itself. A difference of two sums from the first token would lose digits: the more, the more the
+    tokens before have decayed, other sequences' included.
+    """
+    later = jnp.tril(jnp.ones((decay.shape[1],) * 2, bool), -1).reshape(*decay.shape[1:2] * 2, *(1,) * (decay.ndim - 2))
+    return jnp.cumsum(jnp.where(later, decay[:, :, None], 0.0), axis=1)
+
+
+def sums_after(decay: jax.Array, axis: int) -> jax.Array:
+    """Return for each token, along `axis`, the sum of `decay` over the tokens after it; 0 for the last."""
+    later = lax.slice_in_dim(decay, 1, None, axis=axis)
+    widths = [(0, int(each == axis)) for each in range(decay.ndim)]
+    return lax.cumsum(jnp.pad(later, widths), axis=axis, reverse=True)
+
+
 def recurrence(
     tokens: Tokens, shape: tuple[int, ...], state: jax.Array, rows: StateRows, *, single: Rule, chunk: Rule
 ) -> tuple[jax.Array, jax.Array]:

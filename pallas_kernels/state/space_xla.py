@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.state.recurrence_xla import ChunkRuns, recurrence
+from jaxengine.pallas_kernels.state.recurrence_xla import ChunkRuns, recurrence, sums_between
 from jaxengine.pallas_kernels.state.rows import StateRows
 
 
@@ -64,8 +64,7 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
     x, b, c, decay, dt = tokens
     (num_heads, size, _), num_groups = x.shape, b.shape[0]
     causal = jnp.tril(jnp.ones((size, size), bool))
-    # Decay between any two tokens, summed up by itself: a difference of sums from the first would lose digits.
-    between = jnp.cumsum(jnp.where(jnp.tril(causal, -1), decay[:, :, None], 0.0), axis=1)
+    between = sums_between(decay)
     causal = causal if runs is None else causal & runs.same
     # share[i, j]: the part of token j's contribution that has not decayed at token i.
     share = jnp.exp(jnp.where(causal, between, -jnp.inf))

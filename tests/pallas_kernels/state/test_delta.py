@@ -25,8 +25,10 @@ def inputs(
     alike: bool = False,
     by_element: bool = False,
 ):
-    """alike: all keys of a head are equal, nothing decays and everything is overwritten. by_element: each element of a
-    key decays by itself, one of them not at all, another as good as completely."""
+    """One head forgets as good as everything at every third token.
+
+    alike: all keys of a head are equal, nothing decays and everything is overwritten. by_element: each element of a key
+    decays by itself, one of them not at all, another as good as completely."""
     rng, count = np.random.default_rng(1), batch.num_tokens
     q, k = rng.standard_normal((2, count, k_heads, key))
     if alike:
@@ -34,6 +36,7 @@ def inputs(
     q, k = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in (q, k))
     v, decay, beta = (rng.standard_normal((count, heads, *more)) for more in ((value,), (), ()))
     decay, beta = (0.0 * decay, np.ones_like(beta)) if alike else (-np.abs(decay), 1 / (1 + np.exp(-beta)))
+    decay[::3, 2] = 0.0 if alike else -90.0
     if by_element:
         decay = decay[..., None] * np.abs(rng.standard_normal((count, heads, key)))
         decay[..., 1], decay[..., 2] = 0.0, -90.0
