@@ -55,10 +55,10 @@ class JaxTransport(TcpTransport):
         """Offer the blocks u8[n] that are not None for `patience` seconds, and return the frames of the answer that
         tells a reader how to get them: one for each block, empty for None, and one for the offer.
         """
+        # Random, because whoever knows the number can pull the pages.
         number, own = secrets.randbits(63), [block for block in blocks if block is not None]
         if own:
-            # A local time, for jaxlib ignores a datetime's zone. The number is not used again, and is no secret of the
-            # pages: it is what a reader must know to get them.
+            # A local time, because jaxlib ignores a datetime's zone.
             until = datetime.datetime.now() + datetime.timedelta(seconds=self.patience)
             self._server.await_pull(number, jax.device_put(own, self._device), timeout=until)
         about = [b"" if block is None else _PAGE.pack(len(block), _digest(block)) for block in blocks]
