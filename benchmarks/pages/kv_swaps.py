@@ -125,14 +125,16 @@ class _Pair:
         """Run a block's requests on both engines; return how many got different tokens."""
         max_tokens = 3 + block % 4 * 7
         if self._kind == "pictures":
-            prompts: list[Any] = seen_of(block, count, self.tiers.core.inputs.media.processor.placeholder("image"))
+            processor: Any = self.tiers.core.inputs.media.processor
+            prompts: list[Any] = seen_of(block, count, processor.placeholder("image"))
         else:
             prompts = [{"prompt_token_ids": each} for each in prompts_of(block, count)]
         loras = [self._adapters[index % len(self._adapters)] for index in range(count)]
         params = [params_of(index, max_tokens) for index in range(count)]
-        given = {"lora_request": loras} if len(self._adapters) > 1 else {}
-        plain = self.plain.generate(prompts, params, use_tqdm=False, **given)
-        names = [each and each.lora_name for each in loras] if given else ()
+        has_adapters = len(self._adapters) > 1
+        given = loras if has_adapters else None
+        plain = self.plain.generate(prompts, params, use_tqdm=False, lora_request=given)
+        names = [each and each.lora_name for each in loras] if has_adapters else ()
         found = self._poisoned.run(prompts, _AT_ONCE, max_tokens, names)
         return sum(list(each.outputs[0].token_ids) != own for each, own in zip(plain, found, strict=True))
 
