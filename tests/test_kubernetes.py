@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -106,6 +108,48 @@ CUSTOM = {
         ),
     ),
 }
+CUSTOM |= {
+    "InferencePool": custom(
+        "inference.networking.k8s.io/v1",
+        closed(
+            "selector targetPorts endpointPickerRef",
+            selector=closed("matchLabels", matchLabels=TEXTS),
+            targetPorts={"items": closed("number", number={"type": "integer"}), "minItems": 1},
+            endpointPickerRef=closed(
+                "name port",
+                name={"type": "string"},
+                port=closed("number", number={"type": "integer"}),
+                failureMode={"enum": ["FailOpen", "FailClose"]},
+            ),
+        ),
+    ),
+    "HTTPRoute": custom(
+        "gateway.networking.k8s.io/v1",
+        closed(
+            "parentRefs rules",
+            parentRefs={"items": closed("name", name={"type": "string"})},
+            rules={
+                "items": closed(
+                    "backendRefs",
+                    matches={"items": closed("path", path=closed("type value", type={}, value={"pattern": "^/"}))},
+                    backendRefs={"items": closed("group kind name", group={}, kind={}, name={})},
+                    timeouts=closed("", request={"type": "string"}),
+                )
+            },
+        ),
+    ),
+}
+PROMETHEUS = "prometheus-operator/prometheus-operator/v0.93.0/example/prometheus-operator-crd/monitoring.coreos.com"
+# The operators' own definitions of these objects, by the names of their files, with the releases that were read last.
+CRDS = {
+    "lws": "kubernetes-sigs/lws/v0.10.0/config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml",
+    "keda": "kedacore/keda/v2.20.2/config/crd/bases/keda.sh_scaledobjects.yaml",
+    "pods": f"{PROMETHEUS}_podmonitors.yaml",
+    "rules": f"{PROMETHEUS}_prometheusrules.yaml",
+    "pools": "kubernetes-sigs/gateway-api-inference-extension/v1.6.0/config/crd/bases/"
+    "inference.networking.k8s.io_inferencepools.yaml",
+    "routes": "kubernetes-sigs/gateway-api/v1.6.1/config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",
+}
 # What LeaderWorkerSet sets in each pod.
 POD_VARIABLES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
 
@@ -166,7 +210,7 @@ def test_the_manifests_of_one_host_fit_each_other(objects):
     """Kubernetes and the operators take them, and what they ask of metrics there is."""
     found = {
         each["kind"]: each
-        for name in ("one-host", "keda", "monitoring")
+        for name in ("one-host", "keda", "monitoring", "gateway")
         for each in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
     }
     for kind, each in found.items():
@@ -190,6 +234,15 @@ def test_the_manifests_of_one_host_fit_each_other(objects):
     assert {labels["app"], leader["metadata"]["labels"]["app"]} == set(expression["values"])
     (endpoint,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
     assert endpoint["port"] in {port["name"] for port in engine["ports"]}
+    # The pool's pods are the Deployment's, at its port, and serve the pickers' metrics at another without a key.
+    pool, (backend,) = found["InferencePool"], found["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
+    group = pool["apiVersion"].split("/")[0]
+    assert backend == {"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}
+    assert pool["spec"]["selector"]["matchLabels"] == labels
+    ports = {port["name"]: port["containerPort"] for port in engine["ports"]}
+    assert pool["spec"]["targetPorts"] == [{"number": ports["http"]}]
+    assert f"--port={ports['http']}" in engine["args"] and f"--metrics-port={ports['metrics']}" in engine["args"]
+    assert f"--model-server-metrics-port={ports['metrics']}" in (FOLDER / "gateway.yaml").read_text()
     rules = [rule for group in found["PrometheusRule"]["spec"]["groups"] for rule in group["rules"]]
     queries = [rule["expr"] for rule in rules] + [found["ScaledObject"]["spec"]["triggers"][0]["metadata"]["query"]]
     for query in queries:
@@ -197,6 +250,46 @@ def test_the_manifests_of_one_host_fit_each_other(objects):
         assert asked and {re.sub("_(total|bucket|sum|count)$", "", name) for name in asked} <= HELP.keys(), query
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
     assert len({rule["alert"] for rule in rules}) == len(rules) and all(rule["annotations"] for rule in rules)
+
+
+def strict(schema: Any) -> Any:
+    """A definition's schema in which an object has the properties that it lists and no others."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items() if key != "description"}
+    if schema.get("x-kubernetes-int-or-string"):
+        found["type"] = ["integer", "string"]
+    if "properties" in schema and schema.get("type") == "object":
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+@pytest.mark.thorough("downloads the operators' definitions; the schemas above are the parts of them that we use")
+def test_the_operators_definitions_take_the_objects():
+    schemas = {}
+    for name, path in CRDS.items():
+        kept = Path(__file__).parents[1] / ".cache" / "crds" / f"{name}.yaml"
+        if not kept.exists():
+            try:
+                text = urllib.request.urlopen(f"https://raw.githubusercontent.com/{path}", timeout=30).read()
+            except OSError as error:
+                pytest.skip(f"GitHub cannot be reached: {error}")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(text)
+        about = yaml.load(kept.read_text(), yaml.CSafeLoader)["spec"]
+        for version in about["versions"]:
+            schema = strict(version["schema"]["openAPIV3Schema"])
+            schema["properties"]["metadata"] = {"type": "object"}
+            schemas[f"{about['group']}/{version['name']}", about["names"]["kind"]] = schema
+    checked = set()
+    for path in FOLDER.glob("*.yaml"):
+        for each in yaml.safe_load_all(path.read_text()):
+            if (key := (each.get("apiVersion"), each.get("kind"))) in schemas:
+                jsonschema.Draft7Validator(schemas[key]).validate(each)
+                checked.add(key[1])
+    assert checked == {*CUSTOM, "LeaderWorkerSet"}
 
 
 def test_compiled_steps_outlive_the_pods(objects):

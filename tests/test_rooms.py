@@ -50,6 +50,7 @@ APART = {
         "jaxengine.runner.extensions.build",
         "jaxengine.runner.extensions.settle",
     ),
+    "check.model:roofline": ("jaxengine.check.model.roofline",),
     "models:registry": ("jaxengine.models.registry", "jaxengine.models.model_classes"),
     "pallas_kernels:base": (
         "jaxengine.pallas_kernels.cards",
@@ -245,6 +246,10 @@ ROOMS = {
         "models.weights scheduler.base config.features checkpoint runner.base runner.extensions.drafts runner"
     ),
     "cluster": ("scheduler.batches jaxengine:base config.base config runner runner.start runner.weights"),
+    "check.model:roofline": (
+        "models.params models.config models models.layers.attention models.layers.experts sampling "
+        "scheduler.batches runner.extensions"
+    ),
     "engine.stats": "scheduler.base scheduler.batches scheduler",
     "engine": "scheduler.base scheduler.batches scheduler runner.programs runner engine.stats",
     "engine.extensions.offload": (
@@ -257,7 +262,7 @@ ROOMS = {
         "models.config scheduler.base scheduler.batches scheduler.pages scheduler scheduler.extensions grammars "
         "config.base config.features config.kv drafts records tiers runner.extensions.adapters "
         "runner.extensions.sounds runner runner.weights engine.stats engine engine.extensions.offload "
-        "engine.extensions.pooling engine.extensions.weights"
+        "engine.extensions.pooling engine.extensions.weights check.model:roofline"
     ),
     "engine:loop": "scheduler.base scheduler runner runner.start engine.stats engine engine.extensions",
     "requests.structured": "scheduler.base jaxengine:base",
@@ -284,8 +289,9 @@ ROOMS = {
     "check.model": (
         "sharding models.params models.config models.config.readers models models.layers.base "
         "models.layers.attention models.layers.experts models.layers models:registry models.weights.adapters "
-        "scheduler.batches sampling config.base config.features config.inputs config checkpoint runner.extensions "
-        "runner.extensions.pictures runner.extensions.drafts runner.extensions:build runner.start check.compiled"
+        "scheduler.batches config.base config.features config.inputs config checkpoint "
+        "runner.extensions.pictures runner.extensions.drafts runner.extensions:build runner.start check.compiled "
+        "check.model:roofline"
     ),
     "check": (
         "sharding models.config models.quantization.base models jaxengine:base config.base config runner.base "
@@ -294,7 +300,8 @@ ROOMS = {
     "plan": (
         "sharding models.params models.config models models:registry models.weights scheduler.batches "
         "scheduler.pages jaxengine:base sampling config.base config checkpoint runner.base runner.executables "
-        "runner.programs runner.extensions.pictures runner.extensions:build runner runner.start check.model check"
+        "runner.programs runner.extensions.pictures runner.extensions:build runner runner.start "
+        "check.model:roofline check.model check"
     ),
     "api": (
         "models.config models.quantization.base scheduler.base config.execution config.features config runner "
@@ -325,8 +332,8 @@ ROOMS = {
     ),
     "simulate": (
         "models scheduler.base scheduler.batches scheduler.pages scheduler jaxengine:base config.base "
-        "config.execution config records runner engine.stats engine engine:loop requests.params check.model plan "
-        "api server.base"
+        "config.execution config records runner engine.stats engine engine:loop requests.params "
+        "check.model:roofline plan api server.base"
     ),
     "replay": (
         "models scheduler.base scheduler.batches jaxengine:base config.base config checkpoint records runner.base "

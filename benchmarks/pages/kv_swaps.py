@@ -3,33 +3,48 @@
 Requests begin with one of 48 documents, which take six times the pages of the pool. Four run at once, too many for the
 pool if their outputs are long: pages leave for host memory and come back, and requests are preempted by swap. Free
 pages are filled with NaN, and so are allocated ones until they are written, and the states of slots without a request.
-A row is a kind of page: `different` requests had other tokens than the engine without tiers computed; `hits` are prompt
-tokens that came back. Each block of requests is written to the file of `--save`, and a run that was cut goes on after
-the last one.
+A row is a kind of page, of use, or of parallelism: `different` requests had other tokens than the engine without tiers
+computed; `hits` are prompt tokens that came back. Each block of requests is written to the file of `--save`, and a run
+that was cut goes on after the last one.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks.engines import engine_options
-from benchmarks.harness import Option, shared
+from benchmarks.harness import Option, OptionError, shared
 from benchmarks.recorder import Recorder
-from jaxengine import LLM
+from jaxengine import LLM, LoRARequest
+from tests.fixtures import picture_checkpoints
+from tests.fixtures.adapters import write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.offload_cases import Poisoned, params_of
 from tests.jaxengine.engine.test_states import poison as poison_states
 
+_LLAMA, _PICTURES = {"num_gpu_blocks_override": 52}, "qwen3_vl_vision"
+# Model and options of an engine that runs a kind of page or of use, or is spread over devices.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("llama", {"num_gpu_blocks_override": 52}),
+    "full": ("llama", _LLAMA),
     "window": ("gemma2", {"num_gpu_blocks_override": 60}),
-    "latent": ("deepseek_v2", {"num_gpu_blocks_override": 52}),
-    "state": ("qwen3_next", {"num_gpu_blocks_override": 52, "num_state_snapshots": 8}),
+    "latent": ("deepseek_v2", _LLAMA),
+    "state": ("qwen3_next", _LLAMA | {"num_state_snapshots": 8}),
+    "codes": ("llama", _LLAMA | {"kv_cache_dtype": "int8"}),
+    "drafts": ("llama", _LLAMA | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "adapters": ("llama", _LLAMA | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "pictures": (_PICTURES, {"num_gpu_blocks_override": 72, "max_model_len": 96, "skip_tokenizer_init": False}),
+    "tp 2": ("llama", _LLAMA | {"tensor_parallel_size": 2}),
+    "dp 2": ("llama", _LLAMA | {"data_parallel_size": 2}),
+    "pp 2": ("llama", _LLAMA | {"pipeline_parallel_size": 2}),
 }
+_OVER_DEVICES = ("tp 2", "dp 2", "pp 2")
 OPTIONS = {
     "requests": Option(5000, "requests of each kind"),
     "block": Option(250, "requests between two writings of the file"),
@@ -54,14 +69,32 @@ def prompts_of(block: int, count: int) -> list[list[int]]:
     return prompts
 
 
+def seen_of(block: int, count: int, write: str) -> list[dict[str, Any]]:
+    """Return `count` prompts of a block, each with one of 48 pictures, the text of `prompts_of` for the block after it.
+
+    write: text of a picture's place in a prompt.
+    """
+    prompts = []
+    for ids in prompts_of(block, count):
+        text = "".join(chr(32 + number % 90) for number in ids)
+        picture = picture_checkpoints.picture(ids[0], 32, 16)
+        prompts.append({"prompt": f"{write}{text}", "multi_modal_data": {"image": [picture]}})
+    return prompts
+
+
 class _Pair:
     """An engine with tiers whose free pages are NaN, and one without tiers. kind: key of KINDS."""
 
-    def __init__(self, kind: str):
-        """Start both engines. For pages of states, the states of free slots become NaN before every step."""
+    def __init__(self, kind: str, folder: Path):
+        """Start both engines. For pages of states, the states of free slots become NaN before every step.
+
+        folder: empty, for files that the kind needs.
+        """
         model, own = KINDS[kind]
+        self._kind = kind
+        path = picture_checkpoints.whole_checkpoint(model, folder) if model == _PICTURES else checkpoint(model)
         common = engine_options(
-            model=str(checkpoint(model)),
+            model=str(path),
             skip_tokenizer_init=True,
             dtype="float32",
             max_model_len=64,
@@ -72,6 +105,12 @@ class _Pair:
         plain: dict[str, Any] = common | own | {"num_gpu_blocks_override": 400}
         tiers: dict[str, Any] = common | own | {"kv_offloading_size": 0.05, "preemption_mode": "swap"}
         self.plain, self.tiers = LLM(**plain), LLM(**tiers)
+        self._adapters: list[LoRARequest | None] = [None]
+        if kind == "adapters":
+            made = {f"adapter {seed}": write_adapter(folder / str(seed), path, seed=seed) for seed in (1, 2)}
+            self._adapters += [LoRARequest(name, at, str(made[name])) for at, name in enumerate(made, 1)]
+            for each in self._adapters:  # which loads them
+                self.tiers.generate([{"prompt_token_ids": [5]}], params_of(0, 1), use_tqdm=False, lora_request=each)
         self._poisoned = Poisoned(self.tiers)
         if kind == "state":
             step = self.tiers.core.step
@@ -84,10 +123,19 @@ class _Pair:
 
     def different(self, block: int, count: int) -> int:
         """Run a block's requests on both engines; return how many got different tokens."""
-        prompts, max_tokens = prompts_of(block, count), 3 + block % 4 * 7
+        max_tokens = 3 + block % 4 * 7
+        if self._kind == "pictures":
+            processor: Any = self.tiers.core.inputs.media.processor
+            prompts: list[Any] = seen_of(block, count, processor.placeholder("image"))
+        else:
+            prompts = [{"prompt_token_ids": each} for each in prompts_of(block, count)]
+        loras = [self._adapters[index % len(self._adapters)] for index in range(count)]
         params = [params_of(index, max_tokens) for index in range(count)]
-        plain = self.plain.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
-        found = self._poisoned.run(prompts, _AT_ONCE, max_tokens)
+        has_adapters = len(self._adapters) > 1
+        given = loras if has_adapters else None
+        plain = self.plain.generate(prompts, params, use_tqdm=False, lora_request=given)
+        names = [each and each.lora_name for each in loras] if has_adapters else ()
+        found = self._poisoned.run(prompts, _AT_ONCE, max_tokens, names)
         return sum(list(each.outputs[0].token_ids) != own for each, own in zip(plain, found, strict=True))
 
     def counts(self) -> dict[str, int]:
@@ -106,22 +154,28 @@ def run(args: Namespace, recorder: Recorder) -> None:
     """Compare each kind of page in blocks of requests; after each block update the kind's row with the totals."""
     if args.tiny:
         args.requests, args.block, args.kinds = 40, 20, ("full",)
+    if any(kind in _OVER_DEVICES for kind in args.kinds):
+        try:
+            jax.config.update("jax_num_cpu_devices", 2)
+        except RuntimeError:  # devices are in use, as in a test of this program
+            raise OptionError(f"--kinds {' '.join(_OVER_DEVICES)} need a process of their own") from None
     recorder.resume()
     for kind in args.kinds:
         row: dict[str, Any] | None = next((each for each in recorder.rows if each["kind"] == kind), None)
         row = row or {"kind": kind, "requests": 0, "different": 0, "hits": 0, "swapped": 0, "compilations": 0}
         if row["requests"] >= args.requests:
             continue
-        pair = _Pair(kind)
-        while row["requests"] < args.requests:
-            before, start = pair.counts(), time.monotonic()
-            count = min(args.block, args.requests - row["requests"])
-            different = pair.different(row["requests"] // args.block, count)
-            new = {name: value - before[name] for name, value in pair.counts().items()}
-            seconds = time.monotonic() - start
-            new |= {"requests": count, "different": different, "seconds": seconds}
-            row = {"kind": kind} | {name: round(row.get(name, 0) + value, 1) for name, value in new.items()}
-            row["kept"] = not row["different"] and not row["compilations"] and row["hits"] > 0 < row["swapped"]
-            recorder.add(row, ("kind",))
-        pair.plain.shutdown()
-        pair.tiers.shutdown()
+        with tempfile.TemporaryDirectory() as folder:
+            pair = _Pair(kind, Path(folder))
+            while row["requests"] < args.requests:
+                before, start = pair.counts(), time.monotonic()
+                count = min(args.block, args.requests - row["requests"])
+                different = pair.different(row["requests"] // args.block, count)
+                new = {name: value - before[name] for name, value in pair.counts().items()}
+                seconds = time.monotonic() - start
+                new |= {"requests": count, "different": different, "seconds": seconds}
+                row = {"kind": kind} | {name: round(row.get(name, 0) + value, 1) for name, value in new.items()}
+                row["kept"] = not row["different"] and not row["compilations"] and row["hits"] > 0 < row["swapped"]
+                recorder.add(row, ("kind",))
+            pair.plain.shutdown()
+            pair.tiers.shutdown()

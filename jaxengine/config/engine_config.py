@@ -207,6 +207,7 @@ class EngineConfig(
         /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python). If there are several hosts,
         only the first is profiled.
       disable_log_stats: log no periodic statistics, and show no progress bars at start-up.
+      enable_mfu_metrics: count the operations and bytes of steps (vllm:estimated_...). See docs/serving.md.
     """
 
     model: str | None = None
@@ -273,6 +274,7 @@ class EngineConfig(
     sleep_idle_seconds: float | None = None
     profiler_config: ProfilerConfig | None = None
     disable_log_stats: bool = False
+    enable_mfu_metrics: bool = False
 
     def __post_init__(self):
         """Convert each field to the form in which it is stored, then check all options. Raises ConfigError, which names

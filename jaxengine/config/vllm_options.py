@@ -106,7 +106,7 @@ _SWITCHES = """
     enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
-    enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
+    enable_mamba_shared_prefix_checkpoint enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend
     enable_shm_tensor_arena enable_tower_connector_lora
     fully_sharded_loras interleave_mm_strings kv_sharing_fast_prefill

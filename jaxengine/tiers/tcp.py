@@ -86,8 +86,7 @@ class TcpTransport(Transport):
         self._socket.curve_server = True
         self._socket.set(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         try:
-            own = sockets.getaddrinfo(listen[0].strip("[]"), listen[1], type=sockets.SOCK_STREAM)[0][4]
-            self._socket.bind(_address(str(own[0]), listen[1]))
+            self._socket.bind(_address(address_of(listen[0]), listen[1]))
         except (zmq.ZMQError, OSError, UnicodeError) as error:  # the last: a part of the name is too long
             self.shutdown()
             raise OSError(f"{listen[0]}:{listen[1]}: {error}") from None
@@ -151,11 +150,28 @@ class TcpTransport(Transport):
         poller.register(socket, zmq.POLLIN)
         poller.register(socket.get_monitor_socket(), zmq.POLLIN)  # that of `connect`
         if socket not in dict(poller.poll(int(self.patience * 1500))):
-            now, known = time.monotonic(), dict(self._resting)  # a copy: several readers may be here at once
-            rests = {address: until for address, until in known.items() if until > now}
-            self._resting = {**rests, (source.host, source.port): now + _REST_SECONDS}
+            self.rest(source)
             raise ConnectionError(f"{source.host}:{source.port} does not answer, or has another key")
         return socket.recv_multipart(copy=False)
+
+    def rest(self, source: Source) -> None:
+        """Record that a source has failed, so that `connect` refuses it for _REST_SECONDS. Thread-safe."""
+        now, known = time.monotonic(), dict(self._resting)  # a copy: several readers may be here at once
+        rests = {address: until for address, until in known.items() if until > now}
+        self._resting = {**rests, (source.host, source.port): now + _REST_SECONDS}
+
+    def frames(self, blocks: Sequence[np.ndarray | None]) -> list[Any]:
+        """Return the frames of an answer: the content of each block u8[n], empty for None. Runs on the transport's
+        thread.
+        """
+        return [b"" if block is None else block.data for block in blocks]
+
+    def blocks(self, keys: Sequence[bytes], frames: Sequence[zmq.Frame], source: Source) -> dict[bytes, np.ndarray]:
+        """Return the blocks in an answer of `source`, by key: read-only views u8[n] of its frames. Keys whose frame is
+        empty or missing are left out.
+        """
+        found = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
+        return {key: block for key, block in zip(keys, found, strict=False) if len(block)}
 
     def _answer_all(self) -> None:
         """Answer readers until the transport is closing. Runs on the transport's thread. A request is answered once
@@ -171,9 +187,8 @@ class TcpTransport(Transport):
             due = [each for each in waiting if now > each.until or not any(map(self._is_announced, each.keys))]
             waiting = [each for each in waiting if each not in due]
             for each in due:
-                found = [self._pages.get(key) for key in each.keys]
-                blocks: list[Any] = [b"" if block is None else block.data for block in found]
-                self._socket.send_multipart([each.reader, *blocks], copy=False)
+                frames = self.frames([self._pages.get(key) for key in each.keys])
+                self._socket.send_multipart([each.reader, *frames], copy=False)
 
     def _read(self, frames: Sequence[bytes]) -> _Waiting | None:
         """Return the request in a message of a reader; None if no answer is needed. A released lease is recorded, and
@@ -207,9 +222,9 @@ class _TcpReader(Reader):
         self._socket: zmq.Socket[bytes] | None = None
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key: read-only views
-        u8[n] of the message. Connects in the first call. Raises ConnectionError if the source does not answer in time,
-        failed to answer recently, or has an unusable address.
+        """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key. Connects in the
+        first call. Raises ConnectionError if the source does not answer in time, failed to answer recently, or has an
+        unusable address.
         """
         try:
             if self._socket is None:
@@ -217,8 +232,7 @@ class _TcpReader(Reader):
             frames = self._transport.ask(self._socket, self._source, keys)
         except zmq.ZMQError as error:  # such as a host without an address
             raise ConnectionError(f"{self._source.host}:{self._source.port}: {error}") from None
-        blocks = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
-        return {key: block for key, block in zip(keys, blocks, strict=False) if len(block)}
+        return self._transport.blocks(keys, frames, self._source)
 
     def close(self) -> None:
         """Release the source's lease and close the connection. Does nothing if `read` has not connected."""
@@ -258,6 +272,13 @@ def _socket(context: zmq.Context[Any], kind: int, keys: tuple[bytes, bytes], hos
     socket.curve_publickey, socket.curve_secretkey = keys
     socket.set(zmq.IPV6, ":" in host)
     return socket
+
+
+def address_of(host: str) -> str:
+    """Return the first IP address of a host, which may be a name or an IPv6 address with or without brackets. Raises
+    OSError if it has none, UnicodeError if a part of the name is too long.
+    """
+    return str(sockets.getaddrinfo(host.strip("[]"), None, type=sockets.SOCK_STREAM)[0][4][0])
 
 
 def _address(host: str, port: int) -> str:

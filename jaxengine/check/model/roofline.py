@@ -167,6 +167,15 @@ def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype:
     return Work(bucket.num_tokens * attention.num_kv_heads * token, 0)
 
 
+def written_bytes(attention: LayerAttention, kv_dtype: str) -> float:
+    """Return the bytes that one token's keys and values take in a layer's cache of dtype `kv_dtype`: its share of a
+    block's entries in a layer with compressed keys.
+    """
+    if (compressed := attention.compressed) is not None:
+        return sum(compressed.widths) * jnp.dtype(kv_dtype).itemsize / (compressed.rate or 1)
+    return attention.num_kv_heads * _cached_bytes(attention, kv_dtype)
+
+
 def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
     """Return the bytes of a key and value in a cache of dtype `kv_dtype`, per token and KV head of a layer."""
     spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)

@@ -47,8 +47,8 @@ GROUPS: dict[str, str] = {
     "SpeculativeConfig": "speculative_config",
     "StructuredOutputsConfig": "structured_outputs_config",
     "ObservabilityConfig": """
-        disable_log_stats kernel_proof record_steps record_steps_limit record_steps_bytes record_steps_detail
-        record_trace
+        disable_log_stats enable_mfu_metrics kernel_proof record_steps record_steps_limit record_steps_bytes
+        record_steps_detail record_trace
     """,
 }
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z]+)\.([^=]+)(?:=(.*))?", re.DOTALL)

@@ -19,7 +19,7 @@ _FREE = """
     allowed_media_domains allowed_local_media_path media_loading_thread_count media_io_kwargs media_fetch_timeout
     max_media_bytes max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type
     mm_shm_cache_max_object_size_mb kv_offloading_path kv_offloading_disk_size max_cpu_loras
-    kv_cache_metrics kv_cache_metrics_sample
+    kv_cache_metrics kv_cache_metrics_sample enable_mfu_metrics
 """
 
 

@@ -32,7 +32,7 @@ _LEFT_OUT = """
     long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
     nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
     speculative_config stream_interval sleep_idle_seconds fit profiler_config disable_log_stats record_steps
-    kv_events_config kv_cache_metrics kv_cache_metrics_sample
+    kv_events_config kv_cache_metrics kv_cache_metrics_sample enable_mfu_metrics
     record_steps_limit record_steps_bytes record_trace default_seq_tokens steering_vectors allowed_media_domains
     allowed_local_media_path media_loading_thread_count media_io_kwargs media_fetch_timeout media_proxy
     max_media_bytes max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type

@@ -13,7 +13,7 @@ from jaxengine.config.base.errors import ConfigError
 
 PRODUCER, CONSUMER, BOTH = ROLES = ("kv_producer", "kv_consumer", "kv_both")
 RECOMPUTE, FAIL = POLICIES = ("recompute", "fail")
-TCP, FOLDER = TRANSPORTS = ("tcp", "folder")
+TCP, JAX, FOLDER = TRANSPORTS = ("tcp", "jax", "folder")
 _NAME = "kv_transfer_config"
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _ENGINE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -44,7 +44,7 @@ class KVHandover:
       kv_load_failure_policy: whether a request whose pages do not arrive is recomputed or fails: one of POLICIES.
       transport: how pages are sent, one of TRANSPORTS.
       kv_ip, kv_port: where a producer listens, also the address that its answers give to consumers; port 0 for any free
-        one. Only with "tcp".
+        one. With "jax" a consumer listens at kv_ip, too, at any free port. Not used with "folder".
       shared_storage_path: folder that all engines share. Only with "folder".
       kv_lease_duration: seconds for which a producer keeps pages for a consumer.
       engine_id: name of this engine.

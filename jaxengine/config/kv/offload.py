@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError, json_object
 from jaxengine.config.base.files import writable_folder
-from jaxengine.config.kv.kv_transfer import AT_TOP, IN_EXTRA, TCP, KVHandover, read_handover
+from jaxengine.config.kv.kv_transfer import AT_TOP, FOLDER, IN_EXTRA, KVHandover, read_handover
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
@@ -211,8 +211,8 @@ def folder_option(transfer: KVTransferConfig | None) -> str:
 
 def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str | None) -> None:
     """Raise ConfigError for values that are not allowed, alone or together: sizes out of range, options given next to
-    kv_transfer_config, a folder or "swap" without host memory, a disk size without a folder, a handover over TCP
-    without a key file, and several processes.
+    kv_transfer_config, a folder or "swap" without host memory, a disk size without a folder, a handover by
+    network without a key file, and several processes.
 
     nnodes: processes of the engine. cluster_key_file: the engine's option.
     """
@@ -225,8 +225,8 @@ def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str 
     transfer = options.kv_transfer_config
     if transfer is not None:
         handover = transfer.handover
-        if handover is not None and handover.transport == TCP and cluster_key_file is None:
-            problem = f"{_NAME} sends pages over TCP, encrypted by a key that all engines share"
+        if handover is not None and handover.transport != FOLDER and cluster_key_file is None:
+            problem = f"{_NAME} connects engines by a key that all of them share"
             raise ConfigError.because("cluster_key_file", problem, "give cluster_key_file, or transport 'folder'")
         for name in ("kv_offloading_size", "kv_offloading_path"):
             if getattr(options, name) is not None:

@@ -85,6 +85,7 @@ class Extensions:
             "sessions": "offload" in runner.extensions,
             "kv_events": runner.config.publishes_kv_events,
             "page_ages": runner.config.kv_cache_metrics,
+            "step_work": runner.config.enable_mfu_metrics,
             "kv_transfer": runner.config.hands_over_kv,
             "recording": "recording" in runner.extensions,
             "arrivals": runner.config.record_trace is not None,
@@ -413,6 +414,13 @@ def _page_ages(_: Extensions) -> LoopExtension:
     return PageAges()
 
 
+def _step_work(extensions: Extensions) -> LoopExtension:
+    """Make the extension that counts the operations and bytes of steps."""
+    from jaxengine.engine.extensions.step_work import StepWork
+
+    return StepWork(extensions._runner)
+
+
 def _sessions(extensions: Extensions) -> LoopExtension:
     """Make the extension for sessions, whose pages are kept in host memory, after requiring the offload extension that
     it uses.
@@ -456,6 +464,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "sessions": _sessions,
     "sounds": Extensions._sounds,
     "steering": _steering,
+    "step_work": _step_work,
     "structured": Extensions._structured,
     "token_pooling": _token_pooling,
     "trace": _trace,

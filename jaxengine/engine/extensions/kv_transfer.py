@@ -20,7 +20,7 @@ import numpy as np
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.files import named_path
 from jaxengine.config.base.key_file import read_key
-from jaxengine.config.kv.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
+from jaxengine.config.kv.kv_transfer import CONSUMER, FAIL, FOLDER, JAX, PRODUCER, KVHandover
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.extensions.offload.due_copies import DueCopies, KeptKeys, found_columns, is_here
 from jaxengine.engine.extensions.offload.offload import Offload
@@ -311,8 +311,8 @@ class KVTransfer(LoopExtension):
 
 
 def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) -> Transport:
-    """Open the transport that the options name, and return it: a folder named by the pages' identity, or TCP, which
-    listens if the engine offers pages. Raises ConfigError if it cannot be opened.
+    """Open the transport that the options name, and return it: a folder named by the pages' identity, or one by
+    network, which listens if the engine offers pages. Raises ConfigError if it cannot be opened.
     """
     if options.transport == FOLDER:
         assert options.shared_storage_path is not None
@@ -324,11 +324,16 @@ def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) 
         except OSError as error:
             problem = f"{name} {options.shared_storage_path!r} cannot be used: {error}"
             raise ConfigError.because(name, problem, "name another folder") from None
-    from jaxengine.tiers.tcp import TcpTransport  # it needs pyzmq
-
-    listen, key_file = (options.kv_ip, options.kv_port) if options.produces else None, runner.config.cluster_key_file
+    key_file, port = runner.config.cluster_key_file, options.kv_port if options.produces else None
     assert key_file is not None
+    key = read_key("cluster_key_file", key_file)
     try:
-        return TcpTransport(read_key("cluster_key_file", key_file), offload.identity, listen)
+        if options.transport == JAX:
+            from jaxengine.tiers.jax_transfer import JaxTransport
+
+            return JaxTransport(key, offload.identity, options.kv_ip, port)
+        from jaxengine.tiers.tcp import TcpTransport  # it needs pyzmq
+
+        return TcpTransport(key, offload.identity, None if port is None else (options.kv_ip, port))
     except OSError as error:
         raise ConfigError.because("kv_transfer_config.kv_ip", str(error), "name an address of this host") from None

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.requests.params.options import RequestOptions
 from jaxengine.scheduler.pages.groups import PageTables
 
 # Bits that are NaN in a pool of this dtype, or as large as a code can be.
@@ -77,14 +79,21 @@ class Poisoned:
         for _, _, found in tables.deltas[before:]:
             self._taken[index] += found.tolist()
 
-    def run(self, prompts: list[list[int]], at_once: int = 1, max_tokens: int = 9) -> list[list[int]]:
-        """Tokens of each prompt, some requests at once."""
+    def run(
+        self, prompts: Sequence[Any], at_once: int = 1, max_tokens: int = 9, loras: Sequence[str | None] = ()
+    ) -> list[list[int]]:
+        """Tokens of each prompt, some requests at once. prompts: token ids, or what an engine takes otherwise. loras:
+        of each prompt the name of an adapter that is loaded; none without any.
+        """
         outputs: dict[int, list[int]] = {}
         core = self.llm.core
         for first in range(0, len(prompts), at_once):
             for index in range(first, min(first + at_once, len(prompts))):
-                prompt, params = {"prompt_token_ids": prompts[index]}, params_of(index, max_tokens)
-                core.add(core.inputs.prepare(prompt, params, request_id=str(index)))
+                prompt = prompts[index]
+                prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+                options = RequestOptions(lora=loras[index]) if loras else None
+                params = params_of(index, max_tokens)
+                core.add(core.inputs.prepare(prompt, params, request_id=str(index), options=options))
             while core.has_unfinished:
                 output: Any
                 for output in core.step():

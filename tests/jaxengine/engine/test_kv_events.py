@@ -21,7 +21,7 @@ from tests.conftest import TINY_OPTIONS
 from tests.tables import each_row
 
 
-# vLLM's structs, of its field names and options since its events are maps.
+# The structs of vLLM 0.33.0: field names, defaults and options, since its events are maps.
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     pass
 
@@ -38,12 +38,18 @@ class BlockStored(KVCacheEvent):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(KVCacheEvent):
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
@@ -156,7 +162,14 @@ def test_an_extension_that_cannot_be_made_shuts_down_those_before_it(monkeypatch
     monkeypatch.setattr(build.Hooks, "update", lambda hooks, active: None)
     monkeypatch.setattr(build, "_MAKERS", {"offload": lambda _: made, "sessions": lambda _: made, "kv_events": fail})
     options = {"sleep_idle_seconds": None, "publishes_kv_events": True}
-    absent = ("speculative_config", "enable_lora", "kv_cache_metrics", "hands_over_kv", "record_trace")
+    absent = (
+        "speculative_config",
+        "enable_lora",
+        "kv_cache_metrics",
+        "hands_over_kv",
+        "record_trace",
+        "enable_mfu_metrics",
+    )
     runner: Any = SimpleNamespace(config=SimpleNamespace(**options, **dict.fromkeys(absent)), extensions={"offload": 0})
     with pytest.raises(ConfigError, match="another address"):
         build.Extensions(runner)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import tempfile
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,12 +230,15 @@ def test_every_kind_of_page(executables_dir, tmp_path, kind):
 
 
 @pytest.mark.thorough("a process of its own")
-@pytest.mark.parametrize("transport", ["tcp", "folder"])
-def test_two_processes(tiny_options, tmp_path, plain_tokens, transport):
-    options = tiny_options | POOL
-    producer = Producer(options | connector("kv_producer", transport, tmp_path))
+@pytest.mark.parametrize("transport", ["tcp", "jax", "folder", "shared memory"])
+def test_two_processes(request, tiny_options, tmp_path, plain_tokens, transport):
+    options, folder = tiny_options | POOL, tmp_path
+    if transport == "shared memory":
+        folder, transport = Path(tempfile.mkdtemp(dir="/dev/shm")), "folder"
+        request.addfinalizer(lambda: shutil.rmtree(folder))
+    producer = Producer(options | connector("kv_producer", transport, folder))
     try:
-        with LLM(**options | connector("kv_consumer", transport, tmp_path)) as llm:
+        with LLM(**options | connector("kv_consumer", transport, folder)) as llm:
             Poisoned(llm)
             params = [producer.prefill(each) for each in prompts_of(3)]
             outputs = decode(llm, prompts_of(3), params)
@@ -242,7 +248,7 @@ def test_two_processes(tiny_options, tmp_path, plain_tokens, transport):
             outputs = decode(llm, prompts_of(3), params)
             assert tokens(outputs) == plain_tokens and llm.core.runner.compiles.count == 0
             # What was written is still there.
-            assert {each.num_cached_tokens for each in outputs} == ({0} if transport == "tcp" else {NUM_CACHED})
+            assert {each.num_cached_tokens for each in outputs} == ({NUM_CACHED} if transport == "folder" else {0})
     finally:
         producer.kill()
 

@@ -175,6 +175,28 @@ def test_the_files_used_least_recently_make_room(make):
     assert [key(number) in other for number in range(5)] == [True, False, False, True, True]
 
 
+def test_clocks_that_disagree(make, tmp_path):
+    """Files and folders of the year 1970 and of the next century, as of a host whose clock is wrong, are found, read,
+    and removed for others in the order of their times; what is not there yet is found once it is written.
+    """
+    first = make(3500)
+    write(first, range(3))
+    for number, seconds in enumerate((0, 5e9, 4e9)):
+        path = next(path for path in first.folder.rglob(key(number).hex()))
+        for each in (path, path.parent, first.folder):
+            os.utime(each, (seconds, seconds))
+    second = make(3500)
+    write(second, [3])
+    assert [key(number) in second for number in range(4)] == [False, True, True, True]
+    assert files_in(tmp_path) <= 3500
+    first._scan()
+    assert [key(number) in first for number in range(4)] == [False, True, True, True]
+    for number in (1, 2, 3):
+        np.testing.assert_array_equal(first.read(key(number)), block(number))
+    first.remove_older(3600.0)
+    assert len(first) == 3  # reading has set their times to now
+
+
 def files_in(folder: Path) -> int:
     """Total size of the files in a folder."""
     return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())

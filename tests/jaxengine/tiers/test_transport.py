@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jaxengine.tiers.jax_transfer import JaxTransport
 from jaxengine.tiers.tcp import TcpTransport
 from jaxengine.tiers.transport import FolderTransport, Source
 from tests.jaxengine.tiers.test_disk import block, key
@@ -47,6 +48,43 @@ def test_pages_by_tcp():
             each.read([key(2)])
     assert time.monotonic() - start < consumer.patience
     for each in (consumer, foreign, stranger):
+        each.shutdown()
+
+
+def test_pages_by_jax(monkeypatch):
+    producer, consumer = JaxTransport(SECRET, "model", "localhost", 0), JaxTransport(SECRET, "model", "127.0.0.1", None)
+    assert producer.address is not None and consumer.address is None
+    source = Source(*producer.address, "a lease")
+    producer.offer(key(1), block(1, 300_000))
+    producer.offer(key(2), block(2))
+    reader = consumer.open(source)
+    found = reader.read([key(1), key(3), key(2)])
+    assert list(found) == [key(1), key(2)]
+    assert (found[key(1)] == block(1, 300_000)).all() and (found[key(2)] == block(2)).all()
+    assert reader.read([key(3)]) == {}
+
+    by_tcp = TcpTransport(SECRET, "model", ("127.0.0.1", 0))  # the same key, but another form of answers
+    by_tcp.offer(key(1), block(1))
+    assert by_tcp.address is not None
+    assert TcpTransport(SECRET, "model").open(source).read([key(1)]) == {}
+    assert consumer.open(Source(*by_tcp.address, "")).read([key(1)]) == {}
+
+    frames = JaxTransport.frames
+
+    def forged(blocks):
+        told = frames(producer, blocks)
+        return [*frames(producer, [block(9, len(each)) for each in blocks])[:-1], told[-1]]
+
+    producer.frames = forged
+    assert reader.read([key(2)]) == {}
+    monkeypatch.setattr(JaxTransport, "patience", 0.2)
+    producer.frames = lambda blocks: [*frames(producer, blocks)[:-1], bytes(8) + frames(producer, blocks)[-1][8:]]
+    with pytest.raises(ConnectionError, match="did not come"):  # an offer that was withdrawn
+        reader.read([key(1)])
+    with pytest.raises(ConnectionError, match="not long ago"):
+        consumer.open(source).read([key(1)])
+    reader.close()
+    for each in (producer, consumer, by_tcp):
         each.shutdown()
 
 
