@@ -224,35 +224,64 @@ def _of_tpu(program, arguments) -> Call:
 QUICK = ("quantized_matmul",)
 
 
+def _refuse(y):
+    raise NotImplementedError("no lowering of this primitive")
+
+
+# What a fault makes of a kernel's result, by what is said of it. Rows of no group are last, and zero in both.
+FAULTS = {
+    "is wrong: row": lambda y: y.at[-2, -1].add(7),
+    "does not compile: NotImplementedError": _refuse,
+}
+
+
+def _plant(patch, module: str, change) -> None:
+    """Let kernels that a module of proofs looks up return what `change` makes of their results."""
+    original = registry.kernel
+
+    def kernel(op, platform):
+        if not registry.is_kernel(op, platform) or op.endswith("schedule"):
+            return original(op, platform)
+        return lambda *arguments, **options: change(original(op, platform)(*arguments, **options))
+
+    patch.setattr(f"jaxengine.pallas_kernels.proof.{module}.kernel", kernel)
+
+
 @pytest.mark.parametrize(
     "op", [pytest.param(op, marks=() if op in QUICK else pytest.mark.thorough) for op in product_programs()]
 )
 def test_tpu_products_pass_and_faults_do_not(op, monkeypatch):
-    """In the interpreter: the kernel is plain XLA's equal; with a last column that is off it is found."""
+    """In the interpreter: the kernel is plain XLA's equal, and slower; each planted fault is found."""
     say_once.cache_clear()
     call = _of_tpu(*product_programs()[op])
     assert (call.op, call.kind) == (op, "tpu")
     with interpreted("tpu"):
-        verdict = judged(call)
+        verdict = judged(call, timed=op in QUICK)
         assert (verdict.error, verdict.note) == ("", "") and verdict.difference < 0.02, verdict
-        original = registry.kernel
+        assert op not in QUICK or "takes" in too_slow([verdict]), "an interpreter is not as fast as machine code"
+        for said, change in FAULTS.items():
+            with monkeypatch.context() as patched:
+                _plant(patched, "products", change)
+                assert judged(call).error.startswith(said), said
 
-        def kernel(op, platform):
-            if not registry.is_kernel(op, platform):
-                return original(op, platform)
-            return lambda *arguments, **options: original(op, platform)(*arguments, **options).at[-2, -1].add(7)
 
-        monkeypatch.setattr("jaxengine.pallas_kernels.proof.products.kernel", kernel)
-        # Rows of no group are last, and zero in both.
-        assert "is wrong: row" in judged(call).error
+def test_a_fault_at_one_shape_is_found_there(monkeypatch):
+    """In the interpreter: of two calls of a kernel, one has a NaN."""
+    multiply, (_, *weight) = product_programs()["quantized_matmul"]
+    calls = [_of_tpu(multiply, (shape(BF16, rows, 256), *weight)) for rows in (8, 16)]
+    _plant(monkeypatch, "products", lambda y: y.at[0, 0].set(jnp.nan) if len(y) == 8 else y)
+    with interpreted("tpu"):
+        assert ["NaN" in judged(call).error for call in calls] == [True, False]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 20])
-def test_tpu_attention_passes_over_pages_with_nan(window):
+def test_tpu_attention_passes_over_pages_with_nan_and_faults_do_not(window, monkeypatch):
     """In the interpreter: write and attention of a mixed step are those of plain XLA over the same pool."""
     program = layer(AttentionSpec(4, 2, 64, 64, 0.125, window=window), "tpu")
     with interpreted("tpu"):
         for call in judged_calls(recorded_calls(*program, {"tpu"})):
             verdict = judged(call, thorough=True)
             assert (verdict.error, verdict.note) == ("", "") and verdict.difference < 0.02, (call.op, verdict)
+        _plant(monkeypatch, "attention", lambda y: 1.3 * y)
+        assert call.op == "ragged_paged_attention" and "is wrong: row" in judged(call).error
