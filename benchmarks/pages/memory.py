@@ -42,6 +42,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     if not names:
         raise OptionError(f"only is {args.only!r}, which is in none of {', '.join((*DEFAULT, *FAMILIES))}")
     recorder.resume()
+    recorder.rows = [row for row in recorder.rows if row.get("name") in (*DEFAULT, *FAMILIES)]  # not of earlier cases
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             recorder.measure(name, lambda name=name: measure(case_options(name, Path(folder))))

@@ -22,7 +22,16 @@ from jaxengine.pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
 from jaxengine.pallas_kernels.matmul.lora import lora_product, lora_visits
 from jaxengine.pallas_kernels.matmul.microscaled import microscaled_rows
 from jaxengine.pallas_kernels.proof.calls import Call, recorded_calls
-from jaxengine.pallas_kernels.proof.judge import Verdict, compare, judge, judged_calls, too_slow
+from jaxengine.pallas_kernels.proof.judge import (
+    _CASES,
+    Verdict,
+    compare,
+    judge,
+    judged_calls,
+    lowered_trial,
+    too_slow,
+)
+from jaxengine.pallas_kernels.proof.products import product_case
 from jaxengine.pallas_kernels.proof.ragged import MIXES, Sizes, least_pages, ragged_batch
 from tests.jaxengine.runner.planted_kernels import plant
 from tests.pallas_kernels.cases import BY_NAME
@@ -71,6 +80,22 @@ def test_faults_of_planted_kernels_are_found(monkeypatch):
         assert {op: verdict.note for op, verdict in found.items()} == dict.fromkeys(wanted, "")
         for op, error in wanted.items():
             assert found[op].error[: len(error) or None] == error, (faults, found[op])
+
+
+def test_a_call_is_traced_on_shapes(monkeypatch):
+    """Its inputs are drawn when it runs; to trace it, a matrix of gigabytes need not be on the device."""
+    plant(monkeypatch)
+    (call,) = recorded_calls(dense.matmul, (shape(F32, 32, 64), shape(F32, 64, 64)), {"cpu"})
+    case, drawn = product_case(call), []
+
+    def inputs(mix, rng):
+        drawn.append(case.inputs(mix, rng))
+        return drawn[-1]
+
+    monkeypatch.setitem(_CASES, "matmul", lambda _: case._replace(inputs=inputs))
+    trial = lowered_trial(call, thorough=False)
+    assert all(isinstance(each, jax.stages.Lowered) for each in (trial.plain, trial.kernel))
+    assert all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(drawn)) and drawn
 
 
 def test_a_slow_kernel_is_found_over_all_shapes(monkeypatch):
@@ -283,5 +308,5 @@ def test_tpu_attention_passes_over_pages_with_nan_and_faults_do_not(window, monk
         for call in judged_calls(recorded_calls(*program, {"tpu"})):
             verdict = judged(call, thorough=True)
             assert (verdict.error, verdict.note) == ("", "") and verdict.difference < 0.02, (call.op, verdict)
-        _plant(monkeypatch, "attention", lambda y: 1.3 * y)
+        _plant(monkeypatch, "attention", partial(jax.tree.map, lambda y: 1.3 * y))
         assert call.op == "ragged_paged_attention" and "is wrong: row" in judged(call).error
