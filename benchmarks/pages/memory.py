@@ -1,66 +1,95 @@
-"""Memory that an engine on a CPU really holds, compared with its memory plan.
+"""Memory that an engine on a CPU really holds, beside what its start log and `jaxengine plan` say of it.
 
-Each engine runs in a process of its own and is started twice, to see a start that compiles and one that loads compiled
-programs. The real memory is the resident anonymous memory (RssAnon of /proc) after a full load: every slot taken,
-tokens drawn with penalties and logprobs, prompts scored. Pages of files, which Linux may drop and read again, are
-reported separately. Speed is not measured.
+Each engine runs in a process of its own. What is real is the process's resident anonymous memory (RssAnon of /proc),
+when it is ready and after a full load: every slot taken twice, tokens drawn with penalties and logprobs, prompts
+scored. Pages of files, which Linux may drop and read again, are reported separately. `planned` is the memory plan of
+the start log, of all devices; `kept` says whether it is within 3 % of what the process holds, both times. `estimated`
+is what `jaxengine plan` says, which compiles nothing. Speed is not measured.
+
+The default model is started with its own options and in several ways, the others with random weights and few steps.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import write_config
-from benchmarks.harness import Option
+from benchmarks.drafts.first_layers import write_first
+from benchmarks.harness import OptionError, shared
+from benchmarks.pages.memory_cases import DEFAULT, FAMILIES, devices_of, write_family
 from benchmarks.processes import command, memory
 from benchmarks.recorder import Recorder, Row
 from jaxengine.results import table
 
 MIB = 2**20
-
-# Llama's shape with 1 GiB of float32 weights.
-LLAMA_1GIB = (1024, 3776, 16, 16, 8, 32000, 4096)
-OPTIONS = {
-    "models": Option(("default", "llama-1gib"), "default, llama-1gib, or folders and files"),
-    "options": Option({}, "options of the engine, as JSON", kind=json.loads),
-}
+# Largest difference between plan and process, as a share of the plan.
+LIMIT = 0.03
+OPTIONS = shared(only="", budget_s=1e9)
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure each model twice, with a start that compiles and one that loads, and print a table of the rows."""
+    """Measure each case whose name contains args.only, and print a table of the rows in MiB. A run that was cut is
+    resumed.
+
+    Raises OptionError if no case has such a name.
+    """
+    names = [name for name in (*DEFAULT, *FAMILIES) if args.only in name]
+    if not names:
+        raise OptionError(f"only is {args.only!r}, which is in none of {', '.join((*DEFAULT, *FAMILIES))}")
+    recorder.resume()
+    recorder.rows = [row for row in recorder.rows if row.get("name") in (*DEFAULT, *FAMILIES)]  # not of earlier cases
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, LLAMA_1GIB, tie_word_embeddings=True)
-        for name in args.models:
-            options: dict[str, Any] = {"model": None if name == "default" else name, **args.options}
-            if name == "llama-1gib":
-                options |= {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
-            for _ in range(2):
-                recorder.add({"model": name, **measure(options)}, quiet=True)
-    print(table([_line(row) for row in recorder.rows]))
+        for name in names:
+            recorder.measure(name, lambda name=name: measure(case_options(name, Path(folder))))
+    print(table([_line(row) for row in recorder.rows if "planned" in row]))
 
 
-def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """Serve a full load in a separate process; return the plan's bytes by purpose, the bytes held, and the numbers of
+def case_options(name: str, folder: Path) -> dict[str, Any]:
+    """Return the engine options of the case called `name`, a key of DEFAULT or FAMILIES.
+
+    folder: where a model or draft that the case needs is written, and executables are stored.
+    """
+    own = {"disable_log_stats": True, "compile_cache_dir": str(folder / "executables")}
+    if name in DEFAULT:
+        options = dict(DEFAULT[name])
+        if "model" in (draft := options.get("speculative_config", {})):
+            write_first(folder / "draft", 2)
+            options["speculative_config"] = {**draft, "model": str(folder / "draft")}
+        return own | options
+    return own | write_family(name, folder / name.replace(" ", "-"))
+
+
+def measure(options: dict[str, Any]) -> Row:
+    """Return the row of an engine with these options: its plan's bytes by purpose, the bytes held, and the numbers of
     compiled and loaded programs.
 
-    options: of the engine. Raises CalledProcessError if the process fails.
+    The engine starts in a process with as many devices as the options need. Raises CalledProcessError if it fails.
     """
-    done = subprocess.run(command(measure_here, options=options), stdout=subprocess.PIPE, check=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    count = devices_of(options)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}".strip()
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", **({"XLA_FLAGS": flags} if count > 1 else {})}
+    line = command(measure_here, options=options)
+    done = subprocess.run(line, stdout=subprocess.PIPE, check=True, text=True, env=variables)
+    found = json.loads(done.stdout.splitlines()[-1])
+    ratios = {f"{when} / planned": round(found[when] / found["planned"], 4) for when in ("ready", "loaded")}
+    return {**found, **ratios, "kept": all(abs(ratio - 1) <= LIMIT for ratio in ratios.values())}
 
 
 def measure_here(options: dict[str, Any]) -> None:
-    """Start an engine, serve a full load in this process, and print its figures, bytes and counts, as JSON.
+    """Start an engine, serve a full load in this process, and print its figures, bytes of all devices and counts, as
+    JSON.
 
     options: of the engine.
     """
     from jaxengine import LLM, SamplingParams
 
-    llm = LLM(**{"disable_log_stats": True, **options})
+    llm = LLM(**options)
+    ready = memory(kind="RssAnon")
     runner = llm.core.engine.runner
     plan, config = runner.plan, runner.config
     # All pages are allocated at the start. Full steps of both kinds and every branch of the sampler allocate the rest.
@@ -82,24 +111,37 @@ def measure_here(options: dict[str, Any]) -> None:
         for number in range(len(prompts))
     ]
     llm.generate(prompts, params, use_tqdm=False)
+    count = devices_of(options)
     figures = {
-        **plan.parts,
-        "planned": plan.planned,
-        "real": memory(kind="RssAnon"),
+        "devices": count,
+        "parts": {purpose: count * size for purpose, size in plan.parts.items() if size},
+        "planned": count * plan.planned,
+        "ready": ready,
+        "loaded": memory(kind="RssAnon"),
         "files": memory(kind="RssFile"),
         "peak": memory(kind="VmHWM"),
         "num_compiled": runner.num_compiled,
         "num_loaded": runner.num_loaded,
     }
-    print(json.dumps(figures))
+    print(json.dumps({"estimated": estimated(options), **figures}))
+
+
+def estimated(options: dict[str, Any]) -> int:
+    """Return the bytes of all devices that `jaxengine plan` estimates for an engine with these options."""
+    from jaxengine.config.engine_config import EngineConfig
+    from jaxengine.plan.chips import CHIPS, Chips
+    from jaxengine.plan.model import open_planned
+    from jaxengine.plan.plan import LEFT, Split, plan_split, platform_for
+
+    split = Split(options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1))
+    chips = Chips(CHIPS["cpu"], split.size)
+    model = open_planned(EngineConfig.from_options(**options), platform_for(chips.chip))
+    parts = plan_split(model, chips, split).parts()
+    model.close()
+    return chips.count * sum(size for purpose, size in parts.items() if purpose != LEFT)
 
 
 def _line(row: Row) -> Row:
     """Return the printed columns of a row, bytes in MiB."""
-    names = ("weights", "programs", "kv_pages", "workspace", "process", "planned", "real", "files")
-    return {
-        "model": row["model"],
-        "compiled": row["num_compiled"],
-        **{f"{name} MiB".replace("_", " "): row[name] / MIB for name in names},
-        "real / plan": row["real"] / row["planned"],
-    }
+    held = {f"{name} MiB": row[name] / MIB for name in ("estimated", "planned", "ready", "loaded")}
+    return {"name": row["name"], **held, **{name: row[name] for name in ("ready / planned", "loaded / planned")}}

@@ -22,7 +22,16 @@ from jaxengine.pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
 from jaxengine.pallas_kernels.matmul.lora import lora_product, lora_visits
 from jaxengine.pallas_kernels.matmul.microscaled import microscaled_rows
 from jaxengine.pallas_kernels.proof.calls import Call, recorded_calls
-from jaxengine.pallas_kernels.proof.judge import Verdict, compare, judge, judged_calls, too_slow
+from jaxengine.pallas_kernels.proof.judge import (
+    _CASES,
+    Verdict,
+    compare,
+    judge,
+    judged_calls,
+    lowered_trial,
+    too_slow,
+)
+from jaxengine.pallas_kernels.proof.products import product_case
 from jaxengine.pallas_kernels.proof.ragged import MIXES, Sizes, least_pages, ragged_batch
 from tests.jaxengine.runner.planted_kernels import plant
 from tests.pallas_kernels.cases import BY_NAME
@@ -71,6 +80,22 @@ def test_faults_of_planted_kernels_are_found(monkeypatch):
         assert {op: verdict.note for op, verdict in found.items()} == dict.fromkeys(wanted, "")
         for op, error in wanted.items():
             assert found[op].error[: len(error) or None] == error, (faults, found[op])
+
+
+def test_a_call_is_traced_on_shapes(monkeypatch):
+    """Its inputs are drawn when it runs; to trace it, a matrix of gigabytes need not be on the device."""
+    plant(monkeypatch)
+    (call,) = recorded_calls(dense.matmul, (shape(F32, 32, 64), shape(F32, 64, 64)), {"cpu"})
+    case, drawn = product_case(call), []
+
+    def inputs(mix, rng):
+        drawn.append(case.inputs(mix, rng))
+        return drawn[-1]
+
+    monkeypatch.setitem(_CASES, "matmul", lambda _: case._replace(inputs=inputs))
+    trial = lowered_trial(call, thorough=False)
+    assert all(isinstance(each, jax.stages.Lowered) for each in (trial.plain, trial.kernel))
+    assert all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(drawn)) and drawn
 
 
 def test_a_slow_kernel_is_found_over_all_shapes(monkeypatch):
@@ -224,35 +249,64 @@ def _of_tpu(program, arguments) -> Call:
 QUICK = ("quantized_matmul",)
 
 
+def _refuse(y):
+    raise NotImplementedError("no lowering of this primitive")
+
+
+# What a fault makes of a kernel's result, by what is said of it. Rows of no group are last, and zero in both.
+FAULTS = {
+    "is wrong: row": lambda y: y.at[-2, -1].add(7),
+    "does not compile: NotImplementedError": _refuse,
+}
+
+
+def _plant(patch, module: str, change) -> None:
+    """Let kernels that a module of proofs looks up return what `change` makes of their results."""
+    original = registry.kernel
+
+    def kernel(op, platform):
+        if not registry.is_kernel(op, platform) or op.endswith("schedule"):
+            return original(op, platform)
+        return lambda *arguments, **options: change(original(op, platform)(*arguments, **options))
+
+    patch.setattr(f"jaxengine.pallas_kernels.proof.{module}.kernel", kernel)
+
+
 @pytest.mark.parametrize(
     "op", [pytest.param(op, marks=() if op in QUICK else pytest.mark.thorough) for op in product_programs()]
 )
 def test_tpu_products_pass_and_faults_do_not(op, monkeypatch):
-    """In the interpreter: the kernel is plain XLA's equal; with a last column that is off it is found."""
+    """In the interpreter: the kernel is plain XLA's equal, and slower; each planted fault is found."""
     say_once.cache_clear()
     call = _of_tpu(*product_programs()[op])
     assert (call.op, call.kind) == (op, "tpu")
     with interpreted("tpu"):
-        verdict = judged(call)
+        verdict = judged(call, timed=op in QUICK)
         assert (verdict.error, verdict.note) == ("", "") and verdict.difference < 0.02, verdict
-        original = registry.kernel
+        assert op not in QUICK or "takes" in too_slow([verdict]), "an interpreter is not as fast as machine code"
+        for said, change in FAULTS.items():
+            with monkeypatch.context() as patched:
+                _plant(patched, "products", change)
+                assert judged(call).error.startswith(said), said
 
-        def kernel(op, platform):
-            if not registry.is_kernel(op, platform):
-                return original(op, platform)
-            return lambda *arguments, **options: original(op, platform)(*arguments, **options).at[-2, -1].add(7)
 
-        monkeypatch.setattr("jaxengine.pallas_kernels.proof.products.kernel", kernel)
-        # Rows of no group are last, and zero in both.
-        assert "is wrong: row" in judged(call).error
+def test_a_fault_at_one_shape_is_found_there(monkeypatch):
+    """In the interpreter: of two calls of a kernel, one has a NaN."""
+    multiply, (_, *weight) = product_programs()["quantized_matmul"]
+    calls = [_of_tpu(multiply, (shape(BF16, rows, 256), *weight)) for rows in (8, 16)]
+    _plant(monkeypatch, "products", lambda y: y.at[0, 0].set(jnp.nan) if len(y) == 8 else y)
+    with interpreted("tpu"):
+        assert ["NaN" in judged(call).error for call in calls] == [True, False]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 20])
-def test_tpu_attention_passes_over_pages_with_nan(window):
+def test_tpu_attention_passes_over_pages_with_nan_and_faults_do_not(window, monkeypatch):
     """In the interpreter: write and attention of a mixed step are those of plain XLA over the same pool."""
     program = layer(AttentionSpec(4, 2, 64, 64, 0.125, window=window), "tpu")
     with interpreted("tpu"):
         for call in judged_calls(recorded_calls(*program, {"tpu"})):
             verdict = judged(call, thorough=True)
             assert (verdict.error, verdict.note) == ("", "") and verdict.difference < 0.02, (call.op, verdict)
+        _plant(monkeypatch, "attention", partial(jax.tree.map, lambda y: 1.3 * y))
+        assert call.op == "ragged_paged_attention" and "is wrong: row" in judged(call).error
