@@ -399,11 +399,8 @@ class DeclaredForCausalLM(Decoder):
             options["down_bias"] = True
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, clamped=clamped, **options)
 
-    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Return the embeddings [T, D] of a step's tokens, with the rows of their positions added if the model has such
-        a table.
-        """
-        x = super().embed_batch(batch)
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return a step's embeddings x [T, D] with the rows of their positions added if the model has such a table."""
         if self.form.positions is None:
             return x
         added = self.positions[...][batch.positions + self.form.first_position]

@@ -208,11 +208,9 @@ class DeepseekV4ForCausalLM(Decoder):
     def make_norm(self, build: Build) -> nnx.Module:
         return JoinedStreams(self.config, super().make_norm(build), name="model.hc_head.hc_")
 
-    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Return the embeddings of a step's tokens as hidden states [T, A * D]; all A hidden states of a token are
-        equal.
-        """
-        return jnp.tile(self.embed_tokens(batch.token_ids), (1, self.config.num_streams))
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""
+        return jnp.tile(x, (1, self.config.num_streams))
 
 
 def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Sequence[str]) -> list[str] | None:

@@ -199,11 +199,10 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         assert self.config.altup is not None
         return JoinedNorm(self.config, self.config.altup, build)
 
-    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Return the hidden states [T, A * D] of a step's tokens: the embeddings as the first one, joined with their
-        projections as the others.
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return the hidden states [T, A * D] of a step's tokens: the embeddings x [T, D] as the first one, joined with
+        their projections as the others.
         """
-        x = self.embed_tokens(batch.token_ids)
         others = self.projections(x, [x] * len(self.projections.products))
         return jnp.concatenate([x, *(each.astype(x.dtype) for each in others)], axis=-1)
 

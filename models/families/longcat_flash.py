@@ -144,7 +144,6 @@ class LongcatFlashForCausalLM(Decoder):
     def make_norm(self, build: Build) -> nnx.Module:
         return NormOfFirst(super().make_norm(build))
 
-    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Return the embeddings of a step's tokens as [T, 2 * D], whose second half, for experts' outputs, is 0."""
-        x = self.embed_tokens(batch.token_ids)
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return a step's embeddings x [T, D] as [T, 2 * D], whose second half, for experts' outputs, is 0."""
         return jnp.concatenate([x, jnp.zeros_like(x)], axis=-1)

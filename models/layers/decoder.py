@@ -118,16 +118,23 @@ class Decoder(nnx.Module):
         return self.build.stage
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Return the embeddings [T, D] of a step's tokens, computed from their ids only. Families that use more of the
-        batch override this method.
+        """Return the embeddings [T, D] of a step's tokens, computed from their ids only. Families whose module of
+        embeddings also takes positions override this method.
         """
         return self.embed_tokens(batch.token_ids)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
-        """Return the first layer's input [T, D] for tokens i32[T]: their rows of the table, multiplied by the
-        configuration's embedding_multiplier.
+        """Return the embeddings [T, D] of tokens i32[T]: their rows of the table, multiplied by the configuration's
+        embedding_multiplier.
         """
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
+
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return the first layer's input [T, S], S the `stream_size` of a token, from its embeddings x [T, D], those of
+        tokens or those that the batch has in their place. It is x itself; families that add rows of positions, or have
+        several hidden states of a token, override this method.
+        """
+        return x
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the second input of each layer, in addition to the hidden state: [T, L, P], where P is the
@@ -163,7 +170,10 @@ class Decoder(nnx.Module):
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
         with jax.named_scope("embed"):
-            x = step.embed(self.embed_batch(batch)) if hidden is None else step.from_previous_stage(hidden)
+            if hidden is None:
+                x = self.first_input(step.embed(self.embed_batch(batch)), batch)
+            else:
+                x = step.from_previous_stage(hidden)
         if hidden is None and self.config.layer_input_size:
             with jax.named_scope("layer_inputs"):
                 step.layer_inputs = self.make_layer_inputs(batch, x, step.rows)

@@ -57,8 +57,14 @@ class Encode(NamedTuple):
     rows: np.ndarray
 
 
+# Embeddings of an image: when its slots began (see EncoderRows._generation), and its digest.
+_Key = tuple[int, bytes]
+
+
 class EncoderRows:
     """Pool rows 0 .. num_rows - 1 of one replica, with the slots that need them.
+
+    Slots share the embeddings of an image unless `clear` was called between the times at which they began to need any.
 
     Attributes:
       encodes: images to be encoded in the step being scheduled.
@@ -78,11 +84,13 @@ class EncoderRows:
         self._num_patches = dict.fromkeys(self._most, 0)
         self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
         self._num_free = num_rows
-        self._rows: dict[bytes, np.ndarray] = {}
-        self._users: dict[bytes, set[int]] = {}  # slots that need each image, if any do
-        self._idle: dict[bytes, None] = {}  # images that no slot needs, least recently used first
+        self._generation = 0  # number of calls of `clear`
+        self._rows: dict[_Key, np.ndarray] = {}
+        self._users: dict[_Key, set[int]] = {}  # slots that need each image, if any do
+        self._idle: dict[_Key, None] = {}  # images of this generation that no slot needs, least recently used first
         self._num_idle_rows = 0
-        self._needed: dict[int, dict[bytes, int]] = {}  # slot -> digest -> position after the item
+        self._needed: dict[int, dict[_Key, int]] = {}  # slot -> image -> position after the item
+        self._began: dict[int, int] = {}  # generation in which each slot of _needed began to need images
 
     @property
     def num_used(self) -> int:
@@ -98,30 +106,32 @@ class EncoderRows:
         """Start a step: empty `encodes`, and reset the count of the step's patches."""
         self.encodes, self._num_patches = [], dict.fromkeys(self._most, 0)
 
-    def reach(self, media: Media | None, start: int, count: int) -> int:
+    def reach(self, media: Media | None, start: int, count: int, slot: int = -1) -> int:
         """Return how many of a prompt's tokens [start, start + count) this step can compute as far as images are
-        concerned; 0 if a prefix would be cut, and `count` without images (media None). Reserves nothing.
+        concerned; 0 if a prefix would be cut, and `count` without images (media None). Reserves nothing. slot: the
+        prompt's, -1 if it has none yet.
         """
         if media is None or start >= media.end:
             return count
-        reached = self._reach(media, start, count)
+        reached = self._reach(media, start, count, slot)
         return 0 if start + reached < media.prefix_length else reached
 
-    def _reach(self, media: Media, start: int, count: int) -> int:
+    def _reach(self, media: Media, start: int, count: int, slot: int) -> int:
         """Return `count`, or fewer tokens, so that they end before the first image for which pool rows, or the step's
         patches, do not suffice, or which would be cut although `whole` is set. 0 if that image has the first token.
         Arguments: see `reach`.
         """
         patches = {tower: most - self._num_patches[tower] for tower, most in self._most.items()}
-        rows, seen = self._num_free + self._num_idle_rows, set()
+        rows, seen = self._num_free + self._num_idle_rows, set[_Key]()
         for item in _within(media, start, count):
             if self.whole and item.end > start + count:
                 return max(0, item.begin - start)
-            if item.digest in seen or item.digest in self._users:
+            key = self._key(slot, item)
+            if key in seen or key in self._users:
                 continue
-            seen.add(item.digest)
+            seen.add(key)
             rows -= item.num_rows
-            if item.digest not in self._idle:
+            if key not in self._idle:
                 patches[self._tower(item)] -= item.num_patches
             if min(patches.values()) < 0 or rows < 0:
                 return max(0, item.begin - start)
@@ -135,48 +145,50 @@ class EncoderRows:
         if media is None or start >= media.end:
             return
         own, items = self._needed.setdefault(slot, {}), _within(media, start, count)
+        self._began.setdefault(slot, self._generation)
         for item in items:  # before any idle image is evicted
-            if item.digest in self._idle:
-                del self._idle[item.digest]
+            if (key := self._key(slot, item)) in self._idle:
+                del self._idle[key]
                 self._num_idle_rows -= item.num_rows
-                self._users[item.digest] = set()
+                self._users[key] = set()
         for item in items:
-            if item.digest not in own:
+            key = self._key(slot, item)
+            if key not in own:
                 self.num_queries += 1
-                self.num_hits += item.digest in self._users
-            if item.digest not in self._users:
-                self._rows[item.digest] = rows = self._allocate(item.num_rows)
-                self._users[item.digest] = set()
+                self.num_hits += key in self._users
+            if key not in self._users:
+                self._rows[key] = rows = self._allocate(item.num_rows)
+                self._users[key] = set()
                 self.encodes.append(Encode(item, rows))
                 self._num_patches[self._tower(item)] += item.num_patches
-            self._users[item.digest].add(slot)
-            own[item.digest] = max(item.end, own.get(item.digest, 0))
+            self._users[key].add(slot)
+            own[key] = max(item.end, own.get(key, 0))
 
     def message(
-        self, chunks: Sequence[tuple[Media | None, int, int]], num_tokens: int, *, mrope: bool
+        self, chunks: Sequence[tuple[int, Media | None, int, int]], num_tokens: int, *, mrope: bool
     ) -> np.ndarray | None:
         """Return the images' section of a step's message, i32 [1, num_tokens], or with M-RoPE i32 [4, num_tokens]: the
         pool row of each token, -1 for none, then its positions in time, height and width (`Media.mrope_positions`), -1
         where the device derives them. None if no token needs the section.
 
-        chunks: the step's last tokens, as (media of the prompt or None, first token, number of tokens); `take` must
-        have been called for each. num_tokens: number of tokens of the whole step.
+        chunks: the step's last tokens, as (slot, media of the prompt or None, first token, number of tokens); `take`
+        must have been called for each. num_tokens: number of tokens of the whole step.
         """
         section = None
-        end = num_tokens - sum(count for _, _, count in chunks)
-        for media, start, count in chunks:
+        end = num_tokens - sum(count for *_, count in chunks)
+        for slot, media, start, count in chunks:
             first, end = end, end + count
             if media is not None and start < media.end:
                 if section is None:
                     section = np.full((4 if mrope else 1, num_tokens), -1, np.int32)
-                section[0, first:end] = self.index(media, start, count)
+                section[0, first:end] = self.index(slot, media, start, count)
                 if mrope:
                     section[1:, first:end] = media.mrope_positions(start, count)
         return section
 
-    def index(self, media: Media, start: int, count: int) -> np.ndarray:
-        """Return i32 [count], the pool row of each of the prompt's `count` tokens from `start` on. Tokens without an
-        image get -1, or IN_PREFIX if they are in a prefix.
+    def index(self, slot: int, media: Media, start: int, count: int) -> np.ndarray:
+        """Return i32 [count], the pool row of each of the `count` tokens from `start` on of a slot's prompt. Tokens
+        without an image get -1, or IN_PREFIX if they are in a prefix.
 
         Raises KeyError for an image that has no rows (`take`).
         """
@@ -184,7 +196,7 @@ class EncoderRows:
         found[: max(0, media.prefix_length - start)] = IN_PREFIX
         for item in _within(media, start, count):
             first, last = np.searchsorted(item.positions, (start, start + count))
-            found[item.positions[first:last] - start] = self._rows[item.digest][first:last]
+            found[item.positions[first:last] - start] = self._rows[self._key(slot, item)][first:last]
         return found
 
     def passed(self, slot: int, position: int) -> None:
@@ -194,38 +206,48 @@ class EncoderRows:
         own = self._needed.get(slot)
         if own is None:
             return
-        for digest in [digest for digest, end in own.items() if end <= position]:
-            self._leave(slot, digest)
-            del own[digest]
+        for key in [key for key, end in own.items() if end <= position]:
+            self._leave(slot, key)
+            del own[key]
         if not own:
-            del self._needed[slot]
+            del self._needed[slot], self._began[slot]
 
     def release(self, slot: int) -> None:
         """Release all images of a slot whose request has lost it. Their rows keep their content until they are needed
         for others.
         """
-        for digest in self._needed.pop(slot, {}):
-            self._leave(slot, digest)
+        for key in self._needed.pop(slot, {}):
+            self._leave(slot, key)
+        self._began.pop(slot, None)
 
     def clear(self) -> None:
-        """Drop the embeddings that no slot needs, and free their rows."""
-        for digest in list(self._idle):
-            self._evict(digest)
+        """Drop all embeddings: free the rows of those that no slot needs. Slots that need others keep them, and no
+        other slot will share them: other weights may compute the images that are encoded from now on.
+        """
+        for key in list(self._idle):
+            self._evict(key)
+        self._generation += 1
+
+    def _key(self, slot: int, item: MediaItem) -> _Key:
+        """Return the key of the embeddings of an item that a slot uses, -1 for a prompt without one."""
+        return self._began.get(slot, self._generation), item.digest
 
     def _tower(self, item: MediaItem) -> bool:
         """Whether the second tower, that of sounds, encodes an item."""
         return self._most[True] > 0 and item.modality == AUDIO
 
-    def _leave(self, slot: int, digest: bytes) -> None:
-        """Record that a slot no longer needs an image. An image that no slot needs becomes idle, as the one used
-        last.
+    def _leave(self, slot: int, key: _Key) -> None:
+        """Record that a slot no longer needs an image. An image that no slot needs becomes idle, as the one used last,
+        and is evicted if `clear` was called since its slots began.
         """
-        users = self._users[digest]
+        users = self._users[key]
         users.discard(slot)
         if not users:
-            del self._users[digest]
-            self._idle[digest] = None
-            self._num_idle_rows += len(self._rows[digest])
+            del self._users[key]
+            self._idle[key] = None
+            self._num_idle_rows += len(self._rows[key])
+            if key[0] != self._generation:
+                self._evict(key)
 
     def _allocate(self, count: int) -> np.ndarray:
         """Return `count` free rows, i32 [count], which are then no longer free; idle images are evicted for them, the
@@ -236,12 +258,12 @@ class EncoderRows:
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count].copy()
 
-    def _evict(self, digest: bytes) -> None:
+    def _evict(self, key: _Key) -> None:
         """Free the rows of an idle image, and remove it from `encodes`."""
-        rows = self._rows.pop(digest)
-        del self._idle[digest]
+        rows = self._rows.pop(key)
+        del self._idle[key]
         if self.encodes:  # it may have lost its only user in the step that was to encode it
-            self.encodes = [each for each in self.encodes if each.item.digest != digest]
+            self.encodes = [each for each in self.encodes if each.rows is not rows]
         self._free[self._num_free : self._num_free + len(rows)] = rows
         self._num_free += len(rows)
         self._num_idle_rows -= len(rows)
@@ -272,7 +294,7 @@ class Pictures(SchedulerExtension):
         self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
 
     def reset_cache(self) -> None:
-        """Drop the embeddings that no slot needs, in the pools of all replicas."""
+        """Drop the embeddings in the pools of all replicas; slots keep those that they need (EncoderRows.clear)."""
         for rows in self.rows:
             rows.clear()
 
@@ -297,7 +319,7 @@ class RankPictures(RankExtension):
         """Return how many of the `count` tokens from `start` on the step can compute as far as images are concerned
         (EncoderRows.reach). hits: not used.
         """
-        return self.rows.reach(request.media, start, count)
+        return self.rows.reach(request.media, start, count, request.slot)
 
     def reserve(self, request: Request, start: int, count: int) -> None:
         """Reserve pool rows for the images of these tokens; images not in the pool are added to those to be encoded."""
@@ -315,7 +337,7 @@ class RankPictures(RankExtension):
         counts = batch.num_scheduled[batch.num_decode :].tolist()
         starts = self._slots.num_computed[slots].tolist()
         chunks = [
-            (self._slots.requests[slot].media, start, count)
+            (slot, self._slots.requests[slot].media, start, count)
             for slot, start, count in zip(slots, starts, counts, strict=True)
         ]
         message = self.rows.message(chunks, batch.num_tokens, mrope=self._mrope)

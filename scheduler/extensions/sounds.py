@@ -61,7 +61,7 @@ class Sounds(SchedulerExtension):
         self.ranks = [RankSounds(self._options) for _ in ranks]
 
     def reset_cache(self) -> None:
-        """Drop the encoded sounds that no slot needs, in the pools of all replicas."""
+        """Drop the encoded sounds in the pools of all replicas; slots keep those that they need (EncoderRows.clear)."""
         for rows in self.rows:
             rows.clear()
 
@@ -79,7 +79,7 @@ class RankSounds(RankExtension):
     def row(self, request: Request) -> int:
         """Return the pool row of a running request's sound. Raises KeyError if the sound has none."""
         assert request.media is not None
-        return int(self.rows.index(request.media, 0, 1)[0])
+        return int(self.rows.index(request.slot, request.media, 0, 1)[0])
 
     def begin(self) -> None:
         """Start a step, with no sound to encode and no prompt to align yet."""

@@ -20,10 +20,11 @@ def settle_prompt_embeds(chosen: Mapping[str, Any], model: ModelConfig) -> dict[
     """
     if not chosen[_NAME]:
         return {}
+    reads_ids = model.layer_input_size > 0 or (model.experts is not None and bool(model.experts.hashed_layers))
     for wrong, why in (
         (model.tower is not None, f"{model.architecture} takes images or sounds; serve it with language_model_only"),
         (model.pooler is not None, "pooling models are not supported"),
-        (model.layer_input_size > 0, f"layers of {model.architecture} read token ids, which embeddings do not have"),
+        (reads_ids, f"layers of {model.architecture} read token ids, which embeddings do not have"),
         (chosen["speculative_config"] is not None, "drafts are made of token ids, which embeddings do not have"),
         (chosen["nnodes"] > 1, "several nodes are not supported"),
         (chosen["record_steps"] is not None, "record_steps does not record embeddings"),

@@ -315,5 +315,5 @@ def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: s
             digest.update(f"{part.dtype}{part.shape}".encode())
             digest.update(np.ascontiguousarray(part).data)
         else:
-            digest.update(repr(part).encode())
+            digest.update(f"{part!r}\0".encode())  # 1.0 and 23 are not 1.02 and 3
     return digest.digest()

@@ -1,4 +1,4 @@
-"""Prompts of embeddings in place of tokens: rows that the first layer gets, read from arrays and files and checked.
+"""Prompts of embeddings in place of tokens: rows that replace those of a model's table, read from arrays and files.
 
 A prompt's rows are media without an encoder (jaxengine.scheduler.base.media): one item for each page of them, so that
 room is needed only for the pages that a step computes, and equal beginnings are found in the prefix cache.

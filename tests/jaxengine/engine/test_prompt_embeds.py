@@ -11,15 +11,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save
 
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.layers.pictures import Pictures
+from jaxengine.models.registry import read_folder
+from jaxengine.models.unpaged import run_unpaged
+from tests.conftest import TINY_CHECKPOINT
+from tests.models.conftest import load_recorded
 
 ROOT = Path(__file__).parents[3]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
@@ -140,6 +147,26 @@ def test_engines_that_do_not_take_them(make_llm, table, tiny_model, pooling_fold
     with pytest.raises(ConfigError, match="enable_prompt_embeds is True, but pooling models"):
         EngineConfig(enable_prompt_embeds=True).resolved(source.config, PLATFORMS["cpu"])
     source.close()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "gemma3n"])
+def test_models_whose_layers_read_token_ids(name):
+    """Experts by token id, and inputs of layers by token id."""
+    model = read_folder(TINY_CHECKPOINT.parent / name)
+    with pytest.raises(ConfigError, match="enable_prompt_embeds is True, but layers of .* read token ids"):
+        EngineConfig(enable_prompt_embeds=True).resolved(model, PLATFORMS["cpu"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "longcat_flash"])
+def test_rows_get_what_the_family_adds_to_embeddings(name):
+    """Rows of positions, and further hidden states; without layers the output shows the first one's input."""
+    model: Any = nnx.clone(load_recorded(name).model)
+    model.layers = nnx.List([])
+    ids = jnp.arange(5, 11, dtype=jnp.int32)
+    wanted = run_unpaged(model, ids[None])[0]
+    rows = Pictures(model.embed_tokens(ids), jnp.arange(6, dtype=jnp.int32))
+    found = run_unpaged(model, jnp.zeros_like(ids)[None], sections={"pictures": rows})[0]
+    np.testing.assert_array_equal(found, wanted)
 
 
 def preempting(llm: LLM) -> list[int]:

@@ -175,7 +175,7 @@ def test_a_chunk_ends_before_a_picture_that_has_no_room():
     media = Media((item("a", range(2, 6)), item("b", range(8, 13)), item("c", range(14, 18))))
     assert rows.reach(media, 0, 20) == 8, "8 patches of 16, then 10 more"
     rows.take(0, media, 0, 8)
-    assert [each.item.digest for each in rows.encodes] == [b"a"] and rows.index(media, 0, 8).tolist()[6:] == [-1, -1]
+    assert [each.item.digest for each in rows.encodes] == [b"a"] and rows.index(0, media, 0, 8).tolist()[6:] == [-1, -1]
     assert rows.reach(media, 8, 4) == 0
     rows.begin_step()
     rows.passed(0, 8)
@@ -193,13 +193,45 @@ def test_a_chunk_ends_before_a_picture_that_has_no_room():
     assert [each.item.digest for each in rows.encodes] == [b"c"], "what nobody needs any more is not encoded over c"
 
 
+def test_new_weights_encode_a_picture_that_a_running_request_has():
+    """With kv="keep" the running request goes on with what it has; the next one gets what the new weights make."""
+    loop = SeeingLoop(enable_prefix_caching=False, max_num_batched_tokens=8)
+    for index in range(2):
+        loop.scheduler.add_request(make(index, [1, *[PLACEHOLDER] * 8, 2], 2, media=Media((item("a", range(1, 9)),))))
+        loop.step()
+        for extension in loop.scheduler.extensions:
+            extension.reset_cache()
+    loop.run()
+    assert loop.num_encoded == 2 and loop.pools[0].num_kept == 0
+
+
+def test_embeddings_from_before_a_clear_are_those_of_their_slots_alone():
+    """New weights come while slot 0 has half of its image to compute, and keeps what it has: slot 1 gets its own."""
+    rows, media = EncoderRows(8, 32), Media((item("a", range(1, 5)),))
+    rows.take(0, media, 0, 3)
+    rows.begin_step()
+    rows.clear()
+    assert rows.reach(media, 3, 2, 0) == 2 and rows.reach(media, 0, 6) == 6
+    rows.take(0, media, 3, 2)
+    assert not rows.encodes and rows.num_used == 4
+    rows.take(1, media, 0, 6)
+    own = [rows.index(slot, media, 1, 4).tolist() for slot in (0, 1)]
+    assert [each.rows.tolist() for each in rows.encodes] == own[1:] and not set(own[0]) & set(own[1])
+    rows.passed(0, 5)
+    assert rows.num_kept == 4, "nobody can find the older ones any more"
+    rows.release(1)
+    rows.begin_step()
+    rows.take(0, media, 0, 6)
+    assert not rows.encodes and rows.index(0, media, 1, 4).tolist() == own[1]
+
+
 def test_a_prefix_is_computed_at_once():
     """Also where its images have no room, and its pages are those of no other prompt."""
     rows, items = EncoderRows(20, 16, whole=True), (item("a", range(1, 5)), item("b", range(8, 12)))
     media = Media(items, prefix_length=16, prefix_digest=b"one")
     assert [rows.reach(media, *span) for span in ((0, 15), (0, 16), (8, 8), (0, 20), (16, 4))] == [0, 16, 8, 20, 4]
     rows.take(0, media, 0, 16)
-    found = rows.index(media, 0, 20)
+    found = rows.index(0, media, 0, 20)
     assert (found >= 0).nonzero()[0].tolist() == [*range(1, 5), *range(8, 12)]
     assert set(found[[0, 5, 6, 7, *range(12, 16)]]) == {IN_PREFIX} and set(found[16:]) == {-1}
     assert EncoderRows(20, 8, whole=True).reach(media, 0, 16) == 0, "8 patches of 16"
