@@ -18,6 +18,7 @@ APART = {
     "jaxengine:base": (
         "jaxengine.version",
         "jaxengine.logs",
+        "jaxengine.marker_words",
         "jaxengine.paths",
         "jaxengine.results",
         "jaxengine.schema_references",
@@ -158,7 +159,7 @@ ROOMS = {
     "scheduler.extensions": "models models.config scheduler.base scheduler.batches scheduler.pages scheduler",
     "jaxengine:base": "",
     "workers": "jaxengine:base",
-    "grammars": "scheduler.base workers",
+    "grammars": "scheduler.base jaxengine:base workers",
     "sampling": "sharding scheduler.base",
     "tokens.vocabularies": "models.params",
     "tokens.mistral": "models.params tokens.vocabularies",
