@@ -132,7 +132,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
         ("<ifm|think>",),
     ),
     "gemma4": ReasoningRow(
-        ThinkFormat(("<|channel>thought\n",), ("<channel|>",), special_tokens=True),
+        ThinkFormat(("<|channel>",), ("<channel|>",), label="thought\n", special_tokens=True),
         "Gemma 4",
         ("<|channel>",),
     ),
@@ -142,6 +142,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
         ThinkFormat(("[THINK]",), ("[/THINK]",), special_tokens=True), "Magistral, Ministral 3", ("[THINK]",)
     ),
     "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
+    "beam": ReasoningRow(HarmonyFormat(), "Beam"),
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
         ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")
