@@ -40,6 +40,7 @@ APART = {
     ),
     "server.http:app": (
         "jaxengine.server.http.app",
+        "jaxengine.server.http.render",
         "jaxengine.server.http.tokenize",
     ),
     "rl:bridges": (

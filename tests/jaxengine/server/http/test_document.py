@@ -110,6 +110,8 @@ COMPUTED = [
         "/inference/v1/generate",
         {**TOKENS, "return_token_ids": True, **STREAM, "stream_options": {"include_usage": True}},
     ),
+    ("/v1/chat/completions/render", CHAT),
+    ("/v1/completions/render", {**COMPLETION, **COUNTED}),
     ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
