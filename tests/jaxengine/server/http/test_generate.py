@@ -219,7 +219,7 @@ async def test_what_is_rendered_generates_the_same(app):
     }
     (choice,) = (await post(app, PATH, **rendered)).json["choices"]
     assert choice["token_ids"] == answer["choices"][0]["token_ids"]
-    prompts = {"prompt": ["Hi", [5, 6]], "min_p": 0.5, "stop": "x", "stream": True, "priority": 0, "cache_salt": "s"}
+    prompts = {"prompt": [[5], [5, 6]], "min_p": 0.5, "stop": "x", "stream": True, "priority": 0, "cache_salt": "s"}
     first, second = (await post(app, "/v1/completions/render", **prompts)).json
     assert second["token_ids"] == [5, 6] and second["request_id"] == first["request_id"][:-1] + "1"
     assert second["sampling_params"] == {"min_p": 0.5, "stop": ["x"], "max_tokens": 16}
