@@ -377,9 +377,10 @@ ROOMS = {
         "scheduler.base api server.base server.http.request server.http.answer server.http server.batch:base"
     ),
     "server.http:app": (
-        "scheduler.base jaxengine:base engine.stats api server.base server.adapters server.observe server.stored "
-        "server.http.request server.http.answer server.http server.http.chat server.http.completions "
-        "server.http.responses server.http.messages server.http.audio server.http.pooling server.http.batches"
+        "scheduler.base jaxengine:base engine.stats requests.media requests.params api server.base server.adapters "
+        "server.observe server.stored server.http.request server.http.answer server.http server.http.chat "
+        "server.http.completions server.http.responses server.http.messages server.http.audio server.http.pooling "
+        "server.http.batches"
     ),
     "server.batch": (
         "config.base config requests.params api server.base server.adapters server.batch:base server.http:app"
