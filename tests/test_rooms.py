@@ -18,6 +18,7 @@ APART = {
     "jaxengine:base": (
         "jaxengine.version",
         "jaxengine.logs",
+        "jaxengine.marker_words",
         "jaxengine.paths",
         "jaxengine.results",
         "jaxengine.schema_references",
@@ -39,6 +40,7 @@ APART = {
     ),
     "server.http:app": (
         "jaxengine.server.http.app",
+        "jaxengine.server.http.render",
         "jaxengine.server.http.tokenize",
     ),
     "rl:bridges": (
@@ -159,7 +161,7 @@ ROOMS = {
     "scheduler.extensions": "models models.config scheduler.base scheduler.batches scheduler.pages scheduler",
     "jaxengine:base": "",
     "workers": "jaxengine:base",
-    "grammars": "scheduler.base workers",
+    "grammars": "scheduler.base jaxengine:base workers",
     "sampling": "sharding scheduler.base",
     "tokens.vocabularies": "models.params",
     "tokens.mistral": "models.params tokens.vocabularies",
@@ -382,9 +384,10 @@ ROOMS = {
         "scheduler.base api server.base server.http.request server.http.answer server.http server.batch:base"
     ),
     "server.http:app": (
-        "scheduler.base jaxengine:base engine.stats api server.base server.adapters server.observe server.stored "
-        "server.http.request server.http.answer server.http server.http.chat server.http.completions "
-        "server.http.responses server.http.messages server.http.audio server.http.pooling server.http.batches"
+        "scheduler.base jaxengine:base engine.stats requests.media requests.params api server.base server.adapters "
+        "server.observe server.stored server.http.request server.http.answer server.http server.http.chat "
+        "server.http.completions server.http.responses server.http.messages server.http.audio server.http.pooling "
+        "server.http.batches"
     ),
     "server.batch": (
         "config.base config requests.params api server.base server.adapters server.batch:base server.http:app"

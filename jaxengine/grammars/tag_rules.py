@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 
 import llguidance
 
-# Words in a text that may be tokens of their own.
-_WORDS = re.compile(r"(<[^<>]*>|\[[A-Z_/]+\]|｜[^｜]*｜)")
+from jaxengine.marker_words import marker_parts
 
 
 def lark_of(text: str, tokenizer: llguidance.LLTokenizer) -> str:
@@ -60,12 +58,12 @@ def _parts(text: str, tokenizer: llguidance.LLTokenizer) -> list[tuple[str, int 
     token, or in which none is found, is a single part; parts without an id are never adjacent.
     """
     found: list[tuple[str, int | None]] = []
-    for part in (text, *_WORDS.split(text)):
-        ids = tokenizer.tokenize_str(part) if part else []
+    for part in (text, *marker_parts(text)):
+        ids = tokenizer.tokenize_str(part)
         special = ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
         if part == text and special is not None:
             return [(text, special)]
-        if special is not None or (part and part != text):
+        if special is not None or part != text:
             found.append((part, special))
     if all(special is None for _, special in found):
         return [(text, None)]

@@ -75,6 +75,7 @@ class ReasoningRow:
 
 _THINK = ThinkFormat()
 _ALWAYS = ThinkFormat(always=True)
+_HARMONY = HarmonyFormat()
 _COHERE_THINK = ThinkFormat(
     ("<|START_THINKING|>",),
     ("<|END_THINKING|>",),
@@ -132,7 +133,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
         ("<ifm|think>",),
     ),
     "gemma4": ReasoningRow(
-        ThinkFormat(("<|channel>thought\n",), ("<channel|>",), special_tokens=True),
+        ThinkFormat(("<|channel>",), ("<channel|>",), label="thought\n", special_tokens=True),
         "Gemma 4",
         ("<|channel>",),
     ),
@@ -141,7 +142,8 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     "mistral": ReasoningRow(
         ThinkFormat(("[THINK]",), ("[/THINK]",), special_tokens=True), "Magistral, Ministral 3", ("[THINK]",)
     ),
-    "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
+    "openai_gptoss": ReasoningRow(_HARMONY, "gpt-oss", ("<|channel|>", "analysis")),
+    "beam": ReasoningRow(_HARMONY, "Beam"),
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
         ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")

@@ -19,6 +19,7 @@ from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.scan.call_start import CallStarts, listed_starts
 from jaxengine.parsers.scan.events import OutputParser
 from jaxengine.parsers.scan.harmony import STOP_WORDS
+from jaxengine.parsers.tools import beam as tool_beam
 from jaxengine.parsers.tools import elements as tool_elements
 from jaxengine.parsers.tools import gemma as tool_gemma
 from jaxengine.parsers.tools import harmony as tool_harmony
@@ -157,12 +158,14 @@ def _parameters(models: str, words: words_of.ParameterWords, template: tuple[str
     )
 
 
-def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fields: Any) -> ToolFormat:
-    """Return the format of calls in Python's notation. words, brackets: arguments of PythonicToolParser. models,
-    fields: fields of ToolFormat.
+def _pythonic(
+    models: str, words: tuple[str, str], brackets: bool = True, nested: bool = False, **fields: Any
+) -> ToolFormat:
+    """Return the format of calls in Python's notation. words, brackets, nested: arguments of PythonicToolParser.
+    models, fields: fields of ToolFormat.
     """
     return ToolFormat(
-        partial(tool_pythonic.PythonicToolParser, words=words, brackets=brackets),
+        partial(tool_pythonic.PythonicToolParser, words=words, brackets=brackets, nested=nested),
         models,
         partial(tool_pythonic.grammar, words=words, brackets=brackets),
         starts=partial(tool_pythonic.starts, words=words, brackets=brackets),
@@ -226,6 +229,16 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         special_tokens=True,
         stop_words=STOP_WORDS,
         template=("<|channel|>", "<|message|>", "commentary"),
+    ),
+    "beam": ToolFormat(
+        tool_beam.BeamToolParser,
+        "Beam",
+        None,
+        tool_beam.forced_grammar,
+        typed=True,
+        special_tokens=True,
+        stop_words=STOP_WORDS,
+        template=("<|channel|>", "<|message|>", "<rfl:parameter name="),
     ),
     "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
@@ -322,7 +335,9 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         special_tokens=True,
         template=("<|python_start|>", "<|python_end|>", "<|header_start|>"),
     ),
-    "lfm2": _pythonic("LFM2, LFM2.5", tool_pythonic.LFM2, special_tokens=True, template=("<|tool_list_start|>",)),
+    "lfm2": _pythonic(
+        "LFM2, LFM2.5", tool_pythonic.LFM2, nested=True, special_tokens=True, template=("<|tool_list_start|>",)
+    ),
     "olmo3": _pythonic("Olmo 3", tool_pythonic.OLMO3, brackets=False, template=("<function_calls>",)),
     "xlam": ToolFormat(
         partial(tool_llama3.Llama3ToolParser, tags=tool_llama3.XLAM_TAGS), "xLAM 2", tool_llama3.grammar

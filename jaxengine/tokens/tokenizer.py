@@ -160,10 +160,26 @@ class Tokenizer:
         (encoding,) = self._encodings([(text, other)], True)
         return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
 
-    def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
+    def beginning(self, text: str, count: int) -> str:
+        """Return a beginning of `text` that has at most `count` tokens without special ones, cut before the character
+        that the next token is of; all of the text if it has no more. count: at least 1. Raises RequestError
+        (param="prompt") under the same conditions as `encode`.
+        """
+        while True:
+            (encoding,) = self._encodings([text], False, offsets=True)
+            if len(encoding.ids) <= count:
+                return text
+            # Shorter each time, also where the encoding's offsets are those of a changed text.
+            text = text[: min(encoding.offsets[count - 1][1], encoding.offsets[count][0], len(text) - 1)]
+
+    def _encodings(
+        self, inputs: Sequence[str | tuple[str, str]], special: bool, *, offsets: bool = False
+    ) -> list[tokenizers.Encoding]:
         """Return the encodings of texts, or of pairs of texts, computed in parallel and lower-cased first if `lowers`.
-        special: whether to add special tokens. Raises RequestError(param="prompt") for a value that is not a text, for
-        invalid Unicode, and if the tokenizer's code panics; its other errors propagate.
+        special: whether to add special tokens. offsets: whether encodings have their tokens' places in the text.
+
+        Raises RequestError(param="prompt") for a value that is not a text, for invalid Unicode, and if the tokenizer's
+        code panics; its other errors propagate.
         """
         texts = [text for each in inputs for text in (each if isinstance(each, tuple) else (each,))]
         for text in texts:
@@ -174,7 +190,8 @@ class Tokenizer:
                 (each[0].lower(), each[1].lower()) if isinstance(each, tuple) else each.lower() for each in inputs
             ]
         try:
-            return self.backend.encode_batch_fast(list(inputs), add_special_tokens=special)
+            encode = self.backend.encode_batch if offsets else self.backend.encode_batch_fast
+            return encode(list(inputs), add_special_tokens=special)
         except (UnicodeError, TypeError):
             # A lone surrogate, as in json.loads('"\\ud800"'), is not a character and has no UTF-8 encoding. The library
             # reports it as a TypeError, like arguments of another type.

@@ -27,6 +27,7 @@ class ThinkFormat:
 
     Attributes:
       begins, ends: words before and after reasoning, with alternative spellings; the model writes the first one.
+      label: text that may follow an opening word, and is not part of the reasoning; "" for none.
       calls: words before calls that reasoning never mentions: such a word ends it, whatever follows.
       answer: words before and words after the answer, alternatives of each in a tuple; None if there are none.
       dropped: words that the format writes around answers and calls, which are removed wherever they are in content.
@@ -37,6 +38,7 @@ class ThinkFormat:
 
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
+    label: str = ""
     calls: tuple[str, ...] = ()
     answer: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     dropped: tuple[str, ...] = ()
@@ -103,7 +105,7 @@ class ThinkFormat:
         opened, end = max(pairs, key=lambda pair: _end_of_last(continued, pair[0]))
         if opened in continued:
             return end
-        before = prompt[-_TAIL_CHARS:].rstrip()
+        before = self._tail(prompt)
         return next((end for opened, end in pairs if before.endswith(opened.rstrip())), self.ends[0])
 
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
@@ -114,7 +116,7 @@ class ThinkFormat:
         prompt: text before the output, of which only a word at its end counts. continued: the beginning of the answer;
         "" for a new answer.
         """
-        for text, decides in ((continued, False), (prompt[-_TAIL_CHARS:].rstrip(), True)):
+        for text, decides in ((continued, False), (self._tail(prompt), True)):
             # The line break after a word at the end of a prompt has been stripped.
             begun = max(_end_of_last(text, word.rstrip()) for word in self.begins)
             ended = max(_end_of_last(text, word) for word in self.ends)
@@ -122,6 +124,10 @@ class ThinkFormat:
             if begun != ended and (not decides or max(begun, ended) == len(text)):
                 return begun > ended
         return True if self.always else False if continued else None
+
+    def _tail(self, prompt: str) -> str:
+        """Return the end of a prompt in which words count, without white space and the label at its end."""
+        return prompt[-_TAIL_CHARS:].rstrip().removesuffix(self.label.rstrip())
 
 
 def _end_of_last(text: str, word: str) -> int:
@@ -151,6 +157,7 @@ class ThinkParser:
         # An end word before anything else says that there is no reasoning; inside it is a word of `_end`.
         self._opening = Opening(*words.begins, *(() if inside else words.ends))
         self._end = Marker(*words.ends, *self._kept, *dict.fromkeys(each[0] for each in self._starts))
+        self._label = Opening(words.label) if words.label else None
         # A word that may begin a call, and the following text, which decides whether it does.
         self._word, self._call = "", Opening()
         self._reasoning: list[str] = []
@@ -169,6 +176,8 @@ class ThinkParser:
         """
         if self._state == self._first:
             (self._reasoning if self._inside else self._content).append(self._opening.held)
+        elif self._state == self._before_label and self._label:
+            self._reasoning.append(self._label.held)
         elif self._state == self._thoughts:
             self._reasoning.append(self._end.take())
         elif self._state == self._after_word:
@@ -195,9 +204,22 @@ class ThinkParser:
         at, found = self._opening.read(text, at)
         if found is not None:
             opens = self._inside or (found and not self._opening.held.endswith(self._ends))
-            self._state = self._thoughts if opens else self._answer
+            labelled = found and self._label is not None
+            self._state = self._answer if not opens else self._before_label if labelled else self._thoughts
         if found is False:
             self._read(self._opening.held)  # it may also be the beginning of an end word
+        return at
+
+    def _before_label(self, text: str, at: int) -> int:
+        """State after the opening word, where the label is dropped; other text is reasoning. Reads `text` from index
+        `at`; returns the index after what it read.
+        """
+        assert self._label is not None
+        at, found = self._label.read(text, at)
+        if found is not None:
+            self._state = self._thoughts
+        if found is False:
+            self._read(self._label.held)
         return at
 
     def _thoughts(self, text: str, at: int) -> int:

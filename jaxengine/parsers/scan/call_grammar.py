@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxengine.marker_words import marker_parts
+
 Schema = Mapping[str, Any]
-# Words in a marker that may be tokens of their own; PLaMo 3's tokens are the beginnings and the end of its markers, and
-# MiniMax M3's stands before each of its tags.
-_WORDS = re.compile(r"(<\|plamo:(?:begin|end)_|:plamo\|>|\]<\]minimax\[>\[|<[^<>]*>|｜[^｜]*｜)")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class CallGrammar:
         """Return the grammar term for a marker: a token if the vocabulary has one of this text, several terms if words
         in it are tokens, otherwise a literal.
         """
-        token_ids = [(part, self.token_id(part)) for part in (text, *_WORDS.split(text)) if part]
+        token_ids = [(part, self.token_id(part)) for part in (text, *marker_parts(text))]
         if token_ids[0][1] is None and any(token_id is not None for _, token_id in token_ids[1:]):
             return " ".join(map(self.word, (part for part, _ in token_ids[1:])))
         return literal(text) if token_ids[0][1] is None else f"<[{token_ids[0][1]}]>"

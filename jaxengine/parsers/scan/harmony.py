@@ -1,4 +1,4 @@
-"""Reader of OpenAI's harmony format, which gpt-oss writes: messages with a channel and optionally a recipient.
+"""Reader of OpenAI's harmony format, which gpt-oss and Beam write: messages with a channel and optionally a recipient.
 
   <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
   <|message|>{...}<|call|>
@@ -23,6 +23,7 @@ _MAX_HEADER = 512
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
+_XML = f"{CONSTRAIN}xml"
 # Tools of gpt-oss's own, which it addresses without the prefix of functions.
 _OWN_TOOLS = ("python", "browser", "container")
 
@@ -44,10 +45,12 @@ class Header:
 
         A recipient "functions.NAME" calls NAME, even if the request has no such function, unless NAME is empty or not
         printable. One without the prefix must be in `functions`, the names of the request's functions, and not be a
-        built-in tool of gpt-oss.
+        built-in tool of gpt-oss. Where the body is to be XML, as Beam's calls are, the recipient as it is is the name.
         """
         found = _RECIPIENT.search(self.text)
         recipient = "" if found is None else found.group(1)
+        if _XML in self.text:
+            return recipient if recipient and recipient.isprintable() else None
         if recipient.startswith(_FUNCTIONS):
             name = recipient.removeprefix(_FUNCTIONS)
             return name if name and name.isprintable() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Set as AbstractSet
 
 from jaxengine.parsers.scan.call_grammar import Schema
@@ -14,6 +15,10 @@ _STRING = frozenset(("string",))
 _OBJECT = frozenset(("object",))
 # Parameters in which a model may put all arguments as an object, although the function has no parameter of that name.
 _WRAPPERS = ("arguments", "input", "properties")
+# References to characters in XML, and the beginning of one at the end of a text.
+_REFERENCE = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#([0-9]{1,7})|#x([0-9A-Fa-f]{1,6}));")
+_OPEN_REFERENCE = re.compile(r"&#?[0-9A-Za-z]{0,8}$")
+_ENTITIES = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 
 
 class ParameterJson:
@@ -35,7 +40,7 @@ class ParameterJson:
         self._wrapped: str | None = None
         self._types: frozenset[str] = frozenset()
         self._value: list[str] = []
-        self._begins = self._own_line = self._is_wrapper = False
+        self._begins = self._own_line = self._is_wrapper = self._has_references = False
         out.arguments("{")
 
     @property
@@ -49,10 +54,13 @@ class ParameterJson:
         """
         return types_of(self._schema, name) if name in self._properties else None
 
-    def begin(self, name: str, types: frozenset[str] | None, verbatim: bool = False) -> None:
+    def begin(
+        self, name: str, types: frozenset[str] | None, *, verbatim: bool = False, references: bool = False
+    ) -> None:
         """Begin the parameter `name`: write its name, unless it may be a wrapper around all arguments. types: JSON
         types that its value may have; None takes the schema's. verbatim: whether line breaks around this value are part
-        of it, whatever the format's rule.
+        of it, whatever the format's rule. references: whether XML's references, such as &lt;, stand for characters in
+        this value.
         """
         self._spell_wrapped()
         self._types = types_of(self._schema, name) if types is None else types
@@ -62,10 +70,11 @@ class ParameterJson:
             self._out.arguments(f"{self._name_json(name)}: " + ('"' if self._is_streamed else ""))
         self._names.add(name)
         self._value, self._begins, self._own_line = [], not verbatim, False
+        self._has_references = references
 
     def add(self, text: str) -> None:
         """Add text to the value, and write it if the value is a streamed string. Up to two line breaks at its end,
-        which may belong to the format, are held.
+        which may belong to the format, are held, and so is the beginning of a reference.
         """
         if not text:
             return
@@ -76,7 +85,9 @@ class ParameterJson:
         if self._is_streamed:
             said = "".join(self._value)
             now = _without_breaks(said, 2)
-            self._out.arguments(_escaped(now))
+            if self._has_references and (begun := _OPEN_REFERENCE.search(now)):
+                now = now[: begun.start()]
+            self._out.arguments(_escaped(self._text(now)))
             self._value = [said[len(now) :]]
 
     def end_value(self, closed: bool) -> None:
@@ -89,7 +100,7 @@ class ParameterJson:
         if self._is_wrapper:
             self._wrapped = held
         else:
-            self._out.arguments(_escaped(held) + '"' if self._is_streamed else as_json(held, self._types))
+            self._out.arguments(_escaped(self._text(held)) + '"' if self._is_streamed else self._json(held))
 
     def end(self) -> None:
         """End the arguments with the closing brace.
@@ -98,7 +109,7 @@ class ParameterJson:
         of parameters of the function, that object is emitted in its place.
         """
         if self._wrapped is not None:
-            inner = as_json(self._wrapped, _OBJECT)
+            inner = self._json(self._wrapped, _OBJECT)
             if inner.startswith("{") and json.loads(inner).keys() <= self._properties:
                 self._wrapped = None
                 self._out.arguments(inner[1:-1])
@@ -117,12 +128,23 @@ class ParameterJson:
         text = _without_breaks("".join(self._value), self._own_line)
         if self._is_wrapper:
             self._out.arguments(f"{json.dumps(*self._names)}: ")
-        self._out.arguments(_escaped(text) if self._is_streamed else text)
+        self._out.arguments(_escaped(self._text(text)) if self._is_streamed else text)
 
     @property
     def _is_streamed(self) -> bool:
         """Whether the value is a string, which is written as it arrives."""
         return self._types == _STRING and not self._is_wrapper
+
+    def _text(self, text: str) -> str:
+        """Return the text that `text` stands for: itself, with characters in place of references if it may have any."""
+        return with_characters(text) if self._has_references else text
+
+    def _json(self, text: str, types: frozenset[str] | None = None) -> str:
+        """Return a complete value as JSON of one of `types`; None: those of the parameter. If characters in place of
+        references make it a string that it was not before, the references stay.
+        """
+        read, plain = (as_json(each, types or self._types) for each in (self._text(text), text))
+        return plain if read.startswith('"') and not plain.startswith('"') else read
 
     def _name_json(self, name: str) -> str:
         """Return a parameter's name as a JSON key, after a comma unless it is the first."""
@@ -131,8 +153,25 @@ class ParameterJson:
     def _spell_wrapped(self) -> None:
         """Write the held wrapper parameter as an ordinary parameter with its value; nothing if none is held."""
         if self._wrapped is not None:
-            self._out.arguments(f"{json.dumps(*self._names)}: {as_json(self._wrapped, self._types)}")
+            self._out.arguments(f"{json.dumps(*self._names)}: {self._json(self._wrapped)}")
             self._wrapped = None
+
+
+def with_characters(text: str) -> str:
+    """Return `text` with characters in place of XML's references: &lt; &gt; &amp; &quot; &apos; and a code point in
+    decimal or hexadecimal digits, &#60; or &#x3C;. One of no character, or without its semicolon, stays as it is.
+    """
+    return _REFERENCE.sub(_character, text)
+
+
+def _character(reference: re.Match[str]) -> str:
+    """Return the character of a reference; the reference itself if its code is 0, a surrogate or beyond Unicode."""
+    name, decimal, hexadecimal = reference.groups()
+    if name:
+        return _ENTITIES[name]
+    code = int(decimal) if decimal else int(hexadecimal, 16)
+    is_character = 0 < code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF
+    return chr(code) if is_character else reference.group()
 
 
 def _without_breaks(text: str, most: int) -> str:

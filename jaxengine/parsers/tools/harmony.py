@@ -32,17 +32,25 @@ def forced_grammar(calls: CallGrammar) -> Iterator[str]:
 
     Raises ValueError for a vocabulary without harmony's tokens, and the errors of calls.json.
     """
+    yield from forced_rules(calls)
+    said = f'{calls.word(CONSTRAIN)} "json" {calls.word(MESSAGE)}'
+    named = (f"{literal(f'{name} ')} {said} arguments_{at}" for at, name in enumerate(calls.functions))
+    yield f'call: {calls.word(CHANNEL)} "commentary to=functions." ({" | ".join(named)}) {calls.word(CALL)}'
+    yield from calls.arguments()
+
+
+def forced_rules(calls: CallGrammar) -> Iterator[str]:
+    """Yield Lark rules of outputs of one rule `call`, with the top rule `start`; reasoning may precede the call.
+
+    Raises ValueError for a vocabulary without harmony's tokens.
+    """
     tokens = {word: calls.token_id(word) for word in (CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START)}
     if None in tokens.values():
         missing = next(word for word, token_id in tokens.items() if token_id is None)
         raise ValueError(f"the model's vocabulary has no token {missing}, which its calls need")
-    call, channel, constrain, end, message, start = map(calls.word, tokens)
+    channel, end, message, start = map(calls.word, (CHANNEL, END, MESSAGE, START))
     yield f'start: (thought {start} "assistant")? call'
     yield f'thought: {channel} "analysis" {message} /(?s:.*)/ {end}'
-    said = f'{constrain} "json" {message}'
-    named = (f"{literal(f'{name} ')} {said} arguments_{at}" for at, name in enumerate(calls.functions))
-    yield f'call: {channel} "commentary to=functions." ({" | ".join(named)}) {call}'
-    yield from calls.arguments()
 
 
 class HarmonyToolParser:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
+from jaxengine.parsers.scan.parameter_json import with_characters
+
 
 @dataclass(frozen=True)
 class ParameterWords:
@@ -22,6 +24,7 @@ class ParameterWords:
       attributes: a call's name may be followed by '"' and attributes, which are dropped; &quot; and &amp; in names
         stand for characters.
       quotes: words around a value in which no other word ends it; None if there are none.
+      references: XML's references, such as &lt;, stand for characters in a value without quotes.
       dropped: words around an answer, which are not content.
       verbatim: a line break at the beginning of a value is part of it; otherwise it belongs to the format, as does one
         at the end of the same value.
@@ -35,6 +38,7 @@ class ParameterWords:
     says: str = ""
     attributes: bool = False
     quotes: tuple[str, str] | None = None
+    references: bool = False
     dropped: tuple[str, ...] = ()
     verbatim: bool = False
     others: tuple[str, ...] = ()
@@ -60,6 +64,11 @@ class ParameterWords:
     def written(self, name: str) -> str:
         """Return a name as it is written in an attribute; unchanged in formats without attributes."""
         return name.replace("&", "&amp;").replace('"', "&quot;") if self.attributes else name
+
+    def written_value(self, text: str) -> str:
+        """Return a text as it is written as a value: with &amp; for & if it would be read as another text."""
+        changes = self.references and with_characters(text) != text
+        return text.replace("&", "&amp;") if changes else text
 
     def read(self, name: str) -> str:
         """Return the name that `written` wrote so, without the attributes after it."""
@@ -141,5 +150,6 @@ MINICPM5 = ParameterWords(
     ('<function name="', '">', "</function>"),
     ('<param name="', '">', "</param>"),
     quotes=("<![CDATA[", "]]>"),
+    references=True,
 )
 HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), section=("<tool_calls>", "</tool_calls>"))

@@ -86,7 +86,7 @@ def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, na
     value = calls.word(words.value) if words.value else ""
     head = f"{begin} {literal(words.written(name))} {said} {middle} {value} {line}"
     if texts:
-        yield f"{rule}: {head} ({' | '.join(map(literal, texts))}) {line} {end} {line}"
+        yield f"{rule}: {head} ({' | '.join(literal(words.written_value(each)) for each in texts)}) {line} {end} {line}"
     elif "string" in types:
         yield f"{rule}: {head} text {line}"
     else:
@@ -315,7 +315,8 @@ class ParameterToolParser(StateParser):
     def _begin_value(self, quoted: bool = False) -> None:
         """Begin the value of the parameter whose name was read last. quoted: whether it stands in quotes."""
         assert self._arguments is not None
-        self._arguments.begin(*self._name_and_types(), verbatim=quoted)
+        references = self._words.references and not quoted
+        self._arguments.begin(*self._name_and_types(), verbatim=quoted, references=references)
         self._value_end = Marker(*([self._words.quoted_end] if quoted else self._words.value_ends))
         self._state = self._in_value
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
+from itertools import islice, repeat
 
 from jaxengine.parsers.scan.argument_forms import ArgumentForm, argument_forms
 from jaxengine.parsers.scan.call_grammar import CallGrammar, literal
-from jaxengine.parsers.scan.events import Collector, Event
+from jaxengine.parsers.scan.events import Collector, ContentDelta, Event
 from jaxengine.parsers.scan.markers import Marker
 from jaxengine.parsers.scan.python_scan import PythonScanner, Reading
+from jaxengine.parsers.tools.nested_quotes import requoted
 
 
 class _State(Enum):
@@ -32,6 +34,7 @@ class _State(Enum):
     AFTER_VALUE = auto()
     AFTER_CALL = auto()
     END_WORD = auto()
+    BROKEN = auto()  # after text that is no call, which may be one with nested quotes
     CONTENT = auto()
 
 
@@ -88,16 +91,24 @@ def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
 
 class PythonicToolParser:
     """Parser of calls in Python's notation. words: before and after the calls; brackets: the calls are a list, which
-    may begin an output without words.
+    may begin an output without words; nested: whether strings between the words may hold their own quotation marks
+    unescaped, if there is one way to read them.
     """
 
-    def __init__(self, new_id: Iterable[str], words: tuple[str, str] = ("", ""), brackets: bool = True):
+    def __init__(
+        self,
+        new_id: Iterable[str],
+        words: tuple[str, str] = ("", ""),
+        brackets: bool = True,
+        nested: bool = False,
+    ):
         self._out = Collector(new_id)
-        self._end = words[1]
+        self._words, self._end, self._nested = words, words[1], nested
         self._num_of_end = 0
         self._brackets = brackets
         self._outside = Marker(*words) if words[0] else None
         self._elsewhere = _State.CONTENT if self._outside is None else _State.SEEK
+        self._first = _State.LIST if brackets else _State.CALL  # after the word before calls
         self._state = _State.LIST if brackets else _State.SEEK
         self._held: list[str] = []
         self._word: list[str] = []
@@ -110,20 +121,7 @@ class PythonicToolParser:
         """Read a piece of the output; return the events that are certain by now. A call is emitted when it is closed;
         held text that turns out not to be a call becomes content.
         """
-        at = 0
-        while at < len(text):
-            if self._state is _State.CONTENT:
-                self._out.content(text[at:])
-                break
-            if self._state is _State.SEEK:
-                at = self._seek(text, at)
-            else:
-                self._held.append(text[at])
-                at += 1
-                if not self._read(text[at - 1]):
-                    self._held.pop()  # it may begin the word before other calls
-                    self._release()
-                    at -= 1
+        self._feed(text)
         return self._out.take()
 
     def finish(self) -> list[Event]:
@@ -134,6 +132,26 @@ class PythonicToolParser:
             self._out.content(self._outside.take())
         return self._out.finish()
 
+    def _feed(self, text: str) -> None:
+        """Read a piece of the output, and write its events to the collector."""
+        at = 0
+        while at < len(text):
+            if self._state is _State.CONTENT:
+                self._out.content(text[at:])
+                break
+            if self._state in (_State.SEEK, _State.BROKEN):
+                at = self._seek(text, at) if self._state is _State.SEEK else self._collect(text, at)
+            else:
+                self._held.append(text[at])
+                at += 1
+                if not self._read(text[at - 1]):
+                    self._held.pop()  # it may begin the word before other calls
+                    at -= 1
+                    if self._nested and (self._has_called or self._held[:1] == [self._words[0]]):
+                        self._state = _State.BROKEN
+                    else:
+                        self._release()
+
     def _seek(self, text: str, at: int) -> int:
         """Emit `text` from `at` on as content, up to the word before calls, which enters a list of calls. The word
         after calls is dropped if a call was read since the last word before calls, and content otherwise. Returns the
@@ -143,11 +161,44 @@ class PythonicToolParser:
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
         if word and word != self._end:
-            self._held, self._has_called = [word], False
-            self._state = _State.LIST if self._brackets else _State.CALL
+            self._held, self._has_called, self._state = [word], False, self._first
         elif word and not self._has_called:
             self._out.content(word)
         return at
+
+    def _collect(self, text: str, at: int) -> int:
+        """Hold text after the beginning of a list that is no call, up to the word after calls, where its quotes are
+        repaired if they can be in one way; else, and at the word before other calls, it is content. Reads `text` from
+        the index `at`; returns the index after the last character read.
+        """
+        assert self._outside is not None
+        plain, at, word = self._outside.read(text, at)
+        self._held.append(plain)
+        if not word:
+            return at
+        begin = not self._has_called  # the held text has the word before calls
+        held, repaired = "".join(self._held[begin:]), None
+        if word == self._end:
+            readings = list(islice(filter(self._is_list, requoted(held)), 2))
+            repaired = readings[0] if len(readings) == 1 else None
+        if repaired is None:
+            self._release()
+            if word == self._end:
+                self._out.content("" if self._has_called else word)
+            else:
+                self._held, self._has_called, self._state = [word], False, self._first
+        else:
+            self._held, self._state = [], self._first if begin else _State.AFTER_CALL
+            self._feed(repaired + word)
+        return at
+
+    def _is_list(self, text: str) -> bool:
+        """Whether `text`, which follows the word before calls or a call, is all of the remaining calls."""
+        parser = PythonicToolParser(repeat(""), self._words, self._brackets)
+        before = "[f()" if self._brackets else "f()"
+        events = parser.feed(f"{self._words[0]}{before if self._has_called else ''}{text}{self._end}")
+        is_ended = parser._state is _State.SEEK
+        return is_ended and not any(isinstance(event, ContentDelta) for event in events)
 
     def _read(self, char: str) -> bool:
         """Read the next character, `char`, in or after calls, and update the state. Return False if it is not allowed

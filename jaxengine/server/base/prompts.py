@@ -119,6 +119,14 @@ class PromptEncoder:
             return tokenizer.encode_batch(texts, add_special_tokens)
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
+    async def beginnings(self, texts: Sequence[str], count: int) -> list[str]:
+        """Return the beginning of each text that has at most `count` tokens, see Tokenizer.beginning. Computed on a
+        thread; more characters than max_model_len tokens can have are cut off first. Raises RequestError for invalid
+        Unicode and without a tokenizer; OverloadedError if too many calls wait for a thread.
+        """
+        tokenizer, most = self._inputs.require_tokenizer(), self._most_chars()
+        return await self._workers.run(lambda: [tokenizer.beginning(text[:most], count) for text in texts])
+
     def cut_side(self, keep: int | None, side: str | None) -> str | None:
         """Return the argument `cut_side` of `encode` for a request with these arguments of `cut`. None if whole texts
         are needed: without truncation, and if more than max_model_len token ids would be kept.

@@ -8,6 +8,7 @@ import llguidance
 import pytest
 
 from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.grammars.tag_rules import lark_of
 from jaxengine.grammars.worker_process import compile_grammar
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.requests.structured.params import StructuredOutputsParams
@@ -162,3 +163,21 @@ def test_refused_by_name(tag, field):
     with pytest.raises(RequestError, match=f"^structured_outputs.structural_tag.{field}") as caught:
         StructuredOutputsParams(structural_tag=tag)
     assert caught.value.param == "structured_outputs"
+
+
+def test_a_tag_is_cut_into_the_same_tokens_as_a_call():
+    """PLaMo's and MiniMax M3's markers consist of tokens that stand in no brackets of their own."""
+
+    class Vocabulary:
+        eos_tokens = ()
+        words = ("<|plamo:begin_", ":plamo|>", "]<]minimax[>[", "[ARGS]")
+
+        def tokenize_str(self, text):
+            return [self.words.index(text)] if text in self.words else [9, 9]
+
+        def is_special_token(self, token_id):
+            return token_id < len(self.words)
+
+    text = "<|plamo:begin_tool_calls:plamo|>]<]minimax[>[<tool_call>[ARGS]"
+    rules = lark_of(json.dumps([[{"word": text}]]), Vocabulary())
+    assert rules == '<[0]> "tool_calls" <[1]> <[2]> "<tool_call>" <[3]>'

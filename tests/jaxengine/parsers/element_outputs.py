@@ -35,6 +35,17 @@ def minicpm5(calls: list[Call]) -> str:
     return "\n".join(said)
 
 
+def beam(calls: list[Call]) -> str:
+    said = []
+    for name, given in calls:
+        pairs = (
+            f'<rfl:parameter name="{key}">\n{writers.plain(each)}\n</rfl:parameter>' for key, each in given.items()
+        )
+        said.append(f" to={name}<|channel|>analysis <|constrain|>xml<|message|>{''.join(pairs)}")
+    return "<|end|><|start|>assistant".join(said) + "<|call|>"
+
+
+BEAM_NOW = beam([NOW])
 TAG = "]<]minimax[>["
 
 
@@ -95,9 +106,66 @@ ELEMENT_FORMATS: dict[str, Format] = {
                 '<function name="weather"><param name="properties">{\'n\': 5}</param></function>',
                 [("weather", {"n": 5})],
             ),
+            # References of XML stand for characters, but not in quotes, nor where they would break JSON.
+            Output(
+                '<function name="weather"><param name="city">a &lt; b &amp;amp; &#x43;&#68; &no; &#0; &</param>'
+                "</function>"
+                '<function name="weather"><param name="city"><![CDATA[&lt;]]></param></function>'
+                '<function name="weather"><param name="days">["&lt;"]</param></function>'
+                '<function name="weather"><param name="days">["&quot;"]</param></function>',
+                [
+                    ("weather", {"city": "a < b &amp; CD &no; &#0; &"}),
+                    ("weather", {"city": "&lt;"}),
+                    ("weather", {"days": ["<"]}),
+                    ("weather", {"days": ["&quot;"]}),
+                ],
+            ),
             Output("<function name=now></function>", [], "<function name=now></function>"),
         ],
-        ['<function name="f">', '<param name="', 'a">', "<![CDATA[", "1", "]]>", "</param>", "</function>", "\n"],
+        [
+            "&",
+            "&lt;",
+            "#65;",
+            '<function name="f">',
+            '<param name="',
+            'a">',
+            "<![CDATA[",
+            "1",
+            "]]>",
+            "</param>",
+            "</function>",
+            "\n",
+        ],
+    ),
+    "beam": Format(
+        lambda calls: "<|start|>assistant" + beam(calls),
+        [
+            Output("<|channel|>final<|message|>done<|call|>", [], "done"),
+            Output(BEAM_NOW.removesuffix("<|call|>"), [NOW]),
+            Output(BEAM_NOW.replace("<|call|>", "<|end|><|start|>"), [NOW], "<|start|>"),
+            Output("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + BEAM_NOW, [NOW], "I look."),
+            # A value whose closing word is missing, and text that is no parameter.
+            Output(
+                ' to=weather<|channel|>analysis <|constrain|>xml<|message|><rfl:parameter name="city">\nA\n'
+                '<rfl:parameter name="n">\n5<|call|>',
+                [("weather", {"city": "A", "n": 5})],
+            ),
+            Output(" to=now<|channel|>analysis <|constrain|>xml<|message|>a to=b<|call|>", [NOW], "a to=b"),
+            Output("<|channel|>analysis<|message|>Hm<|end|>", [], "<|channel|>analysis<|message|>Hm<|end|>"),
+            Output(" to=now<|channel|>analysis <|constrain|>xml", [], " to=now<|channel|>analysis <|constrain|>xml"),
+        ],
+        [
+            "<|channel|>analysis",
+            " <|constrain|>xml",
+            "<|message|>",
+            "<|start|>assistant",
+            "<|end|>",
+            "<|call|>",
+            " to=f",
+            '<rfl:parameter name="a">\n',
+            "1",
+            "\n</rfl:parameter>",
+        ],
     ),
     "minimax_m3": Format(
         minimax_m3,

@@ -390,14 +390,17 @@ THINKING: dict[str, Thinking] = {
         "gemma4",
         "<|turn>user\nHi<turn|>\n<|turn>model\n",
         off="<|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
-        words=("<|channel>thought\n", "<channel|>"),
+        words=("<|channel>", "<channel|>"),
         opens=True,
         gap="",
         odd=(
             # A call may come without the word that ends the thoughts.
             Thought("<|channel>thought\nHm.<|tool_call>call:now{}<tool_call|>", "Hm.", None, (NOW,)),
             Thought("Hm.<channel|>Hi", "Hm.", "Hi", prompt="<|tool_response>x<tool_response|><|channel>thought\n"),
-            Thought("<|channel>final\nHi", None, "<|channel>final\nHi"),
+            Thought("<|channel>thought\nHm\n<channel|>Hi", "Hm\n", "Hi"),
+            # Every channel is one of thoughts, also without its name.
+            Thought("<|channel>thousand reasons<channel|>Done", "thousand reasons", "Done"),
+            Thought("<|channel>thou", "thou"),
         ),
     ),
     "cohere_command3": Thinking(
@@ -428,10 +431,11 @@ SAME = {
     "glm47": ("ling3", "poolside_v1"),
     "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),
+    "openai_gptoss": ("beam",),
 }
 # The first of those with the same words.
 NAMES = [*THINKING, "openai_gptoss"]
-THINKING |= {other: THINKING[name] for name, others in SAME.items() for other in others}
+THINKING |= {other: THINKING[name] for name, others in SAME.items() if name in THINKING for other in others}
 
 WRITE: Call = ("tools.write-file", {})
 HEAD, NEXT, SAID = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"

@@ -394,21 +394,29 @@ def test_a_string_of_text_keeps_to_the_values_of_its_schema(vocabulary):
         assert taken(backend, matcher, begin + inside + end) == (allowed, allowed), inside
 
 
-def test_a_forced_call_of_harmony(vocabulary):
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("openai", f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"),
+        ("beam", element_outputs.beam(TWICE[:1])),
+    ],
+)
+def test_a_forced_call_of_harmony(vocabulary, name, call):
     """A thought and the call; nothing else, and no other function."""
     words = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
     backend, tokens = vocabulary(words)
-    row = TOOL_PARSERS["openai"]
+    row = TOOL_PARSERS[name]
     matcher = matcher_of(tokens, row.forced_grammar(call_grammar(backend, words)))
-    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"
     thought = "<|channel|>analysis<|message|>Hm, { ü\n<|end|><|start|>assistant"
     for text in (call, thought + call):
         assert taken(backend, matcher, text) == (True, True)
-        parser = row.open({})
+        parser = row.open(FUNCTIONS)
         (parsed,) = message_of([*parser.feed(text), *parser.finish()]).tool_calls
         assert (parsed.name, json.loads(parsed.arguments)) == TWICE[0]
     for text in (thought + thought, "Hi", "<|channel|>final", call.replace("get_weather", "other"), call + call):
         assert taken(backend, matcher, text) == (False, False)
+    if name == "beam":  # several calls are one output, the last one ends it
+        assert taken(backend, matcher, thought + element_outputs.beam(TWICE * 2)) == (True, True)
     with pytest.raises(ValueError, match=r"no token <\|call\|>"):
         list(row.forced_grammar(call_grammar(backend, words[:-1])))
 

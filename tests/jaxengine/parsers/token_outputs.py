@@ -184,6 +184,23 @@ TOKEN_FORMATS: dict[str, Format] = {
         [
             Output("Hm<|tool_call_start|>[weather(n=07)]<|tool_call_end|>ok", [("weather", {"n": 7})], "Hmok"),
             Output("<|tool_call_start|>[f(from='a', class=1)]<|tool_call_end|>", [("f", {"from": "a", "class": 1})]),
+            # Quotes in quotes, where one reading makes calls of all of it; else it is text.
+            Output(
+                """<|tool_call_start|>[now(), weather(city='sed -n '3,4p' a.py', n=1)]<|tool_call_end|>ok""",
+                [NOW, ("weather", {"city": "sed -n '3,4p' a.py", "n": 1})],
+                "ok",
+            ),
+            Output(
+                """<|tool_call_start|>[weather(city='python -c "f(x, s='\\,'))"')]<|tool_call_end|>""",
+                [("weather", {"city": """python -c "f(x, s='\\,'))\""""})],
+            ),
+            Output("<|tool_call_start|>[f(a='b'c', d='e')]<|tool_call_end|>", [], ...),
+            Output("<|tool_call_start|>[f(a='b'c'", [], ...),
+            Output(
+                "<|tool_call_start|>[f(a='b'c<|tool_call_start|>[now()]<|tool_call_end|>",
+                [NOW],
+                "<|tool_call_start|>[f(a='b'c",
+            ),
         ],
         ["<|tool_call_start|>", "<|tool_call_end|>", "[", "]", "f(", ")", "a=", "1", ", ", "'x'", "<|"],
         python=True,

@@ -39,11 +39,15 @@ from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import NULL_CHOICE, usage, usage_in_stream
 
 
-class _Completion:
+class CompletionRun:
     """Completion request in progress: call `read_prompts`, then `whole` for one response or `events` for a stream.
 
     name: id of the response. model: model name in the response. options: scheduling options of its prompts. Raises
     RequestError for parameters that are not allowed.
+
+    Attributes:
+      params: the engine's sampling parameters.
+      prompts: what the engine takes for each prompt; empty before `read_prompts`.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class _Completion:
         self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self.params = self._sampling_params()
         self._beams = body.beam_params(engine.inputs, body.max_tokens, body.best_of)
-        self._prompts: list[dict[str, Any]] = []
+        self.prompts: list[dict[str, Any]] = []
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
         self._num_cached_tokens: dict[int, int] = {}
@@ -110,16 +114,16 @@ class _Completion:
             if isinstance(each, str) and len(ids) == len(whole):
                 prompt["prompt"] = each
             self._add(prompt)
-        check_captured(inputs, self._config, self.params, (len(each["prompt_token_ids"]) for each in self._prompts))
-        if len(self._prompts) > 1:
+        check_captured(inputs, self._config, self.params, (len(each["prompt_token_ids"]) for each in self.prompts))
+        if len(self.prompts) > 1:
             if body.kv_transfer_params is not None:
                 raise RequestError("kv_transfer_params needs a single prompt", param="kv_transfer_params")
-            for prompt in self._prompts:
+            for prompt in self.prompts:
                 inputs.prepare(prompt, self.params, options=self._options)
 
     def _add(self, prompt: dict[str, Any]) -> None:
         """Append a prompt, and add its token ids to the count of prompt tokens."""
-        self._prompts.append(prompt)
+        self.prompts.append(prompt)
         self._num_prompt_tokens += len(prompt["prompt_token_ids"])
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -129,7 +133,7 @@ class _Completion:
 
         Raises the first error of any prompt, which is one of EngineClient.stream, after ending all prompts.
         """
-        async with contextlib.aclosing(interleave(self._generate, len(self._prompts), self._places())) as outputs:
+        async with contextlib.aclosing(interleave(self._generate, len(self.prompts), self._places())) as outputs:
             async for index, output in outputs:
                 if self.body.max_tokens == 0:
                     output.outputs = [_without_output(each) for each in output.outputs]
@@ -187,11 +191,11 @@ class _Completion:
         """Return the stream of outputs of prompt number `index`. Its id in the engine is the response's id or, with
         several prompts, ID-index.
         """
-        request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"
+        request_id = self.id if len(self.prompts) == 1 else f"{self.id}-{index}"
         if self._beams is not None:
-            prompt, n = self._prompts[index], self.body.n or 1
+            prompt, n = self.prompts[index], self.body.n or 1
             return beam_search(self._engine, prompt, self._beams, request_id, self._options, n)
-        return self._engine.stream(self._prompts[index], self.params, request_id, self._options)
+        return self._engine.stream(self.prompts[index], self.params, request_id, self._options)
 
     def _places(self) -> int:
         """Return how many prompts may run at once: max_num_seqs divided by n, at least one."""
@@ -199,7 +203,7 @@ class _Completion:
 
     def _times(self, output: RequestOutput) -> dict[str, float | None] | None:
         """Return the times of a request for one output; None for others, or if the server does not measure them."""
-        if not self._config.enable_per_request_metrics or len(self._prompts) > 1 or self.body.n not in (None, 1):
+        if not self._config.enable_per_request_metrics or len(self.prompts) > 1 or self.body.n not in (None, 1):
             return None
         return request_times(output.metrics, self._num_completion_tokens)
 
@@ -243,7 +247,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("cmpl", request)
-        completion = _Completion(engine, config, body, name, model, body.options(request, config, lora))
+        completion = CompletionRun(engine, config, body, name, model, body.options(request, config, lora))
         await completion.read_prompts(encoder)
         if body.stream:
             return await stream_events(request, completion.events(), config)

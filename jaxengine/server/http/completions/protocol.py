@@ -41,12 +41,15 @@ class CompletionRequest(TextRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         """Return this request after checking it. Raises RequestError without a prompt, for an invalid form of
-        prompt_embeds, and for a best_of that is not supported.
+        prompt_embeds, for logprob_token_ids without output, and for a best_of that is not supported.
         """
         if self.prompt_embeds is not None:
             self._check_embedded()
         elif self.prompt is None:
             raise RequestError("prompt is missing; give it, or prompt_embeds", param="prompt")
+        if self.max_tokens == 0 and self.logprob_token_ids:
+            problem = "logprob_token_ids is only allowed with a max_tokens above 0, as they are of the output"
+            raise RequestError(problem, param="logprob_token_ids")
         n, beams = self.n or 1, bool(self.use_beam_search)
         if self.best_of not in (None, n) and not (beams and self.best_of > n):
             raise RequestError(

@@ -12,7 +12,7 @@ Entry = TypeVar("Entry")
 
 
 class Embedding(Answer):
-    """An embedding: a list of numbers, or base64 of little-endian float32."""
+    """An embedding: a list of numbers, or base64 of the requested number format and byte order."""
 
     index: int
     object: Literal["embedding"]

@@ -7,6 +7,7 @@ import base64
 import time
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
@@ -21,6 +22,13 @@ from jaxengine.server.http.pooling.protocol import ClassifyRequest, EmbeddingReq
 from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer, counts
 from jaxengine.server.http.request.limits import JsonRoute
 
+_DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
 _MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 
 
@@ -87,7 +95,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
     """Return a function (index, output) -> entry of the response, a dict in which `field` is the vector in the
-    request's encoding: a list of numbers, or base64 of little-endian float32.
+    request's encoding: a list of numbers, or base64 of its embed_dtype and endianness.
 
     kind: the entry's "object".
     """
@@ -96,11 +104,15 @@ def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
         """Return the entry of one answer: its index, and its vector as a list of numbers or in base64."""
         data: Any = each.outputs.data
         if body.encoding_format == "base64":
-            return {
-                "index": index,
-                "object": kind,
-                field: base64.b64encode(data.astype(np.dtype("<f4")).tobytes()).decode(),
-            }
+            data = _encoded(data, body.embed_dtype or "float32", body.endianness == "big")
+            return {"index": index, "object": kind, field: data}
         return {"index": index, "object": kind, field: data.tolist()}
 
     return entry
+
+
+def _encoded(values: np.ndarray, dtype: str, is_big: bool) -> str:
+    """Return base64 of float32 values as numbers of `dtype`, one of _DTYPES, big-endian or else little-endian."""
+    numbers = values.astype(_DTYPES[dtype])
+    bits = numbers.view(f"u{numbers.itemsize}")
+    return base64.b64encode(bits.astype(bits.dtype.newbyteorder(">" if is_big else "<")).tobytes()).decode()

@@ -27,8 +27,6 @@ _SCORES_REFUSED: dict[str, tuple[Any, ...]] = {
     **_REFUSED,
     "chat_template_kwargs": ({},),
     "instruction": (),
-    "max_tokens_per_doc": (0,),
-    "max_tokens_per_query": (0,),
 }
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -105,16 +103,34 @@ class EmbeddingRequest(InputBody):
     """Request of /v1/embeddings.
 
     Attributes:
-      encoding_format: numbers, or base64 of little-endian float32.
+      encoding_format: numbers, or base64.
+      embed_dtype, endianness: of base64: the number format, float32 by default, and the byte order, little by default
+        and with "native".
       dimensions: number of leading dimensions of each embedding to keep.
       normalize: earlier name of use_activation.
       prompt_name: the model's prompt to prepend to texts, "" for none; default: the model's default.
     """
 
+    refused = {name: values for name, values in InputBody.refused.items() if name not in ("embed_dtype", "endianness")}
+
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None
+    endianness: Literal["native", "big", "little"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
+
+    @model_validator(mode="after")
+    def _check_encoding(self) -> Self:
+        """Return this request after checking it. Raises RequestError for an embed_dtype or endianness that changes
+        base64 where encoding_format is another.
+        """
+        for name, plain in (("embed_dtype", ("float32",)), ("endianness", ("native", "little"))):
+            value = getattr(self, name)
+            if self.encoding_format != "base64" and value not in (None, *plain):
+                problem = f'{name} is {value}; it is only allowed with encoding_format="base64"'
+                raise RequestError(problem, param=name, value=value)
+        return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
         """Return the request's PoolingParams. Truncation is not among them, as it is applied to the prompt. task: None
@@ -214,10 +230,30 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
 
 
-class ScoreRequest(PoolingBody):
-    """Request of /score: two texts or lists of texts, under one of several pairs of names."""
+class PairsBody(PoolingBody):
+    """Fields that requests of pairs of texts share.
+
+    Attributes:
+      max_tokens_per_query, max_tokens_per_doc: number of tokens, without special ones, to which each text of the first
+        and of the second side is cut before pairs are made; 0 or none: whole texts.
+    """
 
     refused = _SCORES_REFUSED
+
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        """Return this request after checking it. Raises RequestError for a negative limit of tokens."""
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if (limit := getattr(self, name)) is not None and limit < 0:
+                raise RequestError(f"{name} is {limit}; allowed: integers from 0", param=name, value=limit)
+        return self
+
+
+class ScoreRequest(PairsBody):
+    """Request of /score: two texts or lists of texts, under one of several pairs of names."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -246,7 +282,7 @@ class ScoreRequest(PoolingBody):
         return getattr(self, first), getattr(self, second)
 
 
-class RerankRequest(PoolingBody):
+class RerankRequest(PairsBody):
     """Request of /rerank.
 
     Attributes:

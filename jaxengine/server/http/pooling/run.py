@@ -100,6 +100,20 @@ class PoolingServer:
         encoded = iter(await self.encode(texts, params, special=special, param=param, cut_side=side) if texts else ())
         return [self._cut(next(encoded) if isinstance(each, str) else each, body, param) for each in given]
 
+    async def shortened(
+        self, pairs: Sequence[tuple[str, str]], body: ScoreRequest | RerankRequest
+    ) -> list[tuple[str, str]]:
+        """Return the pairs with their texts cut as max_tokens_per_query and max_tokens_per_doc say. A text that is in
+        several pairs is cut once. Raises RequestError, OverloadedError.
+        """
+        sides: list[Sequence[str]] = list(zip(*pairs, strict=True))
+        for number, limit in enumerate((body.max_tokens_per_query, body.max_tokens_per_doc)):
+            if limit:
+                texts = list(dict.fromkeys(sides[number]))
+                cut = dict(zip(texts, await self._encoder.beginnings(texts, limit), strict=True))
+                sides[number] = [cut[text] for text in sides[number]]
+        return list(zip(*sides, strict=True))
+
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], body: ScoreRequest | RerankRequest
     ) -> list[str | list[int]]:

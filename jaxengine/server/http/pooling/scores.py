@@ -106,6 +106,7 @@ async def _scores(
     Raises the errors of PoolingServer.encode_pairs and `answers`.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
+    pairs = await server.shortened(pairs, body)
     if not reads_apart(model):
         prompts = await server.encode_pairs(pairs, body)
         encoded = await server.encode_given(prompts, body, params, param=body.sides[1])

@@ -11,7 +11,7 @@ _TOKENS = "POST /inference/v1/generate takes and returns token ids; see docs/rei
 _LORA = "POST /v1/load_lora_adapter; see docs/lora.md"
 _PAUSES = "POST /pause and /resume; see docs/reinforcement_learning.md"
 _SLEEP = "POST /sleep and /wake_up; see docs/reinforcement_learning.md"
-_RENDERED = "POST /tokenize returns the tokens of a conversation; see docs/serving.md"
+_RENDERED = "POST /v1/chat/completions/render and /v1/completions/render; see docs/serving.md"
 _PARSED = "POST /v1/chat/completions parses what the model writes; see docs/parsers.md"
 _SCORED = "logprobs with logprob_token_ids of /v1/completions; see docs/reinforcement_learning.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
@@ -34,9 +34,7 @@ NOT_BUILT: dict[str, str] = {
     "/start_draft_weight_update": _ONE_CALL,
     "/start_weight_update": _ONE_CALL,
     "/v1/chat/completions/derender": _PARSED,
-    "/v1/chat/completions/render": _RENDERED,
     "/v1/completions/derender": _PARSED,
-    "/v1/completions/render": _RENDERED,
     "/v1/decisions": _SCORED,
     "/v1/messages/render": _RENDERED,
     "/v1/realtime": _AUDIO,

@@ -152,6 +152,8 @@ async def test_prompts_are_scored_as_evaluations_ask_for_it(app):
     assert choice["logprobs"]["tokens"] == first["tokens"][:-1]
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(first["token_logprobs"][1:-1], abs=1e-4)
     assert alone["usage"]["completion_tokens"] == 0 and choice["finish_reason"] == "length"
+    refused = await post(app, PATH, prompt=prompts[0], max_tokens=0, logprob_token_ids=[5], **fields)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "logprob_token_ids")
 
 
 async def test_the_engines_load_in_a_header(app):

@@ -110,6 +110,8 @@ COMPUTED = [
         "/inference/v1/generate",
         {**TOKENS, "return_token_ids": True, **STREAM, "stream_options": {"include_usage": True}},
     ),
+    ("/v1/chat/completions/render", CHAT),
+    ("/v1/completions/render", {**COMPLETION, **COUNTED}),
     ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
@@ -142,7 +144,7 @@ async def test_answers_are_as_the_document_says(chat_engine):
                 assert answer.status_code == 200, (path, answer.text)
                 kind = answer.headers["content-type"].partition(";")[0]
                 values = events_of(answer.text) if kind == "text/event-stream" else [answer.json()]
-                kinds |= {value.get("type") for value in values}
+                kinds |= {value.get("type") for value in values if isinstance(value, dict)}
                 checked.check("post", path, kind, values)
     assert {"error", "message_delta", "response.output_text.done", "response.function_call_arguments.done"} <= kinds
     assert {"response.reasoning_text.delta", "response.completed", "content_block_start"} <= kinds

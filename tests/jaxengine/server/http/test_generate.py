@@ -197,3 +197,38 @@ async def test_an_error_names_the_field_as_it_was_given(path, body, param, chat_
         answer = await client.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and error["message"].startswith(param), answer.text
+
+
+async def test_what_is_rendered_generates_the_same(app):
+    """A conversation and prompts, by way of their tokens, give what they give directly."""
+    chat = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "response_format": {"type": "json_object"},
+        "logit_bias": {"5": -3},
+        **SAMPLED,
+    }
+    chat |= {"ignore_eos": False, "return_token_ids": True, "request_id": "a"}
+    rendered = (await post(app, "/v1/chat/completions/render", **chat)).json
+    answer = (await post(app, "/v1/chat/completions", **chat)).json
+    assert rendered["request_id"] == "chatcmpl-a" and rendered["token_ids"] == answer["prompt_token_ids"]
+    assert rendered["sampling_params"] == {
+        "seed": 4,
+        "max_tokens": 6,
+        "logit_bias": {"5": -3.0},
+        "structured_outputs": {"json_object": True},
+    }
+    (choice,) = (await post(app, PATH, **rendered)).json["choices"]
+    assert choice["token_ids"] == answer["choices"][0]["token_ids"]
+    prompts = {"prompt": [[5], [5, 6]], "min_p": 0.5, "stop": "x", "stream": True, "priority": 0, "cache_salt": "s"}
+    first, second = (await post(app, "/v1/completions/render", **prompts)).json
+    assert second["token_ids"] == [5, 6] and second["request_id"] == first["request_id"][:-1] + "1"
+    assert second["sampling_params"] == {"min_p": 0.5, "stop": ["x"], "max_tokens": 16}
+    assert (second["stream"], second["cache_salt"], second["priority"]) == (True, "s", 0)
+    for path, name, fields in (
+        ("chat/completions", "use_beam_search", {"messages": chat["messages"], "n": 2}),
+        ("completions", "echo", {"prompt": "Hi"}),
+    ):
+        refused = await post(app, f"/v1/{path}/render", **fields, **{name: True})
+        assert (refused.status, refused.json["error"]["param"]) == (400, name)
+    long = await post(app, "/v1/completions/render", prompt="word " * 300)
+    assert (long.status, long.json["error"]["param"]) == (400, "prompt")

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -169,6 +170,17 @@ async def test_forms_of_input_and_fields(app):
     (entry,) = answer.json["data"]
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(entry["embedding"]), "<f4"), golden[0], atol=1e-4)
     assert answer.json["id"] == "embd-mine"
+    for name, order, dtype in (
+        ("float32", "big", ">f4"),
+        ("float16", "native", "<f2"),
+        ("bfloat16", "little", ml_dtypes.bfloat16),
+        ("fp8_e4m3", "big", ml_dtypes.float8_e4m3fn),
+        ("fp8_e5m2", None, ml_dtypes.float8_e5m2),
+    ):
+        form = {"encoding_format": "base64", "embed_dtype": name, "endianness": order}
+        (entry,) = (await post(app, "/v1/embeddings", input=TEXTS[0], **form)).json["data"]
+        found = np.frombuffer(base64.b64decode(entry["embedding"]), dtype).astype("f4")
+        np.testing.assert_allclose(found, golden[0], atol=0.1)
     answer = await post(app, "/pooling", input=TEXTS[0], task="embed")
     (entry,) = answer.json["data"]
     assert entry["object"] == "pooling" and answer.json["id"].startswith("pool-")
@@ -244,6 +256,12 @@ async def test_scores_of_pairs(scoring_app, app, path):
     for text_1, text_2, num_tokens in (("w5 w9", ["w6", "w6"], 2 * (3 + 2)), (["w5", "w5"], ["w5", "w6 w7"], 9)):
         answer = await post(app, path, text_1=text_1, text_2=text_2)
         assert (answer.json["usage"]["prompt_tokens"], answer.json["usage"]["total_tokens"]) == (num_tokens,) * 2
+    # Each text is cut, and then both are a prompt.
+    cut = {"max_tokens_per_query": 1, "max_tokens_per_doc": 2}
+    for some, (one, other) in ((scoring_app, ("w5", " w6 w7")), (app, ("w5", "w6 w7"))):
+        whole = await post(some, path, text_1=one, text_2=other)
+        short = await post(some, path, text_1="w5 w9", text_2=f"{other} w8", **cut)
+        assert (short.json["data"], short.json["usage"]) == (whole.json["data"], whole.json["usage"])
     both = await post(scoring_app, path, text_1="w5", text_2="w6", documents="w7")
     assert both.status == 400 and "give text_1 and text_2 or queries and documents" in both.error["message"]
     many = await post(scoring_app, path, text_1="w5 ", text_2=["w6"] * 9)
@@ -321,6 +339,8 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v1/embeddings", {}, "input", "input is missing"),
         ("/v1/embeddings", {"input": "w5", "dimensions": 5}, "dimensions", "dimensions is 5; allowed: 4, 8"),
         ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        ("/pooling", {"input": "w5", "endianness": "big"}, "endianness", "with encoding_format"),
+        ("/rerank", {"query": "w5", "documents": ["w6"], "max_tokens_per_doc": -5}, "max_tokens_per_doc", "from 0"),
         ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
         ("/v1/embeddings", {"input": "w5", "prompt_name": "x"}, "prompt_name", "'query', 'document'"),
         ("/v2/embed", {}, "texts", "texts is missing; give one of texts and inputs"),

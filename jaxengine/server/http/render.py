@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions/render and /v1/completions/render: the request as /inference/v1/generate takes it.
+
+As in vLLM, routers learn a prompt's tokens in this way, and trainers those of a conversation. Nothing is generated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.media.inputs import READY
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import PromptEncoder
+from jaxengine.server.http.answer.answers import Answer, answers
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.chat.run import ChatRun, ChatServer
+from jaxengine.server.http.completions.endpoint import CompletionRun
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.generate import GenerateSampling
+from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import GenerationRequest
+
+# Fields of SamplingParams that /inference/v1/generate sets itself.
+_ITS_OWN = frozenset(("detokenize", "output_kind"))
+_DEFAULTS = SamplingParams()
+
+
+class Rendered(Answer):
+    """A body of /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    stream: bool
+    stream_options: dict[str, Any] | None
+    kv_transfer_params: dict[str, Any] | None
+    return_token_ids: bool | None
+    cache_salt: str | None
+    priority: int | None
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of `params` that are not their defaults as JSON values, as GenerateSampling takes them. Raises
+    RequestError for one that GenerateSampling does not have, with the name of the request's field.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(SamplingParams):
+        name, value = field.name, getattr(params, field.name)
+        if name in _ITS_OWN or value == getattr(_DEFAULTS, name):
+            continue
+        if name not in GenerateSampling.model_fields or name in GenerateSampling.refused:
+            if name == "stop_after":
+                raise _impossible("stop", "without stop_in_reasoning=true, as the model has a reasoning parser")
+            raise _impossible(name)
+        found[name] = _json(value)
+    return found
+
+
+def _json(value: Any) -> Any:
+    """Return a value of SamplingParams as JSON: a dataclass as an object of its fields that are not their defaults,
+    keys as texts, sequences as lists.
+    """
+    if dataclasses.is_dataclass(value):
+        fields = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
+        return {name: _json(given) for name, (given, default) in fields.items() if given != default}
+    if isinstance(value, Mapping):
+        return {str(key): _json(each) for key, each in value.items()}
+    return [_json(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _impossible(field: str, why: str = "") -> RequestError:
+    """Return the error for a field of a request that /inference/v1/generate cannot serve. why: text after it."""
+    return RequestError(
+        " ".join(filter(None, (f"{field} is not possible for /inference/v1/generate", why))), param=field
+    )
+
+
+def _rendered(
+    body: GenerationRequest, name: str, model: str, prompt: Mapping[str, Any], params: SamplingParams, longest: int
+) -> dict[str, Any]:
+    """Return the Rendered of one prompt. name: id of the request. longest: max_model_len, up to which a request without
+    max_tokens may generate.
+
+    Raises RequestError for a prompt that is too long, for media, embeddings, echo and a beam search, and for fields
+    that generate does not have.
+    """
+    for field in ("use_beam_search", "echo"):
+        if getattr(body, field):
+            raise _impossible(field)
+    field = "messages" if isinstance(body, ChatRequest) else "prompt"
+    if READY in prompt:
+        raise _impossible(field, "with media or embeddings: it takes token ids")
+    ids = list(prompt["prompt_token_ids"])
+    room = longest - len(ids)
+    if room < 1:
+        raise prompt_length_error(field, len(ids), longest - 1, longest)
+    most = room if params.max_tokens is None else min(params.max_tokens, room)
+    sampling = {**sampling_fields(params), "max_tokens": most}
+    extra = dict(sampling.pop("extra_args", None) or {})
+    extra.pop("kv_transfer_params", None)
+    return {
+        "request_id": name,
+        "model": model,
+        "token_ids": ids,
+        "sampling_params": sampling | ({"extra_args": extra} if extra else {}),
+        "stream": bool(body.stream),
+        "stream_options": None if body.stream_options is None else body.stream_options.model_dump(),
+        "kv_transfer_params": body.kv_transfer_params,
+        "return_token_ids": body.return_token_ids,
+        "cache_salt": body.cache_salt,
+        "priority": body.priority,
+    }
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Return the routes /v1/chat/completions/render and /v1/completions/render. Raises ConfigError for an unknown
+    parser.
+    """
+    routes = APIRouter(tags=["render"], route_class=JsonRoute)
+    server, encoder = ChatServer.open(engine, config), PromptEncoder(engine.inputs)
+    names, longest = served_names(engine, config), engine.inputs.config.max_model_len
+
+    @routes.post("/v1/chat/completions/render")
+    @answers(Rendered)
+    async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
+        """Return the tokens and sampling parameters of a conversation. Raises RequestError for a request that cannot be
+        served or rendered, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
+        """
+        model, lora = await choose_model(engine, body.model, names)
+        name = body.register("chatcmpl", request)
+        run = ChatRun(server, body, name, body.options(request, config, lora), is_stream=bool(body.stream))
+        await run.prepare()
+        return _rendered(body, name, model, run.prompt, run.params, longest)
+
+    @routes.post("/v1/completions/render")
+    @answers(list[Rendered])
+    async def render_completions(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:
+        """Return the tokens and sampling parameters of each prompt. Raises RequestError for a request that cannot be
+        served or rendered, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
+        """
+        model, lora = await choose_model(engine, body.model, names)
+        name = body.register("cmpl", request)
+        run = CompletionRun(engine, config, body, name, model, body.options(request, config, lora))
+        await run.read_prompts(encoder)
+        return [
+            _rendered(body, f"{name}-{at}" if len(run.prompts) > 1 else name, model, prompt, run.params, longest)
+            for at, prompt in enumerate(run.prompts)
+        ]
+
+    return routes
