@@ -20,6 +20,7 @@ from jaxengine.models.config.declared import (
     AFTER,
     ALL_HEADS,
     AROUND,
+    CHUNKS,
     EACH_HEAD,
     FIXED,
     FIXED_RMS,
@@ -446,7 +447,7 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
         return [Source(names[0], sizes[0]), *own]
     if form.joined == ROWS:
         return list(parts_of(names[0], *sizes))
-    count = 4 if form.joined == QUARTERS else kv_heads
+    count = {QUARTERS: 4, CHUNKS: form.chunks}.get(form.joined, kv_heads)
     runs = [size // count for size in sizes]
     stored = (0, 2, 1) if form.joined == QUARTERS else (0, 1, 2)  # CodeGen has values before keys
     firsts = {part: sum(runs[each] for each in stored[:place]) for place, part in enumerate(stored)}
