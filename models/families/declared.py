@@ -38,7 +38,7 @@ from jaxengine.models.config.declared import (
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig
-from jaxengine.models.config.state import LinearState, SelectiveScan, ShortConvolution, StateSpace
+from jaxengine.models.config.state import GatedRecurrence, LinearState, SelectiveScan, ShortConvolution, StateSpace
 from jaxengine.models.families.declared_row import ACTIVATIONS, Row
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
@@ -66,6 +66,7 @@ from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.layers.states.lightning import LightningAttention, lightning_slopes
 from jaxengine.models.layers.states.mamba import Mamba
 from jaxengine.models.layers.states.mamba2 import Mamba2
+from jaxengine.models.layers.states.rglru import RecurrentBlock
 from jaxengine.models.layers.states.short_conv import ShortConv
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
@@ -348,9 +349,9 @@ class DeclaredForCausalLM(Decoder):
         return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:
-        """Return the attention of a layer, or the module that keeps its state (Mamba, Mamba-2, lightning attention or a
-        short convolution), as `config.attention[layer]` requires: ([T, D], cache, pages, StepInputs) -> ([T, D],
-        cache).
+        """Return the attention of a layer, or the module that keeps its state (Mamba, Mamba-2, lightning attention, a
+        short convolution or a gated recurrence), as `config.attention[layer]` requires: ([T, D], cache, pages,
+        StepInputs) -> ([T, D], cache).
         """
         config, form, own = self.config, self.form, self.config.attention[layer]
         size, eps, source = config.hidden_size, config.rms_norm_eps, f"{LAYER_NAME}.{form.mixer}"
@@ -361,8 +362,9 @@ class DeclaredForCausalLM(Decoder):
         if isinstance(own.state, LinearState):
             slopes = lightning_slopes(own.state.num_heads, layer, config.num_layers)
             return LightningAttention(own.state, size, slopes=slopes, source=source, build=build)
-        if isinstance(own.state, ShortConvolution):
-            return ShortConv(own.state, size, source=source, build=build)
+        if isinstance(own.state, (ShortConvolution, GatedRecurrence)):
+            mixer = ShortConv if isinstance(own.state, ShortConvolution) else RecurrentBlock
+            return mixer(own.state, size, source=source, build=build)  # type: ignore[arg-type]
         if own.latent is not None:
             eps = LATENT_EPS if form.latent_eps is None else form.latent_eps
             return LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build, eps=eps)
@@ -464,6 +466,7 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
         prefixes=(*row.names, ("classifier.", "score.")),  # some classes of transformers call scores of tokens so
         suffixes=row.suffixes,
         squeezed=row.squeezed,
+        flattened=row.flattened,
         transposed=row.transposed,
         unused_ends=row.unused_ends,
         unused=row.unused,
