@@ -362,9 +362,10 @@ class DeclaredForCausalLM(Decoder):
         if isinstance(own.state, LinearState):
             slopes = lightning_slopes(own.state.num_heads, layer, config.num_layers)
             return LightningAttention(own.state, size, slopes=slopes, source=source, build=build)
-        if isinstance(own.state, (ShortConvolution, GatedRecurrence)):
-            mixer = ShortConv if isinstance(own.state, ShortConvolution) else RecurrentBlock
-            return mixer(own.state, size, source=source, build=build)  # type: ignore[arg-type]
+        if isinstance(own.state, ShortConvolution):
+            return ShortConv(own.state, size, source=source, build=build)
+        if isinstance(own.state, GatedRecurrence):
+            return RecurrentBlock(own.state, size, source=source, build=build)
         if own.latent is not None:
             eps = LATENT_EPS if form.latent_eps is None else form.latent_eps
             return LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build, eps=eps)

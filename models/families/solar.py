@@ -26,7 +26,7 @@ class SolarLayer(LlamaLayer):
     this layer's input afterwards. share: its factor in the sum, in which the input has the rest.
     """
 
-    def __init__(self, *parts: Any, kept: tuple[bool, bool], mixed: tuple[bool, bool], share: float):
+    def __init__(self, *parts: Any, kept: tuple[bool, ...], mixed: tuple[bool, ...], share: float):
         super().__init__(*parts)
         self.kept, self.mixed, self.share = kept, mixed, share
 
