@@ -27,6 +27,8 @@ POOLING_CLASSES = {
     "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
     "EuroBertModel": ("LlamaForCausalLM", EMBED),
     "EuroBertForMaskedLM": ("LlamaForCausalLM", EMBED),
+    "JinaEmbeddingsV5Model": ("Qwen3ForCausalLM", EMBED),
+    "JinaEmbeddingsV5EncoderModel": ("LlamaForCausalLM", EMBED),  # the one above with is_decoder false
     "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
     "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
     "InternLM2ForRewardModel": ("InternLM2ForCausalLM", TOKEN_CLASSIFY),
@@ -46,6 +48,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "Camembert": {"vocab_size": 30522},
     "Data2VecText": {"vocab_size": 30522},
     "EuroBert": {"rms_norm_eps": 1e-5},
+    "JinaEmbeddingsV5Encoder": {"rms_norm_eps": 1e-5},
     "MT5": _T5,
     "UMT5": _T5,
     "XLMRoberta": {"vocab_size": 30522},
@@ -55,6 +58,7 @@ BIDIRECTIONAL = tuple(name for name, (family, _) in POOLING_CLASSES.items() if f
 # Values of the field `pooling` of classes that read it, by class or family; the first is the default.
 _OF_LLAMA = {"mean": MEAN, "avg": MEAN, "cls": CLS, "last": LAST}
 POOLINGS = dict.fromkeys(BIDIRECTIONAL, _OF_LLAMA)
+POOLINGS["JinaEmbeddingsV5EncoderModel"] = {"last": LAST}
 POOLINGS["CohereCompassForCausalLM"] = {"eos": LAST, "bos": CLS, "mean": MEAN}
 # Other class names -> registered class: names in a family's original code, and names of whole models of which only a
 # part is read.

@@ -67,11 +67,12 @@ def _declared() -> dict[str, type[CausalLM]]:
     from jaxengine.models.families.declared_dense import DENSE_ROWS
     from jaxengine.models.families.declared_experts import EXPERT_ROWS
     from jaxengine.models.families.declared_hub import HUB_ROWS
+    from jaxengine.models.families.declared_kinds import KIND_ROWS
     from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
     from jaxengine.models.families.declared_rows import ROWS_BY_NAME
     from jaxengine.models.families.declared_states import STATE_ROWS
 
-    tables = (ROWS_BY_NAME, DENSE_ROWS, EXPERT_ROWS, MIXTURE_ROWS, HUB_ROWS, STATE_ROWS, ALIBI_ROWS)
+    tables = (ROWS_BY_NAME, DENSE_ROWS, EXPERT_ROWS, KIND_ROWS, MIXTURE_ROWS, HUB_ROWS, STATE_ROWS, ALIBI_ROWS)
     return {name: declared_class(name, row) for rows in tables for name, row in rows.items()}
 
 
@@ -91,6 +92,7 @@ _MODULES = {
     "GraniteForCausalLM": "granite",
     "SeedOssForCausalLM": "seed_oss",
     "InternLM3ForCausalLM": "internlm3",
+    "SolarForCausalLM": "solar",
     "MiniCPMForCausalLM": "minicpm",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
@@ -223,6 +225,7 @@ _ENCODER_MODULES = {
     "ElectraModel": "electra",
     "DebertaV2Model": "deberta_v2",
     "AlbertModel": "albert",
+    "Lfm2BidirectionalModel": "lfm2",
     "T5EncoderModel": "t5",
     "UMT5EncoderModel": "t5",
 }

@@ -151,7 +151,7 @@ ROOMS = {
     ),
     "models.weights": (
         "sharding models.params models.config models.quantization.base models models.weights.views "
-        "models.weights.formats"
+        "models.weights.formats models.weights.adapters"
     ),
     "scheduler.base": "",
     "scheduler.batches": "models scheduler.base",

@@ -35,6 +35,8 @@ OTHER_FILES = (
 )
 # Weights of a pooling model's modules, which sentence-transformers writes into separate folders.
 _MODULES = "[0-9]_*/model.safetensors"
+# Adapters of a pooling model's tasks (Jina embeddings v5).
+_TASKS = (f"adapters/*/{ADAPTER_FILE}", f"adapters/*/{WEIGHTS_FILE}")
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")
 # Files of a split model.
 _PARTS = f"-{'[0-9]' * 5}-of-{'[0-9]' * 5}.gguf"
@@ -76,7 +78,7 @@ def download_model(name: str, config: EngineConfig) -> Path:
     stems = (CONSOLIDATED,) if config.load_format == MISTRAL else (USUAL, CONSOLIDATED)
     for stem in stems:
         weights, single = _weight_files(folder, stem), files_of(stem)[0]
-        folder = from_hub("model", name, [*weights, *adapters, _MODULES], revision, config)
+        folder = from_hub("model", name, [*weights, *adapters, _MODULES, *_TASKS], revision, config)
         if weights != [single] or (folder / single).exists():
             return folder
     raise _without_weights(name, revision, config, stems[0])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxengine.checkpoint.remote import is_url
 from jaxengine.checkpoint.sentence_transformers import (
     MODULES,
     read_sentence_model,
@@ -47,6 +48,7 @@ from jaxengine.models.config.readers.hf import hf_architecture
 from jaxengine.models.model_classes import ENCODERS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import family_of, usual_pooling
+from jaxengine.models.weights.adapters.folder import CONFIG_FILE as ADAPTER_FILE
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
 _CLASSES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
@@ -55,6 +57,8 @@ _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
 TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 
+# Beginning of the names of classes with a LoRA adapter for each task, in this folder of the model's.
+JINA_V5, ADAPTERS = "JinaEmbeddingsV5", "adapters"
 # An architecture that pools sparsely even without sentence-transformers' files.
 SPLADE = "BertSpladeSparseEmbeddingModel"
 
@@ -132,7 +136,10 @@ def _embedder(
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):  # parts of a token table give no maximum
             if (size := getattr(config, name)) > 1:
                 raise ConfigError(name, size, "1 for a model that pools sparsely")
-    pooler = Pooler(pooling_type or usual, dense=dense, splade=splade)
+    adapter = task_adapter(folder, fields, architecture)
+    if adapter is not None and config.model is not None and is_url(config.model):
+        raise ConfigError("model", config.model, f"a folder or a hub id for {architecture}, whose adapters are files")
+    pooler = Pooler(pooling_type or usual, dense=dense, splade=splade, adapter=adapter)
     normalize = sentence is None or sentence.normalize or task == TOKEN_EMBED
     return PoolingModel(
         pooler,
@@ -143,6 +150,24 @@ def _embedder(
         sentence=sentence,
         own_task=None if task == TOKEN_EMBED else task,
     )
+
+
+def task_adapter(folder: Path, fields: ConfigFields, architecture: str) -> str | None:
+    """Return the folder, inside a model's folder, of the LoRA adapter for the task that the field `jina_task` names, by
+    default "retrieval"; None for other classes than Jina embeddings v5, and if the field is null.
+
+    A model without a folder of adapters has none, unless the field names one: its weights contain it already. Raises
+    ModelConfigError for a task without an adapter.
+    """
+    if not architecture.startswith(JINA_V5):
+        return None
+    named, found = "jina_task" in fields.raw, folder / ADAPTERS
+    if (task := fields.raw.get("jina_task", "retrieval")) is None or not named and not found.is_dir():
+        return None
+    tasks = sorted(file.parent.name for file in found.glob(f"*/{ADAPTER_FILE}"))
+    if task not in tasks:
+        raise fields.fail("jina_task", f"null, or one of the folder {ADAPTERS}: {', '.join(tasks) or 'it has none'}")
+    return f"{ADAPTERS}/{task}"
 
 
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:

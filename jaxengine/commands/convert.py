@@ -11,7 +11,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.models.weights.adapters.folder import read_adapter
+from jaxengine.models.weights.adapters.folder import MAX_RANK, read_adapter
 from jaxengine.models.weights.adapters.pools import targets_of
 from jaxengine.models.weights.formats.orbax import save_checkpoint
 from jaxengine.models.weights.views.merged import MergedSource
@@ -20,8 +20,6 @@ from jaxengine.runner.start.devices import build_split, choose_devices, choose_s
 from jaxengine.runner.start.kv_scales import stored_scales
 from jaxengine.runner.start.open import ProgressBar, kernel_platform
 from jaxengine.sharding.mesh import make_mesh
-
-_ANY_RANK = 1 << 16
 
 
 def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
@@ -65,7 +63,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         if merge_lora is not None:
             assert source.weights is not None and not isinstance(source.weights, Path)
             targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
-            adapter = read_adapter(merge_lora, targets, _ANY_RANK, "float32")
+            adapter = read_adapter(merge_lora, targets, MAX_RANK, "float32")
             source = replace(source, weights=MergedSource(source.weights, adapter.matrices))
         with new_folder(folder) as part:
             with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:

@@ -1,5 +1,5 @@
-"""Fields of Gemma 3n: several parallel hidden states, which layers predict and correct (Baykal et al. 2023,
-arXiv:2301.13310), and other parts of its layers.
+"""Fields of families with several hidden states of a token: Gemma 3n, whose layers predict and correct them (Baykal et
+al. 2023, arXiv:2301.13310), with other parts of its layers, and Solar, whose layers keep and mix them.
 """
 
 from __future__ import annotations
@@ -37,3 +37,27 @@ class AltUp:
             raise ModelConfigError(
                 f"activation_sparsity_pattern must hold numbers >= 0 and < 1, got {list(self.sparsity)}"
             )
+
+
+@dataclass(frozen=True)
+class BlockSkips:
+    """Hidden states of Solar that are kept before some layers, and mixed into the hidden state before later ones.
+
+    Attributes:
+      kept: for each of two kept hidden states, the layers whose input becomes it.
+      mixed: for each, the layers into whose input it is mixed.
+      share: factor of a kept hidden state in that sum; the input itself has 1 - share.
+    """
+
+    kept: tuple[tuple[int, ...], tuple[int, ...]]
+    mixed: tuple[tuple[int, ...], tuple[int, ...]]
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ModelConfigError(f"bskcn_tv must hold numbers from 0 to 1, got {self.share!r}")
+
+    @property
+    def num_streams(self) -> int:
+        """Number of hidden states of a token: the current one and the kept ones."""
+        return 3

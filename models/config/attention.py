@@ -20,10 +20,17 @@ from jaxengine.models.config.fields import (
     check_size,
 )
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.config.state import GatedDelta, LinearState, SelectiveScan, ShortConvolution, StateSpace
+from jaxengine.models.config.state import (
+    GatedDelta,
+    GatedRecurrence,
+    LinearState,
+    SelectiveScan,
+    ShortConvolution,
+    StateSpace,
+)
 
 # Recurrent state that a layer may have instead of attention, or in addition to it.
-LayerState = GatedDelta | LinearState | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
+LayerState = GatedDelta | GatedRecurrence | LinearState | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ ALL_HEADS, EACH_HEAD = "all heads", "each head"
 BEFORE, PARALLEL, AFTER, OUTPUT, AROUND = "before", "parallel", "after", "output", "around"
 WITHIN = "within"
 # Order of the rows of a joined projection: all of q, all of k, all of v; for each group of heads its queries, key and
-# value; for each quarter of the heads its queries, values and keys.
-ROWS, GROUPS, QUARTERS = "rows", "groups", "quarters"
+# value; for each quarter of the heads its queries, values and keys;
+# for each of `chunks` equal parts of the heads its queries, keys and values.
+ROWS, GROUPS, QUARTERS, CHUNKS = "rows", "groups", "quarters", "chunks"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class DeclaredForm:
         their difference; () for one.
       first_norm: whether the first layer has the first of its norms; otherwise its input is not normed.
       qkv: projections of queries, keys and values, one name where they are joined, or two where keys and values are.
-      joined: order of a joined projection's rows.
+      joined: order of a joined projection's rows. chunks: number of parts in the order CHUNKS.
       query_rank: size of the vector that the projection of queries returns, from which they are projected by `wq` after
         the norm `inter_norm`, both in `self_attn`; None where that projection returns queries.
       out: projection after attention.
@@ -81,6 +82,7 @@ class DeclaredForm:
     first_norm: bool = True
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     joined: str = ROWS
+    chunks: int = 1
     query_rank: int | None = None
     out: str = "self_attn.o_proj"
     heads_norm: str | None = None

@@ -112,6 +112,8 @@ class Pooler:
       token_heads: the checkpoint's scores for tasks about tokens; if empty, tokens get the same scores as prompts.
       answers_tokens: whether the model supports tasks about tokens.
       splade: sparse pooling, in place of pooling_type; None for none.
+      adapter: folder, inside the model's folder, of a LoRA adapter that is added to the weights when they are loaded;
+        None for none.
     """
 
     pooling_type: str = LAST
@@ -120,6 +122,7 @@ class Pooler:
     token_heads: tuple[TokenHead, ...] = ()
     answers_tokens: bool = False
     splade: Splade | None = None
+    adapter: str | None = None
 
     def width(self, hidden_size: int) -> int:
         """Return the number of elements of an embedding, for a model with hidden states of `hidden_size`: the

@@ -315,6 +315,45 @@ class SelectiveScan:
         return 7 * self.channels * self.state_size
 
 
+@dataclass(frozen=True)
+class GatedRecurrence:
+    """Gated linear recurrence of a layer (De et al. 2024, arXiv:2402.19427), whose state is a number per channel, and
+    the window of a convolution.
+
+    Attributes:
+      channels: channels of the input, each with its own state.
+      num_heads: groups of channels, a divisor of `channels`; gates of a channel depend on its group.
+      conv_kernel: tokens that the convolution over inputs sees, the token itself included.
+    """
+
+    channels: int
+    num_heads: int
+    conv_kernel: int
+
+    def __post_init__(self) -> None:
+        check_size("recurrence: lru_width", self.channels, MAX_INTERMEDIATE)
+        check_size("recurrence: num_attention_heads", self.num_heads, MAX_HEADS)
+        check_size("recurrence: conv1d_width", self.conv_kernel, MAX_KERNEL, 2)
+        if self.channels % self.num_heads:
+            text = f"lru_width must be a multiple of num_attention_heads, {self.num_heads}, got {self.channels}"
+            raise ModelConfigError(text)
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """State arrays: the convolution's window [kernel - 1, channels] in the model's dtype, and the states
+        float32[channels, 1].
+        """
+        return (
+            StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),
+            StateArray((self.channels, 1), "float32", ("heads", None)),
+        )
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the gates and the recurrence for one token."""
+        return 4 * self.channels * self.channels // self.num_heads + 7 * self.channels
+
+
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
     """Return the StateSpace in the fields that configurations with Mamba-2 share. inner_size: elements of a token's
     inputs in all heads together. norm: StateSpace.norm. Raises ModelConfigError for fields that are missing or wrong,

@@ -20,6 +20,7 @@ from jaxengine.models.config.declared import (
     AFTER,
     ALL_HEADS,
     AROUND,
+    CHUNKS,
     EACH_HEAD,
     FIXED,
     FIXED_RMS,
@@ -37,7 +38,7 @@ from jaxengine.models.config.declared import (
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig
-from jaxengine.models.config.state import LinearState, SelectiveScan, ShortConvolution, StateSpace
+from jaxengine.models.config.state import GatedRecurrence, LinearState, SelectiveScan, ShortConvolution, StateSpace
 from jaxengine.models.families.declared_row import ACTIVATIONS, Row
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
@@ -65,6 +66,7 @@ from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.layers.states.lightning import LightningAttention, lightning_slopes
 from jaxengine.models.layers.states.mamba import Mamba
 from jaxengine.models.layers.states.mamba2 import Mamba2
+from jaxengine.models.layers.states.rglru import RecurrentBlock
 from jaxengine.models.layers.states.short_conv import ShortConv
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
@@ -347,9 +349,9 @@ class DeclaredForCausalLM(Decoder):
         return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:
-        """Return the attention of a layer, or the module that keeps its state (Mamba, Mamba-2, lightning attention or a
-        short convolution), as `config.attention[layer]` requires: ([T, D], cache, pages, StepInputs) -> ([T, D],
-        cache).
+        """Return the attention of a layer, or the module that keeps its state (Mamba, Mamba-2, lightning attention, a
+        short convolution or a gated recurrence), as `config.attention[layer]` requires: ([T, D], cache, pages,
+        StepInputs) -> ([T, D], cache).
         """
         config, form, own = self.config, self.form, self.config.attention[layer]
         size, eps, source = config.hidden_size, config.rms_norm_eps, f"{LAYER_NAME}.{form.mixer}"
@@ -362,6 +364,8 @@ class DeclaredForCausalLM(Decoder):
             return LightningAttention(own.state, size, slopes=slopes, source=source, build=build)
         if isinstance(own.state, ShortConvolution):
             return ShortConv(own.state, size, source=source, build=build)
+        if isinstance(own.state, GatedRecurrence):
+            return RecurrentBlock(own.state, size, source=source, build=build)
         if own.latent is not None:
             eps = LATENT_EPS if form.latent_eps is None else form.latent_eps
             return LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build, eps=eps)
@@ -443,7 +447,7 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
         return [Source(names[0], sizes[0]), *own]
     if form.joined == ROWS:
         return list(parts_of(names[0], *sizes))
-    count = 4 if form.joined == QUARTERS else kv_heads
+    count = {QUARTERS: 4, CHUNKS: form.chunks}.get(form.joined, kv_heads)
     runs = [size // count for size in sizes]
     stored = (0, 2, 1) if form.joined == QUARTERS else (0, 1, 2)  # CodeGen has values before keys
     firsts = {part: sum(runs[each] for each in stored[:place]) for place, part in enumerate(stored)}
@@ -460,6 +464,7 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
         prefixes=(*row.names, ("classifier.", "score.")),  # some classes of transformers call scores of tokens so
         suffixes=row.suffixes,
         squeezed=row.squeezed,
+        flattened=row.flattened,
         transposed=row.transposed,
         unused_ends=row.unused_ends,
         unused=row.unused,

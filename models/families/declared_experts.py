@@ -15,15 +15,12 @@ from jaxengine.models.config.readers.hf import (
     SLIDING,
     layer_kinds,
     listed_dense,
-    read_each_layer,
     require_rope,
 )
 from jaxengine.models.families.declared_row import (
     EPS,
     Row,
-    kinds_of_ropes,
     neighbours,
-    no_rope,
     parts_of_heads,
     rope_in_windows,
     softmax_experts,
@@ -35,19 +32,16 @@ _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
 _NORMED = replace(_FORM, qk_norms=_QK_NORMS)
 # Names of the numbers of experts -> DeepSeek-V3's names.
-_COUNTS = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
-_COUNTS |= {"num_shared_experts": "n_shared_experts"}
+COUNTS = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
+COUNTS |= {"num_shared_experts": "n_shared_experts"}
 _RMS_EPS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
 _PLAIN: dict[str, Any] = {"bias": False, "output_bias": False, **_RMS_EPS}
-_BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", **_RMS_EPS}
+BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", **_RMS_EPS}
 _LIKE_V3: dict[str, Any] = {"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1}
 _LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
 # Values that the classes of some families in transformers use, whatever a file says.
 _NO_GROUPS: dict[str, Any] = {"n_group": 1, "topk_group": 1}
-_ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
-_NEW: dict[str, Any] = {"rope_scaling": None}  # Mellum and Laguna, whose ropes have no older spelling
-_BASE, _LOCAL = {"rope_theta": 500000.0}, {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-_TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "attention_bias": False}
+ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
 
 
 def sliding_but(every: int, name: str = "") -> Any:
@@ -74,60 +68,6 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
         raise fields.fail("sliding_window_pattern", "an integer, or L and G")
     kinds = [SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in range(count)]
     return {"layer_types": [*kinds[:-1], FULL]}
-
-
-def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention with the window and the rope of its kind, and with the number of heads that
-    `num_attention_heads_per_layer` lists for it, if present. Raises ModelConfigError for wrong fields.
-    """
-    counts, num_layers = fields.value("num_attention_heads_per_layer", None), fields.integer("num_hidden_layers")
-    attention = kinds_of_ropes(fields, layer, attention)
-    if counts is None:
-        return attention
-    if not isinstance(counts, list) or len(counts) != num_layers:
-        raise fields.fail("num_attention_heads_per_layer", f"a list of {num_layers} numbers")
-    return replace(attention, num_heads=counts[layer])
-
-
-def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with a gate for each head or, if `gating` is "per-element", for each element. Raises
-    ModelConfigError for values other than these, "per-head" and true, the default.
-    """
-    gating = fields.value("gating", True)
-    if gating not in (True, "per-head", "per-element"):
-        raise fields.fail("gating", "true, per-head or per-element")
-    return replace(form, gates_heads=gating != "per-element")
-
-
-def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention with the rope of its kind, values of `v_head_dim` elements, no bias of the output
-    and, if it is SLIDING, a window, sinks and twice the KV heads. Raises ModelConfigError for wrong fields.
-    """
-    own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
-    own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
-    return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
-
-
-def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types` (by default as `hybrid_layer_pattern` says, or the first and every sixth layer FULL),
-    `mlp_layer_types` (by default as `moe_layer_freq` says, or all but the first sparse), and `sliding_window`, which
-    counts the token itself: `sliding_window_size`, which does not, plus one; without that field the file's own, 129 by
-    default. Raises ModelConfigError for wrong fields, and if SLIDING layers do not have the heads of FULL ones and
-    twice their KV heads.
-    """
-    count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
-    heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
-    fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
-    fields.require(swa_head_dim=fields.integer("head_dim"), swa_v_head_dim=fields.integer("v_head_dim"))
-    slides = read_each_layer(fields, "hybrid_layer_pattern", (0, 1))
-    slides = slides or [layer > 0 and (layer + 1) % 6 > 0 for layer in range(count)]
-    sparse = read_each_layer(fields, "moe_layer_freq", (0, 1)) or [layer > 0 for layer in range(count)]
-    return {
-        "layer_types": fields.value("layer_types", [SLIDING if each else FULL for each in slides]),
-        "mlp_layer_types": fields.value("mlp_layer_types", ["sparse" if each else "dense" for each in sparse]),
-        # sliding_window_size does not count the token itself.
-        "sliding_window": fields.integer("sliding_window", 129) if size is None else size + 1,
-    }
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -247,7 +187,7 @@ def ling(about: str, **defaults: Any) -> Row:
         names=(("model.word_embeddings.", "model.embed_tokens."),),
         parts=((".self_attn.o_proj", ".attention.dense"),),
         divided={".attention.query_key_value": tuple(f".self_attn.{part}_proj" for part in "qkv")},
-        spelled={**_COUNTS, "use_qkv_bias": "attention_bias", "score_function": "scoring_func"},
+        spelled={**COUNTS, "use_qkv_bias": "attention_bias", "score_function": "scoring_func"},
         defaults={"attention_bias": False, "use_qk_norm": True, "first_k_dense_replace": 1, **defaults},
         only={"use_bias": False, "moe_router_enable_expert_bias": True, "num_nextn_predict_layers": 0},
         rope=parts_of_heads,
@@ -262,33 +202,10 @@ def ling(about: str, **defaults: Any) -> Row:
 
 # Keys are the class names that config.json lists under "architectures".
 EXPERT_ROWS: dict[str, Row] = {
-    "MiMoV2FlashForCausalLM": Row(
-        "MiMo-V2-Flash (Xiaomi 2025): windows with sinks in most layers, which have twice the heads of keys and "
-        "values, values of a size of their own, experts picked by corrected sigmoid scores.",
-        _FORM,
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-            "rope_theta": 5000000.0,
-            "swa_rope_theta": 10000.0,
-            "partial_rotary_factor": 0.334,
-            "attention_value_scale": 0.707,
-        },
-        only={"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None},
-        spelled={"layernorm_epsilon": "rms_norm_eps"},
-        rope=no_rope,
-        adapt=_mimo_fields,
-        choose=lambda fields, form: replace(form, value_scale=fields.number("attention_value_scale")),
-        each_layer=_mimo_layer,
-        experts=sigmoid_experts,
-        suffixes=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
-        unused=("model.mtp.",),
-        **_BIASED,
-    ),
     "ExaoneMoeForCausalLM": Row(
         "K-EXAONE (LG AI Research 2026): EXAONE 4's attention, norms before it, experts as DeepSeek-V3 has them.",
         _NORMED,
-        spelled=_COUNTS,
+        spelled=COUNTS,
         defaults={**_LIKE_V3, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         adapt=_exaone_kinds,
         each_layer=rope_in_windows,
@@ -337,7 +254,7 @@ EXPERT_ROWS: dict[str, Row] = {
             norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
             gate="self_attn.gate_proj",
         ),
-        spelled={**_COUNTS, "route_scale": "routed_scaling_factor", "num_dense_layers": "first_k_dense_replace"},
+        spelled={**COUNTS, "route_scale": "routed_scaling_factor", "num_dense_layers": "first_k_dense_replace"},
         defaults={
             "rms_norm_eps": 1e-5,
             "head_dim": 128,
@@ -346,7 +263,7 @@ EXPERT_ROWS: dict[str, Row] = {
             "first_k_dense_replace": 1,
             "attention_bias": False,
         },
-        only={"score_func": "sigmoid", "route_norm": True, **_ALL_NORMED},
+        only={"score_func": "sigmoid", "route_norm": True, **ALL_NORMED},
         adapt=sliding_but(4, "global_attn_every_n_layers"),
         each_layer=rope_in_windows,
         experts=sigmoid_experts,
@@ -356,12 +273,12 @@ EXPERT_ROWS: dict[str, Row] = {
             if fields.boolean("mup_enabled", False)
             else 1.0
         },
-        **_BIASED,
+        **BIASED,
     ),
     "HYV3ForCausalLM": Row(
         "Hunyuan 3 (Tencent 2026): RMS norms on each head of q and k, experts picked by corrected sigmoid scores.",
         _NORMED,
-        spelled={**_COUNTS, "router_scaling_factor": "routed_scaling_factor"},
+        spelled={**COUNTS, "router_scaling_factor": "routed_scaling_factor"},
         defaults={
             **_LIKE_V3,
             "rms_norm_eps": 1e-5,
@@ -369,7 +286,7 @@ EXPERT_ROWS: dict[str, Row] = {
             "head_dim": 128,
             "routed_scaling_factor": 2.826,
         },
-        only={"num_nextn_predict_layers": 0, "mlp_bias": False, **_ALL_NORMED},
+        only={"num_nextn_predict_layers": 0, "mlp_bias": False, **ALL_NORMED},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
         parts=(
@@ -377,7 +294,7 @@ EXPERT_ROWS: dict[str, Row] = {
             (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
             (".mlp.shared_experts.", ".mlp.shared_mlp."),
         ),
-        **_BIASED,
+        **BIASED,
     ),
     "Mistral4ForCausalLM": Row(
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",
@@ -388,7 +305,7 @@ EXPERT_ROWS: dict[str, Row] = {
         adapt=_mistral_rope,
         each_layer=_mistral_layer,
         experts=_mistral_experts,
-        **_BIASED,
+        **BIASED,
     ),
     "YoutuForCausalLM": Row(
         "Youtu-LLM (Tencent 2025): Llama with DeepSeek-V2's latent attention.",
@@ -396,18 +313,18 @@ EXPERT_ROWS: dict[str, Row] = {
         latent=True,
         tied=True,
         defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "q_lora_rank": 1536},
-        **_BIASED,
+        **BIASED,
     ),
     "SarvamMLAForCausalLM": Row(
         "Sarvam 105B (Sarvam AI 2026): DeepSeek-V3's layers without a latent of queries.",
         _FORM,
         latent=True,
-        spelled=_COUNTS,
+        spelled=COUNTS,
         defaults=_LIKE_V3,
         only={"num_nextn_predict_layers": 0},
         adapt=_sarvam_rope,
         experts=sigmoid_experts,
-        **_BIASED,
+        **BIASED,
     ),
     "AXK1ForCausalLM": Row(
         "A.X K1 (SK Telecom 2026): DeepSeek-V3's layers with a norm after the experts.",
@@ -417,7 +334,7 @@ EXPERT_ROWS: dict[str, Row] = {
         only={"num_nextn_predict_layers": 0, "moe_layer_freq": 1},
         experts=sigmoid_experts,
         suffixes=((".mlp.post_mlp_layernorm.weight", ".post_mlp_layernorm.weight"),),
-        **_BIASED,
+        **BIASED,
     ),
     "FlexOlmoForCausalLM": Row(
         "FlexOlmo (Shi et al. 2025, arXiv:2507.07024): OLMo 2's layers with experts.",
@@ -430,43 +347,7 @@ EXPERT_ROWS: dict[str, Row] = {
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "attention_bias": False},
         only={"clip_qkv": None},
         experts=softmax_experts,
-        **_BIASED,
-    ),
-    "MellumForCausalLM": Row(
-        "Mellum 2 (JetBrains 2026): Qwen3-MoE's layers, in some of them windows and a rope of their own.",
-        _NORMED,
-        defaults={
-            **_TWO_ROPES,
-            "rope_parameters": {FULL: _BASE, SLIDING: _LOCAL},
-            "sliding_window": 1024,
-            "norm_topk_prob": True,
-        },
-        only=_NEW,
-        rope=no_rope,
-        each_layer=kinds_of_ropes,
-        experts=softmax_experts,
-        unused=("mtp.",),
-        **_BIASED,
-    ),
-    "LagunaForCausalLM": Row(
-        "Laguna (Poolside 2026): a softplus gate after attention, numbers of heads and ropes by layer, experts picked "
-        "by corrected sigmoid scores.",
-        replace(_NORMED, gate="self_attn.g_proj", gate_activation="softplus"),
-        spelled={**_COUNTS, "moe_routed_scaling_factor": "routed_scaling_factor"},
-        defaults={
-            **_TWO_ROPES,
-            "rope_parameters": {FULL: {**_BASE, "partial_rotary_factor": 0.5}, SLIDING: _LOCAL},
-            "sliding_window": 512,
-            "first_k_dense_replace": 1,
-        },
-        only={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0, **_ALL_NORMED, **_NEW},
-        rope=no_rope,
-        choose=_laguna_form,
-        each_layer=_laguna_layer,
-        experts=shared_of_size,
-        expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
-        parts=((".mlp.gate.e_score", ".mlp.experts.e_score"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
-        **_BIASED,
+        **BIASED,
     ),
     "Kolibri1ForCausalLM": Row(
         "Kolibri 1 (Aleph Alpha 2026): GLM-4-0414's norms, EXAONE 4's attention, experts picked by corrected logits.",
@@ -475,7 +356,7 @@ EXPERT_ROWS: dict[str, Row] = {
             placement=AROUND,
             norms=("input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm"),
         ),
-        spelled=_COUNTS,
+        spelled=COUNTS,
         defaults={"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 513},
         adapt=lambda fields: {
             "intermediate_size": fields.integer("moe_intermediate_size"),

@@ -152,6 +152,7 @@ class Row(NamedTuple):
       latent: whether attention is multi-head latent attention.
       gguf: description of GGUF files; None if these are not read.
       squeezed: ends of the names of tensors whose second axis, of size 1, is removed.
+      flattened: ends of the names of tensors whose axes after the first are joined.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for prefixes.
       suffixes, parts, divided: see CheckpointNames.
@@ -181,6 +182,7 @@ class Row(NamedTuple):
     latent: bool = False
     gguf: GGUFRow | None = None
     squeezed: tuple[str, ...] = ()
+    flattened: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     unused_ends: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()

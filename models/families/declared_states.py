@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ml_dtypes import bfloat16
+
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.declared import AROUND, BEFORE, RMS, WITHIN, DeclaredForm
+from jaxengine.models.config.declared import AROUND, BEFORE, OFFSET, RMS, WITHIN, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
 from jaxengine.models.config.readers.hf import (
@@ -21,6 +23,7 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.state import (
+    GatedRecurrence,
     LinearState,
     SelectiveScan,
     ShortConvolution,
@@ -249,6 +252,33 @@ def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
     return replace(rope, rotary_dim=fields.integer("rotary_dim", rope.rotary_dim))
 
 
+def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `head_dim`, an equal part of the hidden size, and `intermediate_size`, half of the file's, as transformers
+    has both whatever the file says, and `sliding_window`, the file's `attention_window_size`. Raises ModelConfigError
+    for wrong fields.
+    """
+    size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if size % heads:
+        raise fields.fail("hidden_size", f"a multiple of num_attention_heads, {heads}")
+    window = fields.integer("attention_window_size", None) or fields.integer("sliding_window", 2048)
+    inner = fields.integer("intermediate_size", minimum=2) // 2
+    return {"head_dim": size // heads, "intermediate_size": inner, "sliding_window": window}
+
+
+def _griffin_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention with `sliding_window` if `block_types`, which is repeated over the layers, has
+    "attention" for it; with a gated recurrence for "recurrent". By default every third layer attends. Raises
+    ModelConfigError for wrong fields.
+    """
+    kinds = fields.value("block_types", ["recurrent", "recurrent", "attention"])
+    if not isinstance(kinds, (list, tuple)) or not kinds or {*map(str, kinds)} - {"recurrent", "attention"}:
+        raise fields.fail("block_types", "a list of recurrent and attention")
+    if kinds[layer % len(kinds)] == "attention":
+        return replace(attention, window=fields.integer("sliding_window"))
+    width, kernel = fields.integer("lru_width", fields.integer("hidden_size")), fields.integer("conv1d_width", 4)
+    return replace(attention, rope=None, state=GatedRecurrence(width, attention.num_heads, kernel))
+
+
 # Tensors of linear attention that are computed from the configuration instead of read.
 _DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 # MiniMax's names of the factors of sums -> transformers' names.
@@ -383,6 +413,44 @@ STATE_ROWS: dict[str, Row] = {
         choose=_lfm3_form,
         each_layer=_lfm3_layer,
         squeezed=(".conv.conv.weight",),
+    ),
+    "RecurrentGemmaForCausalLM": Row(
+        "RecurrentGemma (Botev et al. 2024, arXiv:2404.07839): Gemma with gated linear recurrences in two of three "
+        "layers, windows in the others.",
+        DeclaredForm(
+            norm=OFFSET,
+            norms=("temporal_pre_norm", "channel_pre_norm"),
+            qkv=tuple(f"temporal_block.{part}_proj" for part in "qkv"),
+            out="temporal_block.o_proj",
+            mixer="temporal_block",
+            activation="gelu_pytorch_tanh",
+            up=("mlp_block.gate_proj", "mlp_block.up_proj"),
+            down="mlp_block.down_proj",
+        ),
+        names=(("model.final_norm.", "model.norm."),),
+        spelled={"hidden_activation": "hidden_act"},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "max_position_embeddings": MAX_POSITIONS,
+            "partial_rotary_factor": 0.5,
+            "logits_soft_cap": 30.0,
+        },
+        only={"hidden_act": "gelu_pytorch_tanh", "embeddings_scale_by_sqrt_dim": True, "rope_scaling": None},
+        eps="rms_norm_eps",
+        rope=parts_of_heads,
+        grouped=True,
+        tied=True,
+        bias="attention_bias",
+        adapt=_griffin_fields,
+        each_layer=_griffin_layer,
+        more=lambda fields: {
+            "logit_soft_cap": fields.number("logits_soft_cap"),
+            # transformers keeps it in bfloat16.
+            "embedding_multiplier": float(bfloat16(fields.integer("hidden_size") ** 0.5)),
+        },
+        squeezed=(".conv_1d.weight",),
+        flattened=(".rg_lru.input_gate_weight", ".rg_lru.recurrent_gate_weight"),
     ),
     "JambaForCausalLM": Row(
         "Jamba (AI21 2024, arXiv:2403.19887, arXiv:2408.12570): Mamba in most layers, attention without rope in the "

@@ -6,19 +6,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.pooler import LAST
 from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
 from jaxengine.models.config.state import ShortConvolution
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
+from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.states.short_conv import ShortConv
+from jaxengine.models.layers.states.short_conv import ShortConv, WholeShortConv, taps_within
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
@@ -88,6 +93,37 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
             return super().make_mlp(layer, build)
         names = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="expert_bias")
         return MixtureOfExperts(self.config, source=MLP, names=names, build=build)
+
+
+class Lfm2BidirectionalModel(Lfm2ForCausalLM):
+    """LFM2.5's embedders: LFM2 whose tokens attend to their whole prompt, with convolutions over both sides."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shared = super().read_hf(fields)
+        kernel = fields.integer("conv_L_cache", 3, minimum=2)
+        layers = (
+            replace(each, causal=False) if each.state is None else replace(each, state=None, feed_forward_only=True)
+            for each in shared["attention"]
+        )
+        return shared | {"attention": tuple(layers), "layer_input_size": kernel}
+
+    @classmethod
+    def usual_pooling(cls, fields: ConfigFields) -> str:
+        """Return LAST, the type of pooling of a checkpoint without a file that states it, as in vLLM."""
+        return LAST
+
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
+        """Return the result of `taps_within` for each layer, [T, L, kernel], in the dtype of x."""
+        within = taps_within(batch.positions, rows.is_token, self.config.layer_input_size).astype(x.dtype)
+        return jnp.broadcast_to(within[:, None], (len(within), self.config.num_layers, within.shape[1]))
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        if not self.config.attention[layer].feed_forward_only:
+            return super().make_attention(layer, build)
+        size = self.config.hidden_size
+        conv = ShortConvolution(size, self.config.layer_input_size)
+        return WholeShortConv(conv, size, source=f"{LAYER}.conv", build=build)
 
 
 def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:

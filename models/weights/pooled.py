@@ -6,19 +6,25 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside
 from jaxengine.models.params.source import MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
+from jaxengine.models.weights.adapters.folder import CONFIG_FILE, MAX_RANK, read_adapter
+from jaxengine.models.weights.adapters.pools import AdapterTargets
 from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
 from jaxengine.models.weights.formats.torch_zip import TorchCheckpoint
 from jaxengine.models.weights.load import is_unread
 from jaxengine.models.weights.views.joined import JoinedSource
+from jaxengine.models.weights.views.merged import AddedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 
+_LAYERS = f"{MODEL}layers."
 # Names of ColBERT's projection, which is the first Dense module of such a model.
 _PROJECTION = ("linear.weight", "model.linear.weight")
 
@@ -27,12 +33,16 @@ def with_own_files(
     folder: Path, weights: WeightSource, names: CheckpointNames, pooler: Pooler, *, partial: bool = False
 ) -> WeightSource:
     """Return a view of a folder's weights under the names of its family, `names`, together with those of Dense modules
-    and of heads for tokens, which are in files of their own.
+    and of heads for tokens, which are in files of their own. The pooler's adapter is added to the weights if the folder
+    has it.
 
     partial: whether missing files of Dense modules are left out; those of heads always are. Raises ModelFileError for a
-    file that is missing, invalid or outside the folder; files opened before it are closed, but not `weights`.
+    file that is missing, invalid or outside the folder, and for an adapter that does not fit; files opened before it
+    are closed, but not `weights`.
     """
     stored, weights, found = weights, with_prefix(weights, names), {}
+    if pooler.adapter is not None and (folder / pooler.adapter / CONFIG_FILE).exists():
+        weights = _with_adapter(inside(folder, pooler.adapter), weights)
     with contextlib.ExitStack() as on_error:
         for index, each in enumerate(pooler.dense):
             if not each.folder:  # among the model's weights
@@ -49,6 +59,24 @@ def with_own_files(
                 on_error.callback(file.close)
         on_error.pop_all()
     return JoinedSource(weights, found) if found else weights
+
+
+def _with_adapter(folder: Path, weights: WeightSource) -> WeightSource:
+    """Return a view of a checkpoint, whose layers begin with "model.layers.", with the LoRA adapter in `folder` added
+    to their matrices. The adapter's names may lack "model.".
+
+    Raises ModelFileError for an adapter that is invalid or does not fit, and for matrices that are not floating-point
+    numbers.
+    """
+    stored = {name.removesuffix(".weight"): weights.shape(name) for name in weights.names()}
+    shapes = {module: (shape[1], shape[0]) for module, shape in stored.items() if len(shape) == 2}
+    shapes = {module: sides for module, sides in shapes.items() if module.startswith(_LAYERS)}
+    targets = AdapterTargets(shapes, {}, frozenset(stored.keys() - shapes.keys()), CheckpointNames())
+    matrices = read_adapter(folder, targets, MAX_RANK, "float32").matrices
+    for name in (f"{module}.weight" for module in matrices):
+        if not jnp.issubdtype(weights.read(name, slice(0, 0)).dtype, jnp.floating):
+            raise ModelFileError(weights.path, f"is quantised, and the adapter of {folder} is not added to such", name)
+    return AddedSource(weights, matrices)
 
 
 def _file_of(folder: Path, name: str) -> WeightSource | None:

@@ -121,6 +121,7 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 # Beginnings of the names of classes, and the class of the configuration in Jina AI's own code for the first.
 _XLM, _JINA, _FLASH = "XLMRoberta", "JinaEmbeddingsV3", "XLMRobertaFlash"
 _OWN_CODE = "XLMRobertaFlashConfig"
+_JINA_V5, _JINA_V5_ENCODER = "JinaEmbeddingsV5Model", "JinaEmbeddingsV5EncoderModel"
 # (Class that takes several kinds of text models, model_type of the text) -> class with these layers.
 _BY_TEXT = {
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
@@ -135,9 +136,11 @@ def hf_architecture(fields: ConfigFields) -> str:
 
     If it begins with XLMRoberta and `position_embedding_type` is "rotary", as in jinaai/jina-embeddings-v3, that
     beginning is replaced by JinaEmbeddingsV3; by XLMRobertaFlash if it is not, but `auto_map` names that code's
-    configuration, as in jinaai/jina-reranker-v2-base-multilingual. For a class that takes several kinds of text models,
-    the result depends on text_config's model_type (_BY_TEXT). Other names are returned unchanged. Raises
-    ModelConfigError if `architectures` is anything but a list of one text.
+    configuration, as in jinaai/jina-reranker-v2-base-multilingual. JinaEmbeddingsV5Model, whose layers may be those of
+    an encoder, becomes JinaEmbeddingsV5EncoderModel if `is_decoder` is false. For a class that takes several kinds of
+    text models, the result depends on text_config's model_type (_BY_TEXT). Other names are returned unchanged. Raises
+    ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of that class that
+    is not a bool.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -147,6 +150,8 @@ def hf_architecture(fields: ConfigFields) -> str:
         own = isinstance(code, Mapping) and str(code.get("AutoConfig")).endswith(_OWN_CODE)
         rotates = fields.value("position_embedding_type", None) == "rotary"
         return (_JINA if rotates else _FLASH if own else _XLM) + names[0].removeprefix(_XLM)
+    if names[0] == _JINA_V5 and not fields.boolean("is_decoder", True):
+        return _JINA_V5_ENCODER
     text = fields.value("text_config", None)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     return _BY_TEXT.get((names[0], str(kind)), names[0])

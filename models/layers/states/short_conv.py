@@ -1,9 +1,12 @@
 """Gated short convolution (Liquid AI 2025, LFM2), used instead of attention.
 
-Its state of a sequence is the window of the convolution.
+Its state of a sequence is the window of the convolution. In a model whose tokens see their whole prompt (LFM2.5's
+embedders) there is no state: the window has as many tokens after a token as before it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,3 +49,39 @@ class ShortConv(nnx.Module):
             mixed, windows = causal_conv(before * x, self.conv[...], states[0], rows)
         with jax.named_scope("out_proj"):
             return self.out((after.astype(jnp.float32) * mixed).astype(x.dtype), step.rows), (windows,)
+
+
+class WholeShortConv(ShortConv):
+    """The same with the token in the middle of the convolution's window: tap number kernel // 2 is its own. Prompts are
+    not divided, so that no state is needed.
+    """
+
+    def __call__(self, x: jax.Array, states: Any, rows: Any, step: StepInputs) -> tuple[jax.Array, Any]:
+        """Map x[T, D] to ([T, D], `states` unchanged). `rows` is not used.
+
+        step: its `of_layer` is the result of `taps_within`, [T, kernel].
+        """
+        assert step.of_layer is not None
+        with jax.named_scope("inputs"):
+            before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
+        with jax.named_scope("conv"):
+            mixed, taps, within = (before * x).astype(jnp.float32), self.conv[...], step.of_layer
+            total = jnp.zeros_like(mixed)
+            for tap in range(taps.shape[1]):
+                seen = jnp.roll(mixed, taps.shape[1] // 2 - tap, axis=0)
+                total += seen * within[:, tap, None].astype(jnp.float32) * taps[:, tap].astype(jnp.float32)
+        with jax.named_scope("out_proj"):
+            return self.out((after.astype(jnp.float32) * total).astype(x.dtype), step.rows), states
+
+
+def taps_within(positions: jax.Array, is_token: jax.Array, kernel: int) -> jax.Array:
+    """Return bool[T, kernel]: whether the token under each tap of WholeShortConv belongs to the same prompt.
+
+    positions: i32[T], within each prompt; prompts follow each other whole. is_token: bool[T], False for padding.
+    """
+    offsets = jnp.arange(kernel) - kernel // 2
+    others = jnp.arange(len(positions))[:, None] + offsets
+    inside = (others >= 0) & (others < len(positions))
+    others = jnp.clip(others, 0, len(positions) - 1)
+    both = is_token[:, None] & is_token[others]
+    return inside & both & (positions[others] == positions[:, None] + offsets)

@@ -63,12 +63,14 @@ class StoredModule(NamedTuple):
       name: the module's name in it.
       shape: (out, in) of the matrix.
       present: names of all tensors of the checkpoint.
+      chunk: number of rows after which the layout of a joined matrix's rows repeats; None for other matrices.
     """
 
     source: WeightSource
     name: str
     shape: tuple[int, int]
     present: frozenset[str] | set[str]
+    chunk: int | None = None
 
     def tensor(self, kind: str) -> str:
         """Return the checkpoint's name of the module's tensor `kind`."""

@@ -28,7 +28,8 @@ class EightBits(InOrder):
 
     Attributes:
       strategy: TENSOR, one scale; CHANNEL, [out, 1]; BLOCK, [out / rows, in / columns], the last blocks cut off.
-      block: (rows, columns) of a block.
+      block: (rows, columns) of a block. In a matrix whose rows are joined in chunks, blocks may begin anew in each
+        chunk, whose last block is then cut off.
     """
 
     format: str
@@ -46,11 +47,20 @@ class EightBits(InOrder):
         out, size = module.shape
         shapes: tuple[Shape, ...] = (*SCALAR, (1, 1)) if self.strategy == TENSOR else ((out, 1), (out,))
         if self.block is not None:
-            shapes = ((num_groups(out, self.block[0]), num_groups(size, self.block[1])),)
+            counts = num_groups(out, self.block[0]), self._num_blocks(module)
+            shapes = tuple((count, num_groups(size, self.block[1])) for count in counts)
         needed: dict[str, tuple[Shape, ...]] = {"weight": ((out, size),), module.first_of(*_SCALES): shapes}
         if self.activation is not None and self.activation.static:
             needed[input_scale(module)] = SCALAR
         return needed
+
+    def _num_blocks(self, module: StoredModule) -> int:
+        """Return how many blocks of rows a matrix has if they begin anew in each of its chunks; a matrix without chunks
+        has one.
+        """
+        assert self.block is not None
+        chunk = module.chunk or module.shape[0]
+        return module.shape[0] // chunk * num_groups(chunk, self.block[0])
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         # Zero points of symmetric rounding, and bounds that the configuration also gives.
@@ -79,6 +89,11 @@ class EightBits(InOrder):
             held = module.read(kind).reshape(-1) if self.strategy == TENSOR else module.read(kind, None, rows).ravel()
             return np.broadcast_to(held, (last - first,)).reshape(-1, 1), None
         height = self.block[0]
+        if module.source.shape(module.tensor(kind))[0] != num_groups(out, height):  # blocks of chunks
+            assert module.chunk is not None
+            each, numbers = num_groups(module.chunk, height), np.arange(first, last)
+            held = module.read(kind)
+            return held[numbers // module.chunk * each + numbers % module.chunk // height], None
         held = module.read(kind, None, slice(first // height, num_groups(last, height)), WHOLE)
         held = held.reshape(len(held), -1)  # some write [rows, 1, columns, 1]
         return np.repeat(held, height, axis=0)[first - first // height * height :][: last - first], None

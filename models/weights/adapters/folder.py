@@ -28,6 +28,7 @@ from jaxengine.models.weights.formats.safetensors import PICKLE_SUFFIXES, Safete
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+MAX_RANK = 1 << 16  # for adapters that are added to weights, which any LoRA rank fits
 
 
 @dataclass(frozen=True, eq=False)

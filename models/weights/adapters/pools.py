@@ -77,11 +77,14 @@ class AdapterTargets:
         return self.shapes[joined][0], rows.stop - rows.start
 
     def module(self, stored: str) -> str:
-        """Return the model's name of a module, or of a layer's experts, given its name in an adapter's file.
+        """Return the model's name of a module, or of a layer's experts, given its name in an adapter's file, which may
+        lack the common beginning of names, as those of a model without its head do.
 
         A name that the model does not have is returned with the renaming of the checkpoint's names.
         """
         names = [self.names.renamed(f"{stored}.weight").removesuffix(".weight"), self.names.renamed(stored)]
+        whole = self.names.base + stored
+        names += [self.names.renamed(f"{whole}.weight").removesuffix(".weight"), self.names.renamed(whole)]
         for known in (self.shapes, self.experts, self.others):
             if (found := next((name for name in names if name in known), None)) is not None:
                 return found

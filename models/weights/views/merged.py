@@ -35,10 +35,10 @@ class MergedSource(WrappedSource):
         """Return `held`, a view of the checkpoint under the model's names, with the adapter merged. Raises
         ModelFileError if it lacks the weight of a module that the adapter changes.
         """
-        return _AddedSource(held, self._matrices)
+        return AddedSource(held, self._matrices)
 
 
-class _AddedSource(WrappedSource):
+class AddedSource(WrappedSource):
     """WeightSource under the model's names in which `NAME.weight`, W [out, in], is W + B A for each NAME of `matrices`,
     in float32, computed for each part as it is read. Other tensors are unchanged.
 

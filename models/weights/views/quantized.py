@@ -114,7 +114,7 @@ class QuantizedSource(WrappedSource):
                 module_name = name.rpartition(".")[0]
                 if kind in (VALUES, CODES, PAIRS) and module_name not in self.modules:
                     size = shape[1] * (2 if kind == PAIRS else 1)
-                    module = StoredModule(self._source, module_name, (shape[0], size), self._present)
+                    module = StoredModule(self._source, module_name, (shape[0], size), self._present, declared.stride)
                     self.modules[module_name] = scheme, module
                     self._exchange(scheme, module)
                 self._names[name] = None

@@ -30,6 +30,7 @@ _LAGUNA = {
     "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
+_HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _WINDOWED = {"use_sliding_window": True}
 # The attribute of towers with the base of rotary frequencies.
 _AXIAL = dict.fromkeys(("glm_ocr_vision", "paddleocr_vl_vision", "qwen2_vl_vision", "pixtral_vision"), "rope_theta")
@@ -86,6 +87,11 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("mistral4", {"q_lora_rank": 1024}),
         ("youtu", {"q_lora_rank": 1536}),
         ("granite_hybrid", {"num_local_experts": 8}),
+        (
+            "recurrent_gemma",
+            {"attention_window_size": 2048, "conv1d_width": 4, "logits_soft_cap": 30.0, "lru_width": 64}
+            | {"block_types": ["recurrent", "recurrent", "attention"], "rope_parameters": _HALF, "rms_norm_eps": 1e-6},
+        ),
     ],
 )
 def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):

@@ -9,6 +9,7 @@ from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.declared_hub import HUB_ROWS
+from jaxengine.models.families.declared_kinds import KIND_ROWS
 from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
 from jaxengine.models.model_classes import MODELS
 from jaxengine.models.registry import read_hf
@@ -36,10 +37,10 @@ def architecture(name: str) -> str:
 ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
 FIRSTS = {architecture(name): name for name in reversed(NAMES)}
 # Families that mix what others have: six rows that have every part once that no other family shows are left.
-MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *("MambaForCausalLM", "FalconMambaForCausalLM", "BambaForCausalLM")}
+MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *KIND_ROWS, *("MambaForCausalLM", "FalconMambaForCausalLM", "BambaForCausalLM")}
 MIXED |= {"OlmoHybridForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"}
 MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM", "Gemma4UnifiedForCausalLM"}
-MIXED |= {"AXK2ForCausalLM", "LaraMiniForCausalLM", "BailingMoeV3ForCausalLM"}
+MIXED |= {"SolarForCausalLM", "AXK2ForCausalLM", "LaraMiniForCausalLM", "BailingMoeV3ForCausalLM"}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
 MIXED -= {"BeamForCausalLM", "Step3p7ForConditionalGeneration"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))

@@ -177,6 +177,20 @@ def test_layers_and_expressions_choose_modules(tmp_path, targets):
             read(folder, targets)
 
 
+def test_names_may_be_those_of_the_model_without_its_head(folder, targets):
+    """As PEFT writes adapters of AutoModel, of embedders for instance."""
+    tensors, matrices = load_file(folder / "adapter_model.safetensors"), read(folder, targets).matrices
+    short = {name.replace("base_model.model.model.", "base_model.model."): each for name, each in tensors.items()}
+    assert short.keys().isdisjoint(tensors)
+    save_file(short, folder / "adapter_model.safetensors")
+    found = read(folder, targets).matrices
+    assert found.keys() == matrices.keys()
+    assert all(np.array_equal(found[module][side], matrices[module][side]) for module in matrices for side in (0, 1))
+    save_file({**short, **tensors}, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelFileError, match="stands for .*, as does"):
+        read(folder, targets)
+
+
 @each_row("field", ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern"])
 def test_an_expression_that_takes_too_long_is_one_error(folder, targets, field, monkeypatch):
     monkeypatch.setattr(config, "Effort", partial(Effort, 5000))

@@ -1,0 +1,214 @@
+"""Rows, like those of declared_rows, of families with experts and two kinds of layers, one of which has windows and a
+rope of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.declared import CHUNKS, RMS, ROWS, DeclaredForm
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import FULL, SLIDING, read_each_layer
+from jaxengine.models.families.declared_experts import ALL_NORMED, BIASED, COUNTS, shared_of_size
+from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
+from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.layers.experts.moe import ExpertNames
+
+_FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
+_NORMED = replace(_FORM, qk_norms=("self_attn.q_norm", "self_attn.k_norm"))
+_NEW: dict[str, Any] = {"rope_scaling": None}  # Mellum and Laguna, whose ropes have no older spelling
+_BASE, _LOCAL = {"rope_theta": 500000.0}, {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+_TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "attention_bias": False}
+
+
+def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention with the window and the rope of its kind, and with the number of heads that
+    `num_attention_heads_per_layer` lists for it, if present. Raises ModelConfigError for wrong fields.
+    """
+    counts, num_layers = fields.value("num_attention_heads_per_layer", None), fields.integer("num_hidden_layers")
+    attention = kinds_of_ropes(fields, layer, attention)
+    if counts is None:
+        return attention
+    if not isinstance(counts, list) or len(counts) != num_layers:
+        raise fields.fail("num_attention_heads_per_layer", f"a list of {num_layers} numbers")
+    return replace(attention, num_heads=counts[layer])
+
+
+def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Return the form with a gate for each head or, if `gating` is "per-element", for each element. Raises
+    ModelConfigError for values other than these, "per-head" and true, the default.
+    """
+    gating = fields.value("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        raise fields.fail("gating", "true, per-head or per-element")
+    return replace(form, gates_heads=gating != "per-element")
+
+
+def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention with the rope of its kind, values of `v_head_dim` elements, no bias of the output
+    and, if it is SLIDING, a window, sinks and twice the KV heads. Raises ModelConfigError for wrong fields.
+    """
+    own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
+    own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
+    return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
+
+
+def _mimo_layer_of_v2(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention with the rope of its kind, values of `v_head_dim` elements, no bias of the output
+    and, if it is SLIDING, a window, `swa_num_key_value_heads` KV heads, and sinks if `add_swa_attention_sink_bias`.
+    Raises ModelConfigError for wrong fields.
+    """
+    own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
+    own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
+    sinks = fields.boolean("add_swa_attention_sink_bias", False)
+    kv_heads = fields.integer("swa_num_key_value_heads", own.num_kv_heads)
+    return own if own.window is None else replace(own, num_kv_heads=kv_heads, sinks=sinks)
+
+
+def _mimo_form_of_v2(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Return the form with values scaled by `attention_value_scale` and, if `attention_projection_layout` is
+    "fused_qkv", one projection of queries, keys and values. With scales of blocks its rows are those of as many devices
+    as FULL layers have KV heads, one after the other. Raises ModelConfigError for wrong fields, and for heads that
+    cannot be divided so.
+    """
+    form = replace(form, value_scale=fields.number("attention_value_scale", 1.0))
+    fields.require(attention_projection_layout="fused_qkv")
+    if not fields.has("attention_projection_layout"):
+        return form
+    form = replace(form, qkv=("self_attn.qkv_proj",), joined=ROWS)
+    if not (fields.mapping("quantization_config") or {}).get("weight_block_size"):
+        return form
+    chunks = fields.integer("num_key_value_heads")
+    for name in ("num_attention_heads", "swa_num_key_value_heads"):
+        if fields.integer(name, chunks) % chunks:
+            raise fields.fail(name, f"a multiple of num_key_value_heads, {chunks}")
+    return replace(form, joined=CHUNKS, chunks=chunks)
+
+
+def _mimo_fields_of_v2(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the fields of `_mimo_kinds`, `v_head_dim`, by default `head_dim`, and `swa_rope_theta`, by default
+    `rope_theta`. Raises ModelConfigError for wrong fields, and if heads of SLIDING layers differ from those of FULL
+    ones in number or size.
+    """
+    size, heads = fields.integer("head_dim"), fields.integer("num_attention_heads")
+    values = fields.integer("v_head_dim", size)
+    fields.require(swa_num_attention_heads=heads, swa_head_dim=size, swa_v_head_dim=values)
+    theta = fields.number("swa_rope_theta", fields.number("rope_theta"))
+    return {"v_head_dim": values, "swa_rope_theta": theta, **_mimo_kinds(fields)}
+
+
+def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the fields of `_mimo_kinds`. Raises ModelConfigError for wrong fields, and if SLIDING layers do not have
+    the heads of FULL ones and twice their KV heads.
+    """
+    heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
+    fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
+    fields.require(swa_head_dim=fields.integer("head_dim"), swa_v_head_dim=fields.integer("v_head_dim"))
+    return _mimo_kinds(fields)
+
+
+def _mimo_kinds(fields: ConfigFields) -> dict[str, Any]:
+    """Return `layer_types` (by default as `hybrid_layer_pattern` says, or the first and every sixth layer FULL),
+    `mlp_layer_types` (by default as `moe_layer_freq` says, or all but the first sparse), and `sliding_window`, which
+    counts the token itself: `sliding_window_size`, which does not, plus one; without that field the file's own, 129 by
+    default. Raises ModelConfigError for wrong fields.
+    """
+    count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
+    slides = read_each_layer(fields, "hybrid_layer_pattern", (0, 1))
+    slides = slides or [layer > 0 and (layer + 1) % 6 > 0 for layer in range(count)]
+    sparse = read_each_layer(fields, "moe_layer_freq", (0, 1)) or [layer > 0 for layer in range(count)]
+    return {
+        "layer_types": fields.value("layer_types", [SLIDING if each else FULL for each in slides]),
+        "mlp_layer_types": fields.value("mlp_layer_types", ["sparse" if each else "dense" for each in sparse]),
+        # sliding_window_size does not count the token itself.
+        "sliding_window": fields.integer("sliding_window", 129) if size is None else size + 1,
+    }
+
+
+# Keys are the class names that config.json lists under "architectures".
+KIND_ROWS: dict[str, Row] = {
+    "MiMoV2FlashForCausalLM": Row(
+        "MiMo-V2-Flash (Xiaomi 2025): windows with sinks in most layers, which have twice the heads of keys and "
+        "values, values of a size of their own, experts picked by corrected sigmoid scores.",
+        _FORM,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "rope_theta": 5000000.0,
+            "swa_rope_theta": 10000.0,
+            "partial_rotary_factor": 0.334,
+            "attention_value_scale": 0.707,
+        },
+        only={"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None},
+        spelled={"layernorm_epsilon": "rms_norm_eps"},
+        rope=no_rope,
+        adapt=_mimo_fields,
+        choose=lambda fields, form: replace(form, value_scale=fields.number("attention_value_scale")),
+        each_layer=_mimo_layer,
+        experts=sigmoid_experts,
+        suffixes=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
+        unused=("model.mtp.",),
+        **BIASED,
+    ),
+    "MiMoV2ForCausalLM": Row(
+        "MiMo-V2.5 (Xiaomi 2026), its text part alone: MiMo-V2-Flash with any number of heads of keys and values in "
+        "layers with windows, and a joined projection of queries, keys and values.",
+        _FORM,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "rope_theta": 1000000.0,
+            "partial_rotary_factor": 1.0,
+        },
+        only={"add_full_attention_sink_bias": False, "n_shared_experts": None},
+        spelled={"layernorm_epsilon": "rms_norm_eps"},
+        rope=no_rope,
+        adapt=_mimo_fields_of_v2,
+        choose=_mimo_form_of_v2,
+        each_layer=_mimo_layer_of_v2,
+        experts=sigmoid_experts,
+        names=(("model.language_model.", "model."),),
+        suffixes=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
+        unused=("model.mtp.", "visual.", "model.visual.", "audio_encoder.", "speech_embeddings.", "audio_tokenizer."),
+        **BIASED,
+    ),
+    "MellumForCausalLM": Row(
+        "Mellum 2 (JetBrains 2026): Qwen3-MoE's layers, in some of them windows and a rope of their own.",
+        _NORMED,
+        defaults={
+            **_TWO_ROPES,
+            "rope_parameters": {FULL: _BASE, SLIDING: _LOCAL},
+            "sliding_window": 1024,
+            "norm_topk_prob": True,
+        },
+        only=_NEW,
+        rope=no_rope,
+        each_layer=kinds_of_ropes,
+        experts=softmax_experts,
+        unused=("mtp.",),
+        **BIASED,
+    ),
+    "LagunaForCausalLM": Row(
+        "Laguna (Poolside 2026): a softplus gate after attention, numbers of heads and ropes by layer, experts picked "
+        "by corrected sigmoid scores.",
+        replace(_NORMED, gate="self_attn.g_proj", gate_activation="softplus"),
+        spelled={**COUNTS, "moe_routed_scaling_factor": "routed_scaling_factor"},
+        defaults={
+            **_TWO_ROPES,
+            "rope_parameters": {FULL: {**_BASE, "partial_rotary_factor": 0.5}, SLIDING: _LOCAL},
+            "sliding_window": 512,
+            "first_k_dense_replace": 1,
+        },
+        only={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0, **ALL_NORMED, **_NEW},
+        rope=no_rope,
+        choose=_laguna_form,
+        each_layer=_laguna_layer,
+        experts=shared_of_size,
+        expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
+        parts=((".mlp.gate.e_score", ".mlp.experts.e_score"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
+        **BIASED,
+    ),
+}
