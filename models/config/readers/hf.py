@@ -63,7 +63,19 @@ def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str,
             raise ModelFileError(Path(folder) / name, str(error)) from error
     if "quantization_config" not in raw and (settings := read_object(folder, QUANTIZATION_FILE)) is not None:
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **settings}}
-    return raw
+    return with_inner_model(raw)
+
+
+def with_inner_model(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with the fields of `vlm_config`, the model that a retriever (ColPali) is made
+    of, in place of its own fields of the same names except `architectures`. A file without `vlm_config` is returned as
+    a copy.
+    """
+    inner = raw.get("vlm_config")
+    if not isinstance(inner, Mapping):
+        return dict(raw)
+    outer = {name: value for name, value in raw.items() if name != "vlm_config"}
+    return {**outer, **inner, **{name: raw[name] for name in ("architectures",) if name in raw}}
 
 
 def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,8 +133,9 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 # Beginnings of the names of classes, and the class of the configuration in Jina AI's own code for the first.
 _XLM, _JINA, _FLASH = "XLMRoberta", "JinaEmbeddingsV3", "XLMRobertaFlash"
 _OWN_CODE = "XLMRobertaFlashConfig"
-# (Class that takes several kinds of text models, model_type of the text) -> class with these layers.
-_BY_TEXT = {
+# (Class that takes several kinds of models, model_type of the text or of the model) -> class with these layers.
+_BY_KIND = {
+    ("ColQwen2ForRetrieval", "qwen2_5_vl"): "ColQwen2_5ForRetrieval",
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
     ("LlavaNextForConditionalGeneration", "granite"): "GraniteVisionForConditionalGeneration",
     ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
@@ -135,8 +148,8 @@ def hf_architecture(fields: ConfigFields) -> str:
 
     If it begins with XLMRoberta and `position_embedding_type` is "rotary", as in jinaai/jina-embeddings-v3, that
     beginning is replaced by JinaEmbeddingsV3; by XLMRobertaFlash if it is not, but `auto_map` names that code's
-    configuration, as in jinaai/jina-reranker-v2-base-multilingual. For a class that takes several kinds of text models,
-    the result depends on text_config's model_type (_BY_TEXT). Other names are returned unchanged. Raises
+    configuration, as in jinaai/jina-reranker-v2-base-multilingual. For a class that takes several kinds of models, the
+    result depends on text_config's or the file's own model_type (_BY_KIND). Other names are returned unchanged. Raises
     ModelConfigError if `architectures` is anything but a list of one text.
     """
     names = fields.value("architectures")
@@ -149,7 +162,8 @@ def hf_architecture(fields: ConfigFields) -> str:
         return (_JINA if rotates else _FLASH if own else _XLM) + names[0].removeprefix(_XLM)
     text = fields.value("text_config", None)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
-    return _BY_TEXT.get((names[0], str(kind)), names[0])
+    kinds = kind, fields.value("model_type", None)
+    return next((found for kind in kinds if (found := _BY_KIND.get((names[0], str(kind))))), names[0])
 
 
 class Activation(NamedTuple):
