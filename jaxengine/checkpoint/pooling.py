@@ -16,7 +16,13 @@ from jaxengine.checkpoint.sentence_transformers import (
     reads_messages,
     with_cross_encoder,
 )
-from jaxengine.checkpoint.token_tasks import EMBEDDINGS, colbert_projection, retrieval_head, with_token_labels, with_tokens
+from jaxengine.checkpoint.token_tasks import (
+    EMBEDDINGS,
+    colbert_projection,
+    retrieval_head,
+    with_token_labels,
+    with_tokens,
+)
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.features.pooling_model import (

@@ -117,8 +117,9 @@ def settle_encoder(
     ResolvedConfig, by name; {} without a tower. For a tower that layers cross-attend to, returns those of
     `settle_sounds`.
 
-    Raises ConfigError if there are several nodes or, for a causal model, no chunked prefill, if steps are too small for an item that may not
-    be split, if a limit is below one item, and, on a TPU, if the tower's items attend in both directions.
+    Raises ConfigError if there are several nodes or, for a causal model, no chunked prefill, if steps are too small for
+    an item that may not be split, if a limit is below one item, and, on a TPU, if the tower's items attend in both
+    directions.
 
     Args:
       chosen: the other fields of ResolvedConfig, by name.
