@@ -99,9 +99,9 @@ class Ovis2Processor(TextPlaceholderProcessor):
         count = per_unit // self.tower.merge
         rows, number = np.full((len(by_unit), unit // self.tower.merge), -1, np.int32), 0
         for index, indicator in self._sequence(made.grid):
-            span = slice(0, count) if indicator is None else count + self._places[indicator]
+            first = 0 if indicator is None else count + self._places[indicator]
             size = count if indicator is None else 1
-            rows[index, span] = number + np.arange(size)
+            rows[index, first : first + size] = number + np.arange(size)
             number += size
         patches = by_unit.reshape(-1, made.patches.shape[1])
         return Processed(patches, np.zeros((0, len(patches)), np.int32), rows.ravel(), number, made.grid)

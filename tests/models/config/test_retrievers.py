@@ -30,4 +30,5 @@ def test_the_model_inside():
         if not config.is_causal:  # which takes prompts whole, with images or not
             assert config.tower is not None and not config.tower.attends_both_ways
             assert config.tower.whole_prompt == config.max_position_embeddings
-    assert with_inner_model({"architectures": ["A"], "vlm_config": None}) == {"architectures": ["A"], "vlm_config": None}
+    without = {"architectures": ["A"], "vlm_config": None}
+    assert with_inner_model(without) == without

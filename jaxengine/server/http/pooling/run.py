@@ -49,18 +49,18 @@ class PoolingServer:
                 problem = "mm_processor_kwargs is only allowed with messages that have media"
                 raise RequestError(problem, param="mm_processor_kwargs")
             return await self.encode_input(body, params)
-        if body.truncate_prompt_tokens is not None:
-            problem = "truncate_prompt_tokens is only allowed without media, whose prompts are not cut"
-            raise RequestError(problem, param="truncate_prompt_tokens")
+        _refuse_cut(body)
         text, ids = await self._encode_messages(body, texts)
         prompt = {"prompt": text, "prompt_token_ids": ids}
         ready = await self._ready(prompt, parts, "messages", body.mm_processor_kwargs)
         return [{name: value for name, value in ready.items() if name != "prompt"}]  # not a text of the caller's
 
-    async def encode_content(self, content: Content) -> Encoded:
-        """Return the prompt of a query or document with media, which are loaded and preprocessed. Raises RequestError
-        for media that cannot be used and for a prompt that is too long; OverloadedError.
+    async def encode_content(self, content: Content, body: PoolingBody) -> Encoded:
+        """Return the prompt of a query or document of `body` with media, which are loaded and preprocessed. Raises
+        RequestError for media that cannot be used, for truncate_prompt_tokens and for a prompt that is too long;
+        OverloadedError.
         """
+        _refuse_cut(body)
         param = content.parts[0].param
         (ids,) = await self._encoder.encode([content.text], param=param)
         return await self._ready({"prompt": content.text, "prompt_token_ids": ids}, content.parts, param)
@@ -242,6 +242,13 @@ class PoolingServer:
         if not 1 <= len(token_ids) <= longest:
             raise prompt_length_error(param, len(token_ids), longest, longest)
         return token_ids
+
+
+def _refuse_cut(body: PoolingBody) -> None:
+    """Raise RequestError if a request with media has truncate_prompt_tokens."""
+    if body.truncate_prompt_tokens is not None:
+        problem = "truncate_prompt_tokens is only allowed without media, whose prompts are not cut"
+        raise RequestError(problem, param="truncate_prompt_tokens")
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:
