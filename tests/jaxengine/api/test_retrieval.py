@@ -112,8 +112,8 @@ async def test_over_http(tmp_path, executables_dir, goldens):
         app = create_app(engine, ServerConfig())
         content = [{"type": "text", "text": PICTURES["a"][0]}, part, {"type": "text", "text": PICTURES["a"][2]}]
         asked = {"messages": [{"role": "user", "content": content}]}
-        template = "{% for part in messages[0].content %}{{ part.text if part.type == 'text' else '%s' }}{% endfor %}"
-        engine.inputs.tokenizer.chat_template = template % MARK
+        template = "{% for part in messages[0].content %}{{ part.text if part.type == 'text' else MARK }}{% endfor %}"
+        engine.inputs.tokenizer.chat_template = template.replace("MARK", repr(MARK))
         answer = await post(app, "/pooling", **asked)
         assert answer.status == 200, answer.body
         rows = np.array(answer.json["data"][0]["data"])
