@@ -23,6 +23,11 @@ POOLING_CLASSES = {
     "HF_ColBERT": ("BertModel", TOKEN_EMBED),
     "ColBERTModel": ("BertModel", TOKEN_EMBED),
     "ColBERTModernBertModel": ("ModernBertModel", TOKEN_EMBED),
+    "ColPaliForRetrieval": ("PaliGemmaForConditionalGeneration", TOKEN_EMBED),
+    "ColQwen2ForRetrieval": ("Qwen2VLForConditionalGeneration", TOKEN_EMBED),
+    "ColQwen2_5ForRetrieval": ("Qwen2_5_VLForConditionalGeneration", TOKEN_EMBED),
+    "ColQwen3": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
+    "OpsColQwen3Model": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
     "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
     "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
     "EuroBertModel": ("LlamaForCausalLM", EMBED),
@@ -54,10 +59,11 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "XLMRoberta": {"vocab_size": 30522},
 }
 # Classes with a decoder's layers whose tokens attend to the whole prompt, whatever their files say.
-BIDIRECTIONAL = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
+_OF_LLAMAS = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
+BIDIRECTIONAL = (*_OF_LLAMAS, "ColPaliForRetrieval")
 # Values of the field `pooling` of classes that read it, by class or family; the first is the default.
 _OF_LLAMA = {"mean": MEAN, "avg": MEAN, "cls": CLS, "last": LAST}
-POOLINGS = dict.fromkeys(BIDIRECTIONAL, _OF_LLAMA)
+POOLINGS = dict.fromkeys(_OF_LLAMAS, _OF_LLAMA)
 POOLINGS["JinaEmbeddingsV5EncoderModel"] = {"last": LAST}
 POOLINGS["CohereCompassForCausalLM"] = {"eos": LAST, "bos": CLS, "mean": MEAN}
 # Other class names -> registered class: names in a family's original code, and names of whole models of which only a

@@ -180,6 +180,7 @@ _MODULES = {
     "LlavaOnevisionForConditionalGeneration": "llava",
     "PaliGemmaForConditionalGeneration": "paligemma",
     "PaliGemma2ForConditionalGeneration": "paligemma",
+    "Ovis2ForConditionalGeneration": "ovis2",
     "AyaVisionForConditionalGeneration": "cohere_vision",
     "Cohere2VisionForConditionalGeneration": "cohere_vision",
     "InternVLForConditionalGeneration": "internvl",

@@ -136,6 +136,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     shape = _with_ids_of_tokens(model.read_hf(fields.with_defaults(**left_out(hf_architecture(fields)))))
     if pooler is not None and sees_all(fields):
         shape["attention"] = _seeing_all(fields, shape["attention"])
+        if (tower := shape.get("tower")) is not None:  # tokens see each other in any case, so prompts are never cut
+            shape["tower"] = replace(tower, attends_both_ways=False, whole_prompt=shape["max_position_embeddings"])
     config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
     if pooler is None and not config.is_causal:
         raise fields.fail("use_bidirectional_attention", "false or absent for a model that generates")

@@ -182,6 +182,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "ibm-granite/granite-vision-3.2-2b",
         "ibm-granite/granite-vision-3.3-2b",
     ),
+    "Ovis2ForConditionalGeneration": ("thisisiron/Ovis2-1B-hf", "thisisiron/Ovis2-2B-hf"),
     "Phi4MultimodalForCausalLM": ("microsoft/Phi-4-multimodal-instruct",),
     "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2"),

@@ -297,8 +297,8 @@ class LLM(WeightMethods, VllmMethods):
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Any,
+        data_2: Any,
         /,
         *,
         truncate_prompt_tokens: int | None = None,
@@ -306,8 +306,8 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of texts and return a score, `outputs.score`, for each pair, in the order of data_2.
-
+        """Score pairs of texts and return a score, `outputs.score`, for each pair, in the order of data_2. A text is a
+        str, or of an embedding model {"content": parts of a message}, with images.
         One text in data_1, alone or in a list, is paired with each of data_2; two lists of equal length one by one.
         A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
         a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
@@ -318,13 +318,13 @@ class LLM(WeightMethods, VllmMethods):
         for an empty text, numbers of texts that do not match, a classifier with several labels, a model that generates
         text, a template given to an embedding model, or a result that is not finite; raises EngineDeadError.
         """
-        inputs = self.core.inputs
-        pairs = scoring.pairs_of(data_1, data_2)
+        inputs, reader = self.core.inputs, self.core.inputs.media_reader
+        pairs = scoring.pairs_of(data_1, data_2, reader)
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         if scoring.reads_apart(model := inputs.require_pooling()):
             scoring.refuse_template(chat_template)
             roles = scoring.role_params(model, pooling_params)
-            return scoring.compare(pairs, roles, lambda texts, params: self.encode(texts, params, **options))
+            return scoring.compare(pairs, roles, reader, lambda texts, params: self.encode(texts, params, **options))
         with self._lock:
             prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
         return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]

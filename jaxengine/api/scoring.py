@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxengine.config.features.pooling_model import DOCUMENT, QUERY, PoolingModel
+from jaxengine.media.messages import MediaReader
+from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.models.config.pooler import EMBED, TOKEN_EMBED
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.media.inputs import DATA
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, show_value
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """Query or document with images or videos. Equal only to itself.
+
+    Attributes:
+      text: its prompt: the placeholders of its media, and then its texts, a line each.
+      parts: its media, in order; nothing is loaded yet.
+    """
+
+    text: str
+    parts: tuple[MediaPart, ...]
+
+
+Side = str | Content
 
 
 def params_for(
@@ -44,18 +63,21 @@ def params_for(
 
 
 def pairs_of(
-    data_1: str | Sequence[str], data_2: str | Sequence[str], names: tuple[str, str] = ("data_1", "data_2")
-) -> list[tuple[str, str]]:
-    """Return the pairs of texts to compare: one text of data_1 with each of data_2, or the i-th with the i-th.
+    data_1: Any, data_2: Any, reader: MediaReader, names: tuple[str, str] = ("data_1", "data_2")
+) -> list[tuple[Side, Side]]:
+    """Return the pairs to compare: one text of data_1 with each of data_2, or the i-th with the i-th.
 
-    names: names of both arguments for the caller, for errors. Raises RequestError if a text is empty, a list is empty,
-    or data_1 has neither one text nor as many as data_2.
+    Either may be a text, an object with a `content` (`content_of`), or a list of these. reader: reader of the media.
+    names: names of both arguments for the caller, for errors. Raises RequestError for other values, if a text is empty,
+    a list is empty, or data_1 has neither one text nor as many as data_2, and for media that cannot be used.
     """
-    first: Any = [data_1] if isinstance(data_1, str) else data_1
-    second: Any = [data_2] if isinstance(data_2, str) else data_2
+    first, second = ([each] if isinstance(each, (str, Mapping)) else each for each in (data_1, data_2))
     for name, texts in zip(names, (first, second), strict=True):
-        if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) and text for text in texts):
+        if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str | Mapping) for text in texts):
             raise RequestError(f"{name} must be a text or a list of texts, none of them empty", param=name)
+    first, second = (
+        [content_of(each, name, reader) for each in texts] for name, texts in zip(names, (first, second), strict=True)
+    )
     if len(first) not in (1, len(second)):
         name, other = names
         text = f"{name} has {len(first)} texts and {other} {len(second)}; allowed: as many of both, or one in {name}"
@@ -63,14 +85,45 @@ def pairs_of(
     return list(zip([*first] * len(second) if len(first) == 1 else first, second, strict=True))
 
 
-def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str | list[int]:
-    """Return a cross-encoder's prompt for a pair of texts, as text or as token ids.
+def content_of(given: Any, name: str, reader: MediaReader) -> Side:
+    """Return a text unchanged, and of an object {"content": parts of a chat message} its Content, or its text if it has
+    no media.
+
+    name: the field, for errors. reader: reader of the media. Raises RequestError for an empty text, an object of
+    another form, and media that cannot be used.
+    """
+    if isinstance(given, Mapping):
+        parts = given.get("content")
+        if len(given) != 1 or not isinstance(parts, (list, tuple)):
+            problem = f"{name} has {show_value(given)}; allowed: a text, or an object with `content` alone, a list"
+            raise RequestError(problem, param=name)
+        placed = [
+            PlacedPart(part, f"{name}.content[{number}]") if isinstance(part, Mapping) else part
+            for number, part in enumerate(parts)
+        ]
+        _, media = reader.collect([{"role": "user", "content": placed}])
+        texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        if len(texts) + len(media) != len(parts):
+            raise RequestError(f"{name} has a content of other parts than texts, images and videos", param=name)
+        given, placeholder = "\n".join(texts), reader.placeholder
+        if media and placeholder is not None:
+            return Content("".join(placeholder(part.modality) for part in media) + given, tuple(media))
+    if not given:
+        raise RequestError(f"{name} must be a text or a list of texts, none of them empty", param=name)
+    return given
+
+
+def pair_prompt(inputs: InputProcessor, query: Side, document: Side, chat_template: str | None = None) -> Any:
+    """Return a cross-encoder's prompt for a pair of texts, as a str or as a list of token ids.
 
     With `chat_template` or the engine's option it is the text that the template returns for the messages. Otherwise an
     encoder's tokenizer joins both to token ids; a model whose files say that it takes messages gets token ids by its
     own template; any other gets both texts, one after the other. Raises RequestError for a model that does not have
-    exactly one label, and if the template fails.
+    exactly one label, for a Content, and if the template fails.
     """
+    if isinstance(query, Content) or isinstance(document, Content):
+        problem = "images and videos are scored by models that embed the two sides apart; this one reads both together"
+        raise RequestError(problem, param="model")
     model = inputs.require_pooling()
     classifier = model.pooler.classifier
     if classifier is None or classifier.num_labels != 1:
@@ -110,8 +163,10 @@ def role_params(model: PoolingModel, params: PoolingParams | None) -> tuple[Pool
     return replace(params, prompt_name=QUERY), replace(params, prompt_name=DOCUMENT)
 
 
-def by_role(pairs: Iterable[tuple[str, str]], roles: tuple[PoolingParams, PoolingParams]) -> Iterator[tuple[int, str]]:
-    """Yield (index of the role in `roles`, text) for both texts of every pair, query first.
+def by_role(
+    pairs: Iterable[tuple[Side, Side]], roles: tuple[PoolingParams, PoolingParams]
+) -> Iterator[tuple[int, Side]]:
+    """Yield (index of the role in `roles`, text or Content) for both sides of every pair, query first.
 
     The index is 0 for all texts if both roles have equal parameters.
     """
@@ -122,17 +177,23 @@ def by_role(pairs: Iterable[tuple[str, str]], roles: tuple[PoolingParams, Poolin
 
 
 def compare(
-    pairs: Sequence[tuple[str, str]],
+    pairs: Sequence[tuple[Side, Side]],
     roles: tuple[PoolingParams, PoolingParams],
-    encode: Callable[[list[str], list[PoolingParams]], Sequence[Any]],
+    reader: MediaReader,
+    encode: Callable[[list[Any], list[PoolingParams]], Sequence[Any]],
 ) -> list[ScoringRequestOutput]:
-    """Return the score of each pair of texts, computed from their embeddings (`ScoringRequestOutput.of_pair`). Each
-    different (role, text) is encoded once.
+    """Return the score of each pair, computed from the embeddings of its sides (`ScoringRequestOutput.of_pair`). Each
+    different (role, side) is encoded once.
 
-    roles: result of `role_params`. encode: (texts, parameters of each) -> outputs in the same order.
+    roles: result of `role_params`. reader: loader of media. encode: (prompts, parameters of each) -> outputs in the
+    same order. Raises RequestError for media that cannot be loaded.
     """
     texts = list(dict.fromkeys(by_role(pairs, roles)))
-    outputs = encode([text for _, text in texts], [roles[number] for number, _ in texts])
+    prompts = [
+        {"prompt": each.text, DATA: reader.loader.load_now(each.parts)} if isinstance(each, Content) else each
+        for _, each in texts
+    ]
+    outputs = encode(prompts, [roles[number] for number, _ in texts])
     found = dict(zip(texts, outputs, strict=True))
     own = iter(found[each] for each in by_role(pairs, roles))
     return [ScoringRequestOutput.of_pair(one, other) for one, other in zip(own, own, strict=True)]

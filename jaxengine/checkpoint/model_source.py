@@ -169,8 +169,7 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Return the model without the towers of modalities that requests may not contain, and without any tower if it
-    pools.
+    """Return the model without the towers of modalities that requests may not contain.
 
     config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the
     model attends to a sound in each request.
@@ -181,7 +180,7 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
         name = "language_model_only" if config.language_model_only else "limit_mm_per_prompt"
         problem = f"{name} leaves no sound, and {model.architecture} attends to one in each request"
         raise ConfigError.because(name, problem, "leave it out")
-    sees, hears = (any(map(config.mm_limit, kinds)) and model.pooler is None for kinds in (MODALITIES, (AUDIO,)))
+    sees, hears = (any(map(config.mm_limit, kinds)) for kinds in (MODALITIES, (AUDIO,)))
     used = [tower for tower in model.towers if (hears if tower.hears else sees)]
     return replace(model, tower=next(iter(used), None), sound_tower=used[1] if len(used) > 1 else None)
 

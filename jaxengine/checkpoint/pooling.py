@@ -17,7 +17,13 @@ from jaxengine.checkpoint.sentence_transformers import (
     reads_messages,
     with_cross_encoder,
 )
-from jaxengine.checkpoint.token_tasks import EMBEDDINGS, colbert_projection, with_token_labels, with_tokens
+from jaxengine.checkpoint.token_tasks import (
+    EMBEDDINGS,
+    colbert_projection,
+    retrieval_head,
+    with_token_labels,
+    with_tokens,
+)
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.features.pooling_model import (
@@ -124,7 +130,8 @@ def _embedder(
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
-    if task == TOKEN_EMBED and not dense:
+    head = retrieval_head(folder, fields) if task == TOKEN_EMBED and not dense else None
+    if task == TOKEN_EMBED and not dense and head is None:
         dense = (colbert_projection(folder, fields),)
     if architecture == SPLADE:
         splade = splade or Splade(0)
@@ -139,7 +146,8 @@ def _embedder(
     adapter = task_adapter(folder, fields, architecture)
     if adapter is not None and config.model is not None and is_url(config.model):
         raise ConfigError("model", config.model, f"a folder or a hub id for {architecture}, whose adapters are files")
-    pooler = Pooler(pooling_type or usual, dense=dense, splade=splade, adapter=adapter)
+    heads = () if head is None else (head,)
+    pooler = Pooler(pooling_type or usual, dense=dense, token_heads=heads, splade=splade, adapter=adapter)
     normalize = sentence is None or sentence.normalize or task == TOKEN_EMBED
     return PoolingModel(
         pooler,

@@ -10,6 +10,7 @@ from jaxengine.config.features.pooling_model import NORMALIZE, RELU, PoolingMode
 from jaxengine.models.architectures import REWARD_HEADS
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.model_classes import ENCODERS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import family_of
@@ -21,6 +22,8 @@ M3_HEADS = ((TOKEN_EMBED, "colbert_linear"), (TOKEN_CLASSIFY, "sparse_linear"))
 EMBEDDINGS: Mapping[str, TokenTask] = {TOKEN_EMBED: TokenTask((0, MAX_HIDDEN), NORMALIZE)}
 _M3 = "BgeM3EmbeddingModel"
 _LINEAR = ("linear.weight", "model.linear.weight")
+# Modules of retrievers over the hidden states of a model that sees, as transformers and as their authors name them.
+_PROJECTIONS = ("embedding_proj_layer", "custom_text_proj")
 
 
 def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
@@ -40,6 +43,28 @@ def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
     if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or shape[1] != fields.integer("hidden_size"):
         raise ModelFileError(folder, f"must be a matrix with hidden_size columns, got {shape}", name)
     return Dense(shape[1], shape[0], False, "Identity", "")
+
+
+def retrieval_head(folder: Path, fields: ConfigFields) -> TokenHead | None:
+    """Return the projection of a retriever over a model that sees (ColPali, ColQwen2), one of _PROJECTIONS; None for a
+    checkpoint without it.
+
+    Only the header of the weights is read. fields: content of config.json, whose text model has hidden_size. Raises
+    ModelFileError for another shape.
+    """
+    checkpoint = SafetensorsCheckpoint(folder)
+    try:
+        names = {*checkpoint.names()}
+        module = next((each for each in _PROJECTIONS if f"{each}.weight" in names), None)
+        shape = () if module is None else checkpoint.shape(f"{module}.weight")
+    finally:
+        checkpoint.close()
+    if module is None:
+        return None
+    size = text_fields(fields).integer("hidden_size") if fields.has("text_config") else fields.integer("hidden_size")
+    if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or shape[1] != size:
+        raise ModelFileError(folder, f"must be a matrix with hidden_size columns, got {shape}", f"{module}.weight")
+    return TokenHead(TOKEN_EMBED, shape[0], module, bias=f"{module}.bias" in names)
 
 
 def has_m3_heads(folder: Path, architecture: str) -> bool:
@@ -65,7 +90,7 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
     pooler = model.pooler
     if pooler.splade is not None:
         return model
-    if pooler.token_heads:  # labels of tokens
+    if pooler.token_heads:  # labels of tokens, or a retriever's projection
         (head,) = pooler.token_heads
         tokens = {head.task: TokenTask((0, head.width), model.activation)}
         return replace(model, pooler=replace(pooler, answers_tokens=True), tokens=tokens)

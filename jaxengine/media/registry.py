@@ -21,6 +21,7 @@ PROCESSORS = {
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemmaProcessor",
     "PaliGemma2ForConditionalGeneration": "paligemma:PaliGemmaProcessor",
+    "Ovis2ForConditionalGeneration": "ovis2:Ovis2Processor",
     "AyaVisionForConditionalGeneration": "cohere_vision:AyaVisionProcessor",
     "Cohere2VisionForConditionalGeneration": "cohere_vision:Cohere2VisionProcessor",
     "InternVLForConditionalGeneration": "internvl:internvl",

@@ -229,7 +229,7 @@ class InputProcessor:
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
         """Check a request to a pooling model, tokenise and truncate its prompt, and return it prepared. `params` of the
-        result is a PoolingRecipe.
+        result is a PoolingRecipe. A prompt with media is not truncated.
 
         Raises RequestError for an invalid prompt, parameter or option, for a generating model, and for a prompt that is
         longer than max_model_len after truncation.
@@ -242,8 +242,10 @@ class InputProcessor:
             text = f"dimensions is {recipe.dimensions}; allowed: 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
-        text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
-        token_ids = params.cut(token_ids, longest, model)
+        prompt = self.make_ready(prompt)
+        media = prompt.get(READY) if isinstance(prompt, Mapping) else None
+        text, token_ids, salt = self.read_prompt(prompt, params.prefix(model))
+        token_ids = params.cut(token_ids, longest, model, has_media=media is not None, has_text=text is not None)
         if not 1 <= len(token_ids) <= longest:
             raise prompt_length_error("prompt", len(token_ids), longest, longest)
         index = self._count_request()
@@ -255,6 +257,7 @@ class InputProcessor:
             stop_token_ids=(POOLED,),
             eos_token_ids=(POOLED,),
             cache_salt=salt,
+            media=media,
             per_step=True,
             **_option_fields(options),
         )

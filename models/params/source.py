@@ -10,6 +10,7 @@ import numpy as np
 
 WHOLE = slice(None)
 MODEL = "model."  # the beginning of the model's own names of layers, the token table and the final norm
+INNER = "vlm."  # the beginning of the names of the model inside a retriever
 _NONE: Mapping[str, float] = MappingProxyType({})
 
 

@@ -14,7 +14,7 @@ from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside
-from jaxengine.models.params.source import MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
+from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
 from jaxengine.models.weights.adapters.folder import CONFIG_FILE, MAX_RANK, read_adapter
 from jaxengine.models.weights.adapters.pools import AdapterTargets
 from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
@@ -40,7 +40,8 @@ def with_own_files(
     file that is missing, invalid or outside the folder, and for an adapter that does not fit; files opened before it
     are closed, but not `weights`.
     """
-    stored, weights, found = weights, with_prefix(weights, names), {}
+    heads = [f"{head.source}." for head in pooler.token_heads if head.source is not None]
+    stored, weights, found = weights, with_prefix(weights, names, heads), {}
     if pooler.adapter is not None and (folder / pooler.adapter / CONFIG_FILE).exists():
         weights = _with_adapter(inside(folder, pooler.adapter), weights)
     with contextlib.ExitStack() as on_error:
@@ -108,7 +109,7 @@ class _Linear(WrappedSource):
 
 def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     """Return a function that maps a tensor's name in a checkpoint of a pooling model, which may lack the common prefix,
-    to its name with the prefix.
+    to its name with the prefix and without INNER.
 
     stages: the stages of the model. Unlike `with_prefix`, the function needs no other tensor's name.
     """
@@ -127,6 +128,7 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
         """
         if projects and name in _PROJECTION:
             return f"{DENSE}.0.linear.weight"
+        name = name.removeprefix(INNER)
         own = names.renamed(name)
         as_it_is = own.startswith(kept) or names.is_unused(name) or is_unread(first, own)
         return name if as_it_is else names.base + name

@@ -117,8 +117,9 @@ def settle_encoder(
     ResolvedConfig, by name; {} without a tower. For a tower that layers cross-attend to, returns those of
     `settle_sounds`.
 
-    Raises ConfigError if there are several nodes or no chunked prefill, if steps are too small for an item that may not
-    be split, if a limit is below one item, and, on a TPU, if the tower's items attend in both directions.
+    Raises ConfigError if there are several nodes or, for a causal model, no chunked prefill, if steps are too small for
+    an item that may not be split, if a limit is below one item, and, on a TPU, if the tower's items attend in both
+    directions.
 
     Args:
       chosen: the other fields of ResolvedConfig, by name.
@@ -144,7 +145,7 @@ def settle_encoder(
     least = chosen["max_num_seqs"] + most_rows if whole else 2
     for name, wrong, advice in (
         ("nnodes", chosen["nnodes"] > 1, "leave it 1"),
-        ("enable_chunked_prefill", not chosen["enable_chunked_prefill"], "leave it True"),
+        ("enable_chunked_prefill", model.is_causal and not chosen["enable_chunked_prefill"], "leave it True"),
         ("max_num_batched_tokens", chosen["max_num_batched_tokens"] < least, f"give at least {least}"),
         ("long_prefill_token_threshold", whole and tokens < most_rows, f"give at least {most_rows}, or 0"),
     ):

@@ -63,7 +63,19 @@ def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str,
             raise ModelFileError(Path(folder) / name, str(error)) from error
     if "quantization_config" not in raw and (settings := read_object(folder, QUANTIZATION_FILE)) is not None:
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **settings}}
-    return raw
+    return with_inner_model(raw)
+
+
+def with_inner_model(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with the fields of `vlm_config`, the model that a retriever (ColPali) is made
+    of, in place of its own fields of the same names except `architectures`. A file without `vlm_config` is returned as
+    a copy.
+    """
+    inner = raw.get("vlm_config")
+    if not isinstance(inner, Mapping):
+        return dict(raw)
+    outer = {name: value for name, value in raw.items() if name != "vlm_config"}
+    return {**outer, **inner, **{name: raw[name] for name in ("architectures",) if name in raw}}
 
 
 def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,8 +134,9 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 _XLM, _JINA, _FLASH = "XLMRoberta", "JinaEmbeddingsV3", "XLMRobertaFlash"
 _OWN_CODE = "XLMRobertaFlashConfig"
 _JINA_V5, _JINA_V5_ENCODER = "JinaEmbeddingsV5Model", "JinaEmbeddingsV5EncoderModel"
-# (Class that takes several kinds of text models, model_type of the text) -> class with these layers.
-_BY_TEXT = {
+# (Class that takes several kinds of models, model_type of the text or of the model) -> class with these layers.
+_BY_KIND = {
+    ("ColQwen2ForRetrieval", "qwen2_5_vl"): "ColQwen2_5ForRetrieval",
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
     ("LlavaNextForConditionalGeneration", "granite"): "GraniteVisionForConditionalGeneration",
     ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
@@ -138,9 +151,9 @@ def hf_architecture(fields: ConfigFields) -> str:
     beginning is replaced by JinaEmbeddingsV3; by XLMRobertaFlash if it is not, but `auto_map` names that code's
     configuration, as in jinaai/jina-reranker-v2-base-multilingual. JinaEmbeddingsV5Model, whose layers may be those of
     an encoder, becomes JinaEmbeddingsV5EncoderModel if `is_decoder` is false. For a class that takes several kinds of
-    text models, the result depends on text_config's model_type (_BY_TEXT). Other names are returned unchanged. Raises
-    ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of that class that
-    is not a bool.
+    models, the result depends on text_config's or the file's own model_type (_BY_KIND). Other names are returned
+    unchanged. Raises ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of
+    that class that is not a bool.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -154,7 +167,8 @@ def hf_architecture(fields: ConfigFields) -> str:
         return _JINA_V5_ENCODER
     text = fields.value("text_config", None)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
-    return _BY_TEXT.get((names[0], str(kind)), names[0])
+    kinds = kind, fields.value("model_type", None)
+    return next((found for kind in kinds if (found := _BY_KIND.get((names[0], str(kind))))), names[0])
 
 
 class Activation(NamedTuple):

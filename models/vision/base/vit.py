@@ -165,8 +165,8 @@ class VitAttention(nnx.Module):
     """Attention of each unit's positions to all of its positions.
 
     out: name within `source` of the output projection. qkv: the checkpoint modules of q, k and v; None for `q_proj`,
-    `k_proj` and `v_proj` of `source`. qk_norms: norms, or rope, of q and k, [U * S, heads of this device, H] to the
-    same shape; None for none.
+    `k_proj` and `v_proj` of `source`. bias, out_bias: presence of biases of these, and of the output's. qk_norms:
+    norms, or rope, of q and k, [U * S, heads of this device, H] to the same shape; None for none.
     """
 
     def __init__(
@@ -177,6 +177,7 @@ class VitAttention(nnx.Module):
         out: str,
         build: Build,
         bias: bool = True,
+        out_bias: bool = True,
         qkv: tuple[Source, ...] | None = None,
         qk_norms: tuple[nnx.Module, nnx.Module] | None = None,
     ):
@@ -186,7 +187,7 @@ class VitAttention(nnx.Module):
         qkv = tuple(each._replace(group=self.head_dim) for each in qkv)
         heads = tower_axis("heads", build)
         self.qkv = Linear(size, qkv, axes=("embed", heads), bias=bias, build=build)
-        self.out = linear(size, f"{source}.{out}", size, ("heads", "embed"), build)
+        self.out = linear(size, f"{source}.{out}", size, ("heads", "embed"), build, bias=out_bias)
         self.q_norm, self.k_norm = qk_norms or (None, None)
 
     def __call__(self, x: jax.Array, num_units: int, is_key: jax.Array | None = None) -> jax.Array:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
+from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
 
 
 class NamedSource(WrappedSource):
@@ -116,11 +116,16 @@ class RenamedSource(NamedSource):
         return len(shape) > 2 and name.endswith(self._flattened)
 
 
-def with_prefix(source: WeightSource, names: CheckpointNames) -> WeightSource:
+def with_prefix(source: WeightSource, names: CheckpointNames, heads: Iterable[str] = ()) -> WeightSource:
     """Return a pooling model's checkpoint under names with the common beginning `names.base`, which files without a
-    head, saved as *Model, lack. A checkpoint whose names have it is returned unchanged.
+    head, saved as *Model, lack. A checkpoint whose names have it is returned unchanged. INNER, with which a retriever's
+    names of the model inside it begin, is left out.
+
+    heads: beginnings of further names that are kept.
     """
+    if any(name.startswith(INNER) for name in source.names()):
+        source = RenamedSource(source, CheckpointNames(prefixes=((INNER, ""),)))
     if any(name.startswith(MODEL) for name in source.names()):
         return source
-    known = ("lm_head.", "score.", *(old for old, _ in names.prefixes))
+    known = ("lm_head.", "score.", *heads, *(old for old, _ in names.prefixes))
     return RenamedSource(source, CheckpointNames(prefixes=(*((old, old) for old in known), ("", names.base))))

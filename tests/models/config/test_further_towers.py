@@ -19,9 +19,15 @@ ERNIE, HUNYUAN = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"], NAMED["tencent/HunyuanO
 GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
 _XD = HUNYUAN["rope_scaling"]
-EXAONE, CLOVA, GRANITE4, NEXT_VIDEO = (
+EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2 = (
     json.loads((FOLDER / name / "config.json").read_text())
-    for name in ("exaone4_5_vision", "hyperclovax_vision", "granite4_plain_vision", "llava_next_video_vision")
+    for name in (
+        "exaone4_5_vision",
+        "hyperclovax_vision",
+        "granite4_plain_vision",
+        "llava_next_video_vision",
+        "ovis2_vision",
+    )
 )
 
 
@@ -201,6 +207,11 @@ PIXTRAL: dict[str, Any] = {
             'image_embd_layer.hd_transform_order must be "sub_glb" or absent',
         ),
         (PHI4, "embd_layer", {"image_embd_layer": {"crop_size": 336}}, "image_embd_layer.crop_size must be 448 or abs"),
+        (OVIS2, "vision_config", {"tokenize_function": "st_argmax"}, 'tokenize_function must be "softmax" or absent'),
+        (OVIS2, "vision_config", {"num_visual_indicator_tokens": 4}, "num_visual_indicator_tokens must be 5 or absent"),
+        (OVIS2, "vision_config", {"hidden_stride": 3}, "hidden_stride must be such that it divides the 4 patches of"),
+        (OVIS2, "vision_config", {"vocab_size": 5}, "vocab_size must be more than 5, got 5"),
+        (OVIS2, "text_config", {"model_type": "gemma2"}, "model_type must be one of llama, mistral, qwen2, qwen3"),
         (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
         (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
     ],

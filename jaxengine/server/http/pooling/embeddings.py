@@ -47,7 +47,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         model = check_model(body.model or None, names)
         name = body.register(prefix, request)
         params = body.pooling_params(task)
-        prompts = await server.encode_input(body, params)
+        prompts = await server.prompts(body, params)
 
         async def whole() -> Response:
             """Run the prompts and return the response."""

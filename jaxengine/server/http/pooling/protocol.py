@@ -7,12 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
 
+from jaxengine.requests.media.inputs import OPTIONS
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_MESSAGES, Messages
-from jaxengine.server.http.request.fields import TemplateVariables, Texts, at_most, check_truncation
+from jaxengine.server.http.request.fields import TemplateVariables, at_most, check_truncation
 from jaxengine.server.http.request.protocol import HINTS, NamedRequest
 
+# A text, an object with a content, or a list of these.
+Sides = str | dict[str, Any] | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -67,12 +70,13 @@ class InputBody(PoolingBody):
 
     Attributes:
       input: a text, a list of token ids, or a list of texts or of lists of token ids.
-      messages: a conversation instead of input, of texts alone, which the model's chat template makes a prompt;
+      messages: a conversation instead of input, which the model's chat template makes a prompt;
         add_generation_prompt, continue_final_message and chat_template_kwargs are of the template.
+      mm_processor_kwargs: options of the media processor, for messages with media.
       add_special_tokens: whether the tokenizer adds special tokens to texts; default true, false for messages.
     """
 
-    refused = {**_REFUSED, "chat_template": ()}
+    refused = {**{name: values for name, values in _REFUSED.items() if name != OPTIONS}, "chat_template": ()}
 
     # Checked by read_prompts: pydantic would try the union's lists item by item.
     input: Annotated[str | list[str] | list[int] | list[list[int]] | None, SkipValidation] = None
@@ -80,6 +84,7 @@ class InputBody(PoolingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -253,15 +258,17 @@ class PairsBody(PoolingBody):
 
 
 class ScoreRequest(PairsBody):
-    """Request of /score: two texts or lists of texts, under one of several pairs of names."""
+    """Request of /score: two texts or lists of texts, under one of several pairs of names. An object with a `content`
+    may stand for a text; its form is checked with the media.
+    """
 
-    text_1: str | Texts | None = None
-    text_2: str | Texts | None = None
-    queries: str | Texts | None = None
-    documents: str | Texts | None = None
-    items: str | Texts | None = None
-    data_1: str | Texts | None = None
-    data_2: str | Texts | None = None
+    text_1: Sides | None = None
+    text_2: Sides | None = None
+    queries: Sides | None = None
+    documents: Sides | None = None
+    items: Sides | None = None
+    data_1: Sides | None = None
+    data_2: Sides | None = None
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -276,8 +283,8 @@ class ScoreRequest(PairsBody):
         allowed = " or ".join(" and ".join(pair) for pair in _PAIRS)
         raise RequestError(f"give {allowed}, got {', '.join(sorted(given)) or 'none of them'}", param="text_1")
 
-    def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """Return the texts of both sides, each a single text or a list, as given. Raises the error of `sides`."""
+    def texts(self) -> tuple[Any, Any]:
+        """Return both sides as given. Raises the error of `sides`."""
         first, second = self.sides
         return getattr(self, first), getattr(self, second)
 
@@ -286,7 +293,8 @@ class RerankRequest(PairsBody):
     """Request of /rerank.
 
     Attributes:
-      documents: texts, or objects with a "text".
+      query: a text, or an object with a `content`.
+      documents: texts, or objects with a "text" or a `content`.
       top_n: number of best results to return; 0 or none: all.
       return_documents: whether results include the texts; default true.
       sides: names of the two fields with texts, as in ScoreRequest.
@@ -295,7 +303,7 @@ class RerankRequest(PairsBody):
     sides: ClassVar[tuple[str, str]] = ("query", "documents")
     refused = {**_SCORES_REFUSED, "max_chunks_per_doc": (), "rank_fields": ()}
 
-    query: str
+    query: str | dict[str, Any]
     documents: Documents
     top_n: int | None = None
     return_documents: bool | None = None
@@ -307,11 +315,11 @@ class RerankRequest(PairsBody):
             raise RequestError(f"top_n is {self.top_n}; allowed: integers from 0", param="top_n")
         return self
 
-    def texts(self) -> list[str]:
-        """Return the texts of the documents, in order. Raises RequestError if there are no documents, or one has no
-        text or an empty one.
+    def texts(self) -> list[str | dict[str, Any]]:
+        """Return the texts of the documents, and those with a `content` as they are, in order. Raises RequestError if
+        there are no documents, or one has neither a content nor a text, or an empty one.
         """
-        found = [each if isinstance(each, str) else each.get("text") for each in self.documents]
-        if not found or not all(isinstance(text, str) and text for text in found):
+        found = [each if isinstance(each, str) or "content" in each else each.get("text") for each in self.documents]
+        if not found or not all(isinstance(text, (str, dict)) and text for text in found):
             raise RequestError("documents must be texts, or objects with a text, none of them empty", param="documents")
-        return [str(text) for text in found]
+        return [each for each in found if each is not None]

@@ -6,14 +6,16 @@ Shared by all endpoints of pooling models.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.api.scoring import pair_prompt
+from jaxengine.api.scoring import Content, Side, pair_prompt
+from jaxengine.media.parts import MediaPart
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.requests.run_in_thread import with_media
 from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
@@ -22,6 +24,8 @@ from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody, Reran
 from jaxengine.server.http.request.errors import abort_error
 from jaxengine.server.http.request.protocol import NamedRequest, usage
 
+# Token ids of a prompt; with media also these, as `InputProcessor.make_ready` returns them.
+Encoded = list[int] | dict[str, Any]
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
 
 
@@ -33,41 +37,87 @@ class PoolingServer:
         self.config = config
         self._encoder = PromptEncoder(engine.inputs)
 
+    async def prompts(self, body: InputBody, params: PoolingParams) -> Sequence[Encoded]:
+        """Return the prompts of `encode_input`, or the one of messages with media, which are loaded and preprocessed.
+
+        Raises its errors, and RequestError for media that cannot be used or whose prompt would be truncated.
+        """
+        inputs = self.engine.inputs
+        texts, parts = inputs.media_reader.collect(body.messages)
+        if body.messages is None or not parts:
+            if body.mm_processor_kwargs:
+                problem = "mm_processor_kwargs is only allowed with messages that have media"
+                raise RequestError(problem, param="mm_processor_kwargs")
+            return await self.encode_input(body, params)
+        _refuse_cut(body)
+        text, ids = await self._encode_messages(body, texts)
+        prompt = {"prompt": text, "prompt_token_ids": ids}
+        ready = await self._ready(prompt, parts, "messages", body.mm_processor_kwargs)
+        return [{name: value for name, value in ready.items() if name != "prompt"}]  # not a text of the caller's
+
+    async def encode_content(self, content: Content, body: PoolingBody) -> Encoded:
+        """Return the prompt of a query or document of `body` with media, which are loaded and preprocessed. Raises
+        RequestError for media that cannot be used, for truncate_prompt_tokens and for a prompt that is too long;
+        OverloadedError.
+        """
+        _refuse_cut(body)
+        param = content.parts[0].param
+        (ids,) = await self._encoder.encode([content.text], param=param)
+        return await self._ready({"prompt": content.text, "prompt_token_ids": ids}, content.parts, param)
+
+    async def _ready(
+        self,
+        prompt: Mapping[str, Any],
+        parts: Sequence[MediaPart],
+        param: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return a prompt, of text and token ids, with its media loaded and preprocessed. param, options: its field,
+        for errors, and mm_processor_kwargs. Raises the errors of `with_media`, and RequestError for more than
+        max_model_len tokens.
+        """
+        inputs = self.engine.inputs
+        ready = await with_media(inputs, prompt, parts, options)
+        count, longest = len(ready["prompt_token_ids"]), inputs.config.max_model_len
+        if not 1 <= count <= longest:
+            raise prompt_length_error(param, count, longest, longest)
+        return ready
+
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Return the token ids of each prompt of `input`, or of the one that `messages` make, truncated if the request
-        has truncate_prompt_tokens. The model's prompt that `params` name is prepended to texts, not to messages.
+        """Return the token ids of each prompt of `input`, or of the one that `messages`, of texts alone, make,
+        truncated if the request has truncate_prompt_tokens. The model's prompt that `params` name is prepended to
+        texts, not to messages.
 
         Raises RequestError for another form of input, for too many prompts and for prompts that are too long,
         OverloadedError.
         """
         inputs = self.engine.inputs
         if body.messages is not None:
-            return [await self._encode_messages(body, body.messages)]
+            return [self._cut((await self._encode_messages(body, body.messages))[1], body, "messages")]
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
         given = read_prompts(body.input, self.config.max_prompts, inputs, longest, param="input")
         return await self.encode_given(given, body, params, special=body.add_special_tokens is not False)
 
-    async def _encode_messages(self, body: InputBody, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation by the chat template, truncated if the request has
-        truncate_prompt_tokens. Raises RequestError for one that cannot be rendered, for media, and for variables of the
-        template that the server does not allow; OverloadedError.
+    async def _encode_messages(self, body: InputBody, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
+        """Return (the text, the token ids) of a conversation by the chat template. Its media have been collected.
+
+        Raises RequestError for one that cannot be rendered, and for variables of the template that the server does not
+        allow; OverloadedError.
         """
         inputs, variables = self.engine.inputs, body.chat_template_kwargs
         if variables and not self.config.chat_template_kwargs_allowed:
             raise RequestError("chat_template_kwargs are not allowed by this server", param="chat_template_kwargs")
-        texts, parts = inputs.media_reader.collect(messages)
-        if parts:
-            raise RequestError("messages have media; allowed here: texts alone", param="messages")
 
         def render() -> list[str]:
             """Return the text of the conversation, alone in a list."""
             return [
                 inputs.require_tokenizer().apply_chat_template(
-                    texts,
+                    messages,
                     add_generation_prompt=bool(body.add_generation_prompt),
                     continue_final_message=bool(body.continue_final_message),
                     chat_template=inputs.config.chat_template,
                     chat_template_kwargs={**(self.config.default_chat_template_kwargs or {}), **(variables or {})},
+                    placeholder=inputs.media_reader.placeholder,
                 )
             ]
 
@@ -76,7 +126,7 @@ class PoolingServer:
             side = body.truncation_side or inputs.require_pooling().cut_side
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode(rendered, add_special_tokens=special, param="messages", cut_side=side)
-        return self._cut(ids, body, "messages")
+        return rendered[0], ids
 
     async def encode_given(
         self,
@@ -101,21 +151,25 @@ class PoolingServer:
         return [self._cut(next(encoded) if isinstance(each, str) else each, body, param) for each in given]
 
     async def shortened(
-        self, pairs: Sequence[tuple[str, str]], body: ScoreRequest | RerankRequest
-    ) -> list[tuple[str, str]]:
+        self, pairs: Sequence[tuple[Side, Side]], body: ScoreRequest | RerankRequest
+    ) -> list[tuple[Side, Side]]:
         """Return the pairs with their texts cut as max_tokens_per_query and max_tokens_per_doc say. A text that is in
-        several pairs is cut once. Raises RequestError, OverloadedError.
+        several pairs is cut once. Raises RequestError, also for a limit of a side with media, and OverloadedError.
         """
-        sides: list[Sequence[str]] = list(zip(*pairs, strict=True))
-        for number, limit in enumerate((body.max_tokens_per_query, body.max_tokens_per_doc)):
-            if limit:
-                texts = list(dict.fromkeys(sides[number]))
-                cut = dict(zip(texts, await self._encoder.beginnings(texts, limit), strict=True))
-                sides[number] = [cut[text] for text in sides[number]]
+        sides: list[Sequence[Side]] = list(zip(*pairs, strict=True))
+        for number, name in enumerate(("max_tokens_per_query", "max_tokens_per_doc")):
+            if not (limit := getattr(body, name)):
+                continue
+            texts = [each for each in dict.fromkeys(sides[number]) if isinstance(each, str)]
+            if len(texts) < len({*sides[number]}):
+                problem = f"{name} is only allowed without media, whose prompts are not cut"
+                raise RequestError(problem, param=name, value=limit)
+            cut: dict[Side, str] = dict(zip(texts, await self._encoder.beginnings(texts, limit), strict=True))
+            sides[number] = [cut[text] for text in sides[number]]
         return list(zip(*sides, strict=True))
 
     async def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], body: ScoreRequest | RerankRequest
+        self, pairs: Sequence[tuple[Side, Side]], body: ScoreRequest | RerankRequest
     ) -> list[str | list[int]]:
         """Return the prompt of each pair of texts (scoring.pair_prompt): a text, or token ids, which are truncated if
         the request has truncate_prompt_tokens. The prompts are made on a thread.
@@ -124,7 +178,7 @@ class PoolingServer:
         may be in all of them; OverloadedError if too many requests wait.
         """
         inputs, most = self.engine.inputs, self.config.max_request_bytes
-        lengths = [len(one) + len(other) for one, other in pairs]
+        lengths = [sum(len(each) for each in pair if isinstance(each, str)) for pair in pairs]
         if sum(lengths) > most:
             problem = f"the pairs have {sum(lengths)} characters together; allowed: {most} (max_request_bytes)"
             raise RequestError(problem, param=body.sides[1])
@@ -159,20 +213,22 @@ class PoolingServer:
 
     async def answers(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Encoded],
         params: PoolingParams,
         body: NamedRequest,
         name: str,
         options: RequestOptions,
     ) -> list[PooledAnswer]:
-        """Run the prompts and return the engine's output for each, in order, at most max_num_seqs at a time.
+        """Run the prompts, each of token ids or a dict that has its media, and return the engine's output for each, in
+        order, at most max_num_seqs at a time.
 
         name: the request's id in the engine; with several prompts, number i runs under NAME-i. body: has the
         cache_salt. Several prompts are all validated before any of them runs. Raises the errors of EngineClient.pool,
         and ApiError (504, 409 or 500) if a prompt has no result, after ending the others.
         """
         inputs = self.engine.inputs
-        wanted: list[Any] = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompts]
+        told = [each if isinstance(each, dict) else {"prompt_token_ids": each} for each in prompts]
+        wanted: list[Any] = [{**each, "cache_salt": body.cache_salt} for each in told]
         if len(wanted) > 1:
             for prompt in wanted:
                 inputs.prepare(prompt, params, options=options)
@@ -204,6 +260,13 @@ class PoolingServer:
         if not 1 <= len(token_ids) <= longest:
             raise prompt_length_error(param, len(token_ids), longest, longest)
         return token_ids
+
+
+def _refuse_cut(body: PoolingBody) -> None:
+    """Raise RequestError if a request with media has truncate_prompt_tokens."""
+    if body.truncate_prompt_tokens is not None:
+        problem = "truncate_prompt_tokens is only allowed without media, whose prompts are not cut"
+        raise RequestError(problem, param="truncate_prompt_tokens")
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.api.scoring import by_role, pairs_of, reads_apart, role_params
+from jaxengine.api.scoring import Side, by_role, pairs_of, reads_apart, role_params
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.scheduler.base.errors import RequestError
@@ -36,7 +36,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model = check_model(body.model or None, names)
         name = body.register("score", request)
-        pairs = _limited(pairs_of(*body.texts(), body.sides), body, config)
+        pairs = _limited(pairs_of(*body.texts(), engine.inputs.media_reader, body.sides), body, config)
 
         async def whole() -> Response:
             """Compute the scores and return the response."""
@@ -56,10 +56,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model = check_model(body.model or None, names)
         name = body.register("rerank", request)
-        documents = body.texts()
+        documents, reader = body.texts(), engine.inputs.media_reader
         if not body.query:
             raise RequestError("query is empty; at least one character is needed", param="query")
-        pairs = _limited([(body.query, document) for document in documents], body, config)
+        pairs = _limited(pairs_of(body.query, documents, reader, body.sides), body, config)
 
         async def whole() -> Response:
             """Compute the scores and return the response, sorted by them."""
@@ -68,7 +68,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
             results: list[dict[str, Any]] = []
             for index in best:
-                document = {"text": documents[index], "multi_modal": None}
+                document = {"text": None, "multi_modal": None} | _shown(documents[index])
                 shown = {} if body.return_documents is False else {"document": document}
                 results.append({"index": index, **shown, "relevance_score": scores[index]})
             return json_response({"id": name, "model": model, "results": results, "usage": counts(given)})
@@ -82,9 +82,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     return routes
 
 
+def _shown(document: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the field with a document in the response: "text", or "multi_modal" for one with a content."""
+    return {"text": document} if isinstance(document, str) else {"multi_modal": document}
+
+
 def _limited(
-    pairs: list[tuple[str, str]], body: ScoreRequest | RerankRequest, config: ServerConfig
-) -> list[tuple[str, str]]:
+    pairs: list[tuple[Side, Side]], body: ScoreRequest | RerankRequest, config: ServerConfig
+) -> list[tuple[Side, Side]]:
     """Return the pairs of `body` unchanged. Raises RequestError for more than the server's max_prompts."""
     if len(pairs) > config.max_prompts:
         problem = f"there are {len(pairs)} pairs of texts; allowed: 1 to {config.max_prompts} (max_prompts)"
@@ -94,7 +99,7 @@ def _limited(
 
 async def _scores(
     server: PoolingServer,
-    pairs: Sequence[tuple[str, str]],
+    pairs: Sequence[tuple[Side, Side]],
     body: ScoreRequest | RerankRequest,
     name: str,
     options: RequestOptions,
@@ -114,11 +119,13 @@ async def _scores(
         return [ScoringRequestOutput.from_base(each) for each in given]
     roles = role_params(model, params)
     texts = list(dict.fromkeys(by_role(pairs, roles)))
-    prompts, (query, document) = [], body.sides
+    prompts, (query, document) = list[Any](), body.sides
     for number, params in enumerate(roles):
         own = [text for role, text in texts if role == number]
         field = query if number == 0 and roles[0] != roles[1] else document
-        prompts += await server.encode_given(own, body, params, param=field)
+        plain = [each for each in own if isinstance(each, str)]
+        encoded = iter(await server.encode_given(plain, body, params, param=field))
+        prompts += [next(encoded) if isinstance(each, str) else await server.encode_content(each, body) for each in own]
     texts.sort(key=lambda each: each[0])  # as in `prompts`
     given = dict(zip(texts, await server.answers(prompts, params, body, name, options), strict=True))
     found = iter(given[each] for each in by_role(pairs, roles))

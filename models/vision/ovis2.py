@@ -1,0 +1,163 @@
+"""Vision tower of Ovis2 (Lu et al. 2024, arXiv:2405.20797): AIMv2 (Fini et al. 2024, arXiv:2411.14402), whose states
+become probabilities of visual words, and these a mean of the words' embeddings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
+from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, TowerMLP
+from jaxengine.models.vision.base.vit import (
+    VitAttention,
+    VitConfig,
+    joined_neighbours,
+    linear,
+    read_merge,
+    read_vit,
+    run_layers,
+    table,
+)
+from jaxengine.models.vision.llava import TOWER
+
+WORDS = "visual_embeddings_table"
+_ENCODER = f"{TOWER}.transformer"
+# transformers' defaults of fields that a file lacks.
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "image_size": 224,
+    "patch_size": 14,
+    "hidden_act": "silu",
+    "vocab_size": 16384,
+    "num_visual_indicator_tokens": 5,
+}
+_HEAD_EPS = 1e-5
+# What stands around and between the tiles of an image, in the order of the last visual words.
+NUM_INDICATORS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ovis2TowerConfig(TowerConfig):
+    """Sizes of Ovis2's tower. Behind each unit's patches are NUM_INDICATORS rows, the last visual words.
+
+    Attributes:
+      vit: sizes of AIMv2.
+      factor: number of patches along a side of the square that becomes one embedding.
+      num_words: number of visual words, those of indicators included.
+      attention_bias, mlp_bias: presence of biases in the layers.
+    """
+
+    vit: VitConfig
+    factor: int
+    num_words: int
+    attention_bias: bool
+    mlp_bias: bool
+
+    def make(self, hidden_size: int, build: Build) -> Ovis2Tower:
+        return Ovis2Tower(self, hidden_size, build)
+
+
+def read_ovis2(fields: ConfigFields) -> Ovis2TowerConfig:
+    """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, for another number
+    of indicators than NUM_INDICATORS, a `tokenize_function` other than softmax, and a `hidden_stride` that does not
+    divide the patches of a side.
+    """
+    vision = fields.part("vision_config", **_DEFAULTS)
+    vision.require(tokenize_function="softmax", num_visual_indicator_tokens=NUM_INDICATORS)
+    vit = read_vit(vision.with_defaults(layer_norm_eps=vision.number("rms_norm_eps", 1e-5)))
+    factor = read_merge(vision, "hidden_stride", vision.integer("hidden_stride", 1), vit)
+    num_words = vision.integer("vocab_size")
+    if num_words <= NUM_INDICATORS:
+        raise vision.fail("vocab_size", f"more than {NUM_INDICATORS}")
+    return Ovis2TowerConfig(
+        num_features=vit.num_features,
+        columns=(),
+        merge=factor**2,
+        unit=vit.num_patches + NUM_INDICATORS * factor**2,
+        vit=vit,
+        factor=factor,
+        num_words=num_words,
+        attention_bias=vision.boolean("qkv_bias", False),
+        mlp_bias=vision.boolean("mlp_bias", False),
+    )
+
+
+class _Layer(nnx.Module):
+    """Layer of AIMv2: x + attention(norm(x)), then x + mlp(norm(x)) with a gated MLP."""
+
+    def __init__(self, config: Ovis2TowerConfig, source: str, build: Build):
+        vit, ffn, bias = config.vit, f"{source}.ffn", config.attention_bias
+        self.attention_norm, self.mlp_norm = (
+            RMSNorm(vit.hidden_size, vit.norm_eps, source=f"{source}.rms_norm{number}", build=build)
+            for number in (1, 2)
+        )
+        names: dict[str, Any] = {"source": f"{source}.attention", "out": "out_proj"}
+        self.attention = VitAttention(vit, **names, build=build, bias=bias, out_bias=bias)
+        self.mlp = TowerMLP(
+            vit.hidden_size,
+            vit.intermediate_size,
+            up=(f"{ffn}.gate_proj", f"{ffn}.up_proj"),
+            down=f"{ffn}.down_proj",
+            activation=ACTIVATIONS[vit.activation],
+            build=build,
+            bias=config.mlp_bias,
+        )
+
+    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+        """Return the layer's output for x [U * S, D] of U = num_units units, each of which attends to itself."""
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), num_units)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class Ovis2Tower(nnx.Module):
+    """Vision tower of Ovis2.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
+
+    def __init__(self, config: Ovis2TowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        vit, source = config.vit, f"{_ENCODER}.embeddings"
+        size, eps, words = vit.hidden_size, vit.norm_eps, config.num_words - NUM_INDICATORS
+        features = vit.num_features, size
+        self.patches = PatchEmbedding(*features, source=f"{source}.patch_embedding", bias=True, build=build)
+        self.first_norm = RMSNorm(size, eps, source=f"{source}.rms_norm", build=build)
+        self.positions = table(vit.num_patches, size, f"{source}.position_embedding.weight", build)
+        layers = range(vit.num_layers)
+        self.layers = nnx.List([_Layer(config, f"{_ENCODER}.encoder.layers.{n}", build) for n in layers])
+        self.last_norm = RMSNorm(size, eps, source=f"{_ENCODER}.rms_norm", build=build)
+        axes = ("embed", "embed")
+        self.head = linear(size * config.merge, f"{TOWER}.head_linear", words, axes, build, bias=False)
+        self.head_norm = LayerNorm(words, _HEAD_EPS, source=f"{TOWER}.head_norm", build=build)
+        self.words = table(config.num_words, hidden_size, f"{WORDS}.weight", build)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        del columns  # there are none: all units are alike
+        config, vit = self.config, self.config.vit
+        units = patches.reshape(-1, config.unit, patches.shape[1])[:, : vit.num_patches]
+        num_units, words = len(units), self.words[...]
+        with jax.named_scope("patches"):
+            x = self.first_norm(self.patches(units.reshape(-1, patches.shape[1])))
+            x = (x.reshape(num_units, vit.num_patches, -1) + self.positions[...]).reshape(len(x), -1)
+        x = self.last_norm(run_layers(self.layers, x, num_units, (vit.num_layers,))[0])
+        with jax.named_scope("words"):
+            logits = self.head_norm(self.head(joined_neighbours(x, vit.grid, config.factor)))
+            shares = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).astype(x.dtype)
+            rows = jnp.dot(shares, words[:-NUM_INDICATORS], preferred_element_type=jnp.float32).astype(words.dtype)
+        rows = rows.reshape(num_units, -1, words.shape[1])
+        ends = jnp.broadcast_to(words[-NUM_INDICATORS:], (num_units, NUM_INDICATORS, words.shape[1]))
+        return jnp.concatenate([rows, ends], axis=1).reshape(-1, words.shape[1])

@@ -1,0 +1,133 @@
+"""Retrievers that see (ColPali, ColQwen2): embeddings of tokens as transformers computes them, and late interaction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxengine import LLM, AsyncLLM, PoolingParams, RequestError
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.app import create_app
+from tests.fixtures.picture_cases import PICTURES
+from tests.fixtures.picture_checkpoints import picture
+from tests.fixtures.retrieval_models import CASES, GOLDENS, PALI_PROMPTS, WIDTH, make_retriever
+from tests.fixtures.unit_pictures import picture as square
+from tests.jaxengine.media.pictures import data_url, saved
+from tests.jaxengine.server.asgi_client import post
+
+MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 64,
+    "limit_mm_per_prompt": {"video": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def goldens():
+    with np.load(GOLDENS) as found:
+        return dict(found)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "colqwen2" else pytest.mark.thorough("another family's layers"))
+        for name in CASES
+    ],
+)
+def case(request, tmp_path_factory, executables_dir):
+    folder = make_retriever(tmp_path_factory.mktemp("retriever") / request.param, request.param)
+    # Tokens of ColPali see later ones, so its prompts are not cut.
+    whole = {"max_model_len": 32} if request.param == "colpali" else {}
+    llm = LLM(str(folder), **OPTIONS | whole, compile_cache_dir=executables_dir)
+    yield request.param, llm
+    llm.shutdown()
+
+
+def prompts_of(name):
+    """Prompts by name, as `encode` takes them."""
+    if name == "colpali":
+        shown = {key: [] if index is None else [square(index)] for key, (index, _) in PALI_PROMPTS.items()}
+        texts = {key: text for key, (_, text) in PALI_PROMPTS.items()}
+    else:
+        shown = {key: [picture(*part[1:]) for part in prompt if part[0] == "image"] for key, prompt in PICTURES.items()}
+        texts = {
+            key: "".join(part if isinstance(part, str) else MARK for part in prompt) for key, prompt in PICTURES.items()
+        }
+    return {
+        key: {"prompt": texts[key], "multi_modal_data": {"image": images}} if images else texts[key]
+        for key, images in shown.items()
+    }
+
+
+def test_embeddings_are_those_of_transformers(case, goldens):
+    name, llm = case
+    prompts = prompts_of(name)
+    outputs = llm.encode([*prompts.values()], use_tqdm=False)
+    for key, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == goldens[f"{name}_{key}_ids"].tolist()
+        golden = goldens[f"{name}_{key}"]
+        assert output.outputs.data.shape == golden.shape == (len(output.prompt_token_ids), WIDTH)
+        assert np.abs(output.outputs.data - golden).max() <= 1e-4, key
+
+
+def test_pages_are_scored(case, goldens):
+    """Late interaction of a question with pages, in vLLM's form, and without them."""
+    name, llm = case
+    if name != "colqwen2":
+        return
+    shown = PICTURES["a"][1]
+    page = {"content": [{"type": "image", "image": picture(*shown[1:])}, {"type": "text", "text": "Say it."}]}
+    found = [each.outputs.score for each in llm.score("What?", [page, "What?"], use_tqdm=False)]
+    prompts = ["What?", {"prompt": f"{MARK}Say it.", "multi_modal_data": {"image": picture(*shown[1:])}}]
+    query, document = (each.outputs.data.astype(np.float64) for each in llm.encode(prompts, use_tqdm=False))
+    np.testing.assert_allclose(found, [(query @ document.T).max(axis=1).sum(), len(query)], rtol=1e-4)
+    several = llm.encode([*prompts_of(name).values()] * 2, use_tqdm=False)  # in a crowd, in chunks
+    for key, output in zip([*PICTURES] * 2, several, strict=True):
+        assert np.abs(output.outputs.data - goldens[f"{name}_{key}"]).max() <= 1e-4
+    for given, message in (
+        ({"content": [{"type": "image"}]}, r"^data_2.content\[0\] of type 'image' must have"),
+        ({"content": [{"type": "text", "text": ""}]}, "none of them empty"),
+        ({"text": "a"}, "allowed: a text, or an object with `content` alone, a list"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.score("a", given, use_tqdm=False)
+    cut = PoolingParams(truncate_prompt_tokens=4)
+    with pytest.raises(RequestError, match="truncate_prompt_tokens is 4; allowed: .* or more: prompts with media are"):
+        llm.encode(prompts[1:], cut, use_tqdm=False)
+
+
+async def test_over_http(tmp_path, executables_dir, goldens):
+    """A page in messages of /pooling, and in /score and /rerank, where answers have it as it was given."""
+    folder = make_retriever(tmp_path, "colqwen2")
+    shown = PICTURES["a"][1]
+    part = {"type": "image_url", "image_url": {"url": data_url(saved(Image.fromarray(picture(*shown[1:])), "PNG"))}}
+    engine = AsyncLLM(str(folder), **OPTIONS, compile_cache_dir=executables_dir)
+    try:
+        app = create_app(engine, ServerConfig())
+        content = [{"type": "text", "text": PICTURES["a"][0]}, part, {"type": "text", "text": PICTURES["a"][2]}]
+        asked = {"messages": [{"role": "user", "content": content}]}
+        template = "{% for part in messages[0].content %}{{ part.text if part.type == 'text' else MARK }}{% endfor %}"
+        engine.inputs.tokenizer.chat_template = template.replace("MARK", repr(MARK))
+        answer = await post(app, "/pooling", **asked)
+        assert answer.status == 200, answer.body
+        rows = np.array(answer.json["data"][0]["data"])
+        assert np.abs(rows - goldens["colqwen2_a"]).max() <= 1e-4
+        assert answer.json["usage"]["prompt_tokens"] == len(rows)
+        refused = await post(app, "/pooling", **asked, truncate_prompt_tokens=4)
+        assert refused.status == 400 and refused.error["param"] == "truncate_prompt_tokens"
+        page = {"content": [part]}
+        scored = await post(app, "/score", text_1="What?", text_2=["What?", page])
+        scores = [each["score"] for each in scored.json["data"]]
+        assert len(scores) == 2 and scores[0] > scores[1] > 0
+        ranked = (await post(app, "/rerank", query="What?", documents=[page, "What?"])).json["results"]
+        assert [each["index"] for each in ranked] == [1, 0]
+        np.testing.assert_allclose([each["relevance_score"] for each in ranked], scores, rtol=1e-5)
+        assert ranked[1]["document"] == {"text": None, "multi_modal": page}
+    finally:
+        engine.shutdown()
