@@ -124,9 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule and dispatch a step; return it, None if there is none to run. Expired requests, and what extensions
-        report after the forward pass, are added to `output`. While the scheduler is paused, requests only expire.
-        """
+        """Schedule and dispatch a step; return it, None if it has no row or while paused; add events to `output`."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
