@@ -47,7 +47,7 @@ class EightBits(InOrder):
         out, size = module.shape
         shapes: tuple[Shape, ...] = (*SCALAR, (1, 1)) if self.strategy == TENSOR else ((out, 1), (out,))
         if self.block is not None:
-            counts = num_groups(out, self.block[0]), self._num_blocks(module)
+            counts = dict.fromkeys((num_groups(out, self.block[0]), self._num_blocks(module)))
             shapes = tuple((count, num_groups(size, self.block[1])) for count in counts)
         needed: dict[str, tuple[Shape, ...]] = {"weight": ((out, size),), module.first_of(*_SCALES): shapes}
         if self.activation is not None and self.activation.static:
@@ -93,6 +93,7 @@ class EightBits(InOrder):
             assert module.chunk is not None
             each, numbers = num_groups(module.chunk, height), np.arange(first, last)
             held = module.read(kind)
+            held = held.reshape(len(held), -1)
             return held[numbers // module.chunk * each + numbers % module.chunk // height], None
         held = module.read(kind, None, slice(first // height, num_groups(last, height)), WHOLE)
         held = held.reshape(len(held), -1)  # some write [rows, 1, columns, 1]

@@ -31,8 +31,8 @@ class Blocks(EightBits):
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         needed = dict(super().tensors(module))
-        ((rows, columns),) = needed["weight_scale"]
-        return needed | {"weight_scale": ((rows, columns), (rows, 1, columns, 1))}
+        shapes = needed["weight_scale"]
+        return needed | {"weight_scale": (*shapes, *((rows, 1, columns, 1) for rows, columns in shapes))}
 
 
 def _nvfp4(name: str, activation: Activation | None) -> Nvfp4:
