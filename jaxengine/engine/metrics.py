@@ -181,8 +181,9 @@ class Metrics:
             if now - sample[0] < LOG_INTERVAL_SECONDS:
                 break
             before = sample
-        seconds = max(now - before[0], 1e-3)
         # `before` may precede the window: samples are taken when tokens come, and none came between it and the window.
+        # While steps go on it is within a second of it; an earlier one is followed by time without steps.
+        seconds = max(min(now - before[0], LOG_INTERVAL_SECONDS + 1), 1e-3)
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
