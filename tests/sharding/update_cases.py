@@ -8,10 +8,8 @@ needs eight devices (XLA_FLAGS=--xla_force_host_platform_device_count=8).
 from __future__ import annotations
 
 import json
-import math
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,20 +83,10 @@ class Held:
         return [sum(each() is not None for each in own) for own in (self.weights, self.pools)]
 
 
-def bytes_alive() -> dict[str, int]:
-    """Bytes of all arrays of jax in this process, by the id of the device that holds them."""
-    found: Counter[str] = Counter()
-    for each in jax.live_arrays():
-        size = math.prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize
-        found.update({str(device.id): size for device in each.sharding.device_set})
-    return dict(found)
-
-
 def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
     """Tokens with the stored weights, with others, with the first ones again, and after sleeps; `same`: whether the
     first ones were there still after faulty updates, each of which was refused; `alive`: how many of the weights and
-    pools are left that an update or a sleep was to give up; `slept`: bytes on each device before a sleep, in it and
-    after it; `names`: of weights with checksums."""
+    pools are left that an update or a sleep was to give up; `names`: of weights with checksums."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     with LLM(str(checkpoint(model)), compile_cache_dir=cache, **OPTIONS, **options) as llm:
 
@@ -120,18 +108,15 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
                 refused.append(fault in str(error))
         same = refused == [True] * 6 and llm.weight_version == 2
         same = same and llm.weight_info(checksum=True)["checksums"] == sums
-        slept = []
         for level in (1, 2):
-            held, sizes = Held(llm), [bytes_alive()]
+            held = Held(llm)
             llm.sleep(level)
             alive.append(held.count())
-            sizes.append(bytes_alive())
             if level == 2:
                 llm.update_weights(changed(model))
             llm.wake_up()
-            slept.append([*sizes, bytes_alive()])
             found.append(tokens())
-        more = {"names": sorted(sums), "slept": slept}
+        more = {"names": sorted(sums)}
         return more | {"tokens": found, "same": same, "alive": alive, "compilations": llm.core.runner.compiles.count}
 
 
