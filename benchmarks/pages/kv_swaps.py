@@ -29,20 +29,20 @@ from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.offload_cases import Poisoned, params_of
 from tests.jaxengine.engine.test_states import poison as poison_states
 
-_LLAMA, _PICTURES = {"num_gpu_blocks_override": 52}, "qwen3_vl_vision"
+_SMALL, _PICTURES = {"num_gpu_blocks_override": 52}, "qwen3_vl_vision"
 # Model and options of an engine that runs a kind of page or of use, or is spread over devices.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("llama", _LLAMA),
+    "full": ("llama", _SMALL),
     "window": ("gemma2", {"num_gpu_blocks_override": 60}),
-    "latent": ("deepseek_v2", _LLAMA),
-    "state": ("qwen3_next", _LLAMA | {"num_state_snapshots": 8}),
-    "codes": ("llama", _LLAMA | {"kv_cache_dtype": "int8"}),
-    "drafts": ("llama", _LLAMA | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-    "adapters": ("llama", _LLAMA | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
-    "pictures": (_PICTURES, {"num_gpu_blocks_override": 72, "max_model_len": 96, "skip_tokenizer_init": False}),
-    "tp 2": ("llama", _LLAMA | {"tensor_parallel_size": 2}),
-    "dp 2": ("llama", _LLAMA | {"data_parallel_size": 2}),
-    "pp 2": ("llama", _LLAMA | {"pipeline_parallel_size": 2}),
+    "latent": ("deepseek_v2", _SMALL),
+    "state": ("qwen3_next", _SMALL | {"num_state_snapshots": 8}),
+    "codes": ("llama", _SMALL | {"kv_cache_dtype": "int8"}),
+    "drafts": ("llama", _SMALL | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "adapters": ("llama", _SMALL | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "pictures": (_PICTURES, _SMALL | {"max_model_len": 96, "skip_tokenizer_init": False}),
+    "tp 2": ("llama", _SMALL | {"tensor_parallel_size": 2}),
+    "dp 2": ("llama", _SMALL | {"data_parallel_size": 2}),
+    "pp 2": ("llama", _SMALL | {"pipeline_parallel_size": 2}),
 }
 _OVER_DEVICES = ("tp 2", "dp 2", "pp 2")
 OPTIONS = {
