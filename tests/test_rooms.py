@@ -297,9 +297,9 @@ ROOMS = {
         "runner.programs runner.extensions.pictures runner.extensions:build runner runner.start check.model check"
     ),
     "api": (
-        "models.config models.quantization.base scheduler.base config.execution config.features config runner "
-        "runner.start runner.weights cluster engine.stats engine engine:loop requests.pooling requests.params "
-        "requests.output requests plan"
+        "models.config models.quantization.base scheduler.base config.execution config.features config media runner "
+        "runner.start runner.weights cluster engine.stats engine engine:loop requests.media requests.pooling "
+        "requests.params requests.output requests plan"
     ),
     "rl:bridges": ("models models.layers.base runner.weights engine.stats requests.params requests.output rl api"),
     "jaxengine": (
@@ -367,8 +367,8 @@ ROOMS = {
         "server.http.answer server.http"
     ),
     "server.http.pooling": (
-        "scheduler.base requests.pooling requests.params api server.base server.http.request server.http.answer "
-        "server.http server.http.chat"
+        "scheduler.base media requests.media requests.pooling requests.params requests api server.base "
+        "server.http.request server.http.answer server.http server.http.chat"
     ),
     "server.batch:base": "scheduler.base config.base server.base server.http.request",
     "server.http.batches": (
