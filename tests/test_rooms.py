@@ -306,9 +306,9 @@ ROOMS = {
         "check.model:roofline check.model check"
     ),
     "api": (
-        "models.config models.quantization.base scheduler.base config.execution config.features config runner "
-        "runner.start runner.weights cluster engine.stats engine engine:loop requests.pooling requests.params "
-        "requests.output requests plan"
+        "models.config models.quantization.base scheduler.base config.execution config.features config media runner "
+        "runner.start runner.weights cluster engine.stats engine engine:loop requests.media requests.pooling "
+        "requests.params requests.output requests plan"
     ),
     "rl:bridges": ("models models.layers.base runner.weights engine.stats requests.params requests.output rl api"),
     "jaxengine": (
@@ -376,8 +376,8 @@ ROOMS = {
         "server.http.answer server.http"
     ),
     "server.http.pooling": (
-        "scheduler.base requests.pooling requests.params api server.base server.http.request server.http.answer "
-        "server.http server.http.chat"
+        "scheduler.base media requests.media requests.pooling requests.params requests api server.base "
+        "server.http.request server.http.answer server.http server.http.chat"
     ),
     "server.batch:base": "scheduler.base config.base server.base server.http.request",
     "server.http.batches": (

@@ -15,12 +15,11 @@ from jaxengine.media.processors.settings import switch
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import tilings
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.vision.ovis2 import NUM_INDICATORS
 from jaxengine.scheduler.base.errors import RequestError
 
 _IDS = "visual_indicator_token_ids"
 _TOKENS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
-_START, _GRID, _COLUMN, _ROW, _END = range(NUM_INDICATORS)
+_START, _GRID, _COLUMN, _ROW, _END = range(len(_TOKENS))
 # Share of an image's area that enough tiles keep.
 _ENOUGH = 0.9
 
