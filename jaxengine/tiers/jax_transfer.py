@@ -88,9 +88,9 @@ class JaxTransport(TcpTransport):
         own = zip(pages.items(), found, strict=True)
         return {key: block for (key, (_, digest)), block in own if _digest(block) == digest}
 
-    def _wait(self, arrays: Sequence[jax.Array]) -> None:
-        """Wait until all arrays have come or failed. Raises TimeoutError after `patience` seconds. jax's own wait has
-        no end if nothing listens at the address.
+    def _wait(self, arrays: Sequence[Any]) -> None:
+        """Wait until all jax arrays in `arrays` have come or failed. Raises TimeoutError after `patience` seconds.
+        jax's own wait has no end if nothing listens at the address.
         """
         end = time.monotonic() + self.patience
         while not all(array.is_ready() for array in arrays):
