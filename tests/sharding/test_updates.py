@@ -30,3 +30,5 @@ def test_tokens_equal_those_of_one_device(executables_dir, thorough):
         assert second != first and later == [first, first, second], row
         assert row["same"] and row["names"] == row["own"] and row["compilations"] == 0, row
         assert row["alive"] == [[0], [0, 0], [0, 0]], row
+        for before, asleep, after in row["slept"]:
+            assert after == before and all(asleep.get(each, 0) < 0.2 * size for each, size in before.items()), row

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,10 +84,26 @@ class Held:
         return [sum(each() is not None for each in own) for own in (self.weights, self.pools)]
 
 
+def bytes_alive() -> dict[str, int]:
+    """Bytes of all buffers of jax in this process, by the id of the device that holds them. A shard that has become an
+    array by itself has the buffer of the whole array's.
+    """
+    sizes = {
+        (str(shard.device.id), shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for each in jax.live_arrays()
+        for shard in each.addressable_shards
+    }
+    found: Counter[str] = Counter()
+    for (device, _), size in sizes.items():
+        found[device] += size
+    return dict(found)
+
+
 def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
     """Tokens with the stored weights, with others, with the first ones again, and after sleeps; `same`: whether the
     first ones were there still after faulty updates, each of which was refused; `alive`: how many of the weights and
-    pools are left that an update or a sleep was to give up; `names`: of weights with checksums."""
+    pools are left that an update or a sleep was to give up; `slept`: bytes on each device before a sleep, in it and
+    after it; `names`: of weights with checksums."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     with LLM(str(checkpoint(model)), compile_cache_dir=cache, **OPTIONS, **options) as llm:
 
@@ -108,15 +125,18 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
                 refused.append(fault in str(error))
         same = refused == [True] * 6 and llm.weight_version == 2
         same = same and llm.weight_info(checksum=True)["checksums"] == sums
+        slept = []
         for level in (1, 2):
-            held = Held(llm)
+            held, sizes = Held(llm), [bytes_alive()]
             llm.sleep(level)
             alive.append(held.count())
+            sizes.append(bytes_alive())
             if level == 2:
                 llm.update_weights(changed(model))
             llm.wake_up()
+            slept.append([*sizes, bytes_alive()])
             found.append(tokens())
-        more = {"names": sorted(sums)}
+        more = {"names": sorted(sums), "slept": slept}
         return more | {"tokens": found, "same": same, "alive": alive, "compilations": llm.core.runner.compiles.count}
 
 
