@@ -1,7 +1,7 @@
 """Activations that engines capture in a crowd, beside those that transformers computed.
 
-python -m tests.sharding.capture_crowds EXECUTABLES FAMILY... prints a JSON object for each family and number of devices,
-1 and 2. It needs two devices (XLA_FLAGS=--xla_force_host_platform_device_count=2).
+python -m tests.sharding.capture_crowds EXECUTABLES FAMILY... prints a JSON object for each family and number of
+devices, 1 and 2. It needs two devices (XLA_FLAGS=--xla_force_host_platform_device_count=2).
 """
 
 from __future__ import annotations
