@@ -13,7 +13,7 @@ from jaxengine.engine.metrics import Metrics
 class Counted(Metrics):
     """Metrics whose time and counts a test sets: `now`, a sample."""
 
-    now = (0.0, 0, 0)
+    now: tuple[float, int, int] = (0.0, 0, 0)
 
     def _now(self) -> tuple[float, int, int]:
         return self.now
@@ -35,7 +35,8 @@ def test_time_without_requests_before_the_window_does_not_count(idle):
 
 
 def test_long_steps_count_with_all_of_their_time():
-    metrics = Counted(SimpleNamespace(busy_since=0.0), log_stats=False)  # pyright: ignore[reportArgumentType]
+    engine: Any = SimpleNamespace(busy_since=0.0)
+    metrics = Counted(engine, log_stats=False)
     for second in range(9, 91, 9):
         metrics.now = (float(second), 100 * second, 1000 * second)
         metrics.stepped()
