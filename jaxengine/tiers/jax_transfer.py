@@ -69,8 +69,9 @@ class JaxTransport(TcpTransport):
         return [*about, _OFFER.pack(number) + self._own_address]
 
     def blocks(self, keys: Sequence[bytes], frames: Sequence[Any], source: Source) -> dict[bytes, np.ndarray]:
-        """Pull the blocks that an answer of `source` offers, and return those whose digest is the answer's, by key.
-        Raises ConnectionError if they do not come within `patience` seconds.
+        """Pull the blocks that an answer of `source` offers from the address in it, and return those whose digest is
+        the answer's, by key. Raises ConnectionError, and records that the source failed, if they do not come within
+        `patience` seconds.
         """
         *about, offer = [frame.bytes for frame in frames]
         pages = {key: _PAGE.unpack(own) for key, own in zip(keys, about, strict=False) if own}
