@@ -83,6 +83,7 @@ def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[di
         found = talk(llm, args)
         metrics = {each.name: each.value for each in llm.get_metrics() if "kv_offload" in each.name}
         texts, compiled = found.pop("texts"), llm.core.runner.compiles.count
+    firsts = found["firsts"]  # none of a single turn
     row = {
         "tiers": name,
         "pool / need": round(pages / pages_of(args), 3),
@@ -92,8 +93,8 @@ def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[di
         "MB back": round(metrics.get("vllm:kv_offload_load_bytes", 0) / 1e6, 1),
         "MB stored": round(metrics.get("vllm:kv_offload_store_bytes", 0) / 1e6, 1),
         "dropped": metrics.get("jaxengine:kv_offload_dropped_pages", 0),
-        "first token p50 ms": round(1e3 * float(np.median(found["firsts"])), 1),
-        "p99 ms": round(1e3 * float(np.quantile(found["firsts"], 0.99)), 1),
+        "first token p50 ms": round(1e3 * float(np.median(firsts)), 1) if firsts else None,
+        "p99 ms": round(1e3 * float(np.quantile(firsts, 0.99)), 1) if firsts else None,
         "seconds": round(found["seconds"], 1),
         "kept": compiled == 0 and (expected is None or texts == expected),
     }

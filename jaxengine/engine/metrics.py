@@ -151,8 +151,10 @@ class Metrics:
         # Sample at which the log line's interval begins. Time without requests is added to its time.
         self._logged = self._now()
         self._stepped = self._logged[0]
-        # Samples of `_now`, at least a second apart, except for the last one, which is from the latest step.
-        self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
+        # Samples of `_now`, at least a second apart, except for the latest step's and the last ones before times
+        # without requests. Twice as many as seconds, so that they cover the interval nevertheless.
+        most = 2 * int(LOG_INTERVAL_SECONDS) + 2
+        self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=most)
         self.server = ServerStats()
 
     def collect(self) -> list[Metric | Vector | Histogram]:
@@ -176,14 +178,16 @@ class Metrics:
     def throughput(self) -> tuple[float, float]:
         """Return prompt tokens per second and generated tokens per second, over the last ten seconds."""
         now, prompt, generated = self._now()
-        before = self._samples[0]
-        for sample in self._samples:
-            if now - sample[0] < LOG_INTERVAL_SECONDS:
+        start = now - LOG_INTERVAL_SECONDS
+        before = after = self._samples[0]
+        for after in self._samples:
+            if after[0] > start:
                 break
-            before = sample
-        # `before` may precede the window: samples are taken when tokens come, and none came between it and the window.
-        # While steps go on it is within a second of it; an earlier one is followed by time without steps.
-        seconds = max(min(now - before[0], LOG_INTERVAL_SECONDS + 1), 1e-3)
+            before = after
+        # The sample before the interval is a step's, and a step may be long: its tokens count with all of its time. But
+        # if no tokens came from then until the next sample, there were no requests.
+        begin = max(before[0], start) if after[1:] == before[1:] else before[0]
+        seconds = max(now - begin, 1e-3)
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
@@ -194,6 +198,8 @@ class Metrics:
         if (busy_since := self._engine.busy_since) > self._stepped:
             then, *counts = self._logged
             self._logged = (then + busy_since - self._stepped, *counts)
+            if busy_since - samples[-1][0] >= 1.0:
+                samples.append((busy_since, *samples[-1][1:]))
         self._stepped = sample[0]
         if samples[-1][0] - samples[-2][0] < 1.0:
             samples[-1] = sample

@@ -22,8 +22,10 @@ from jax.experimental import transfer
 from jaxengine.tiers.tcp import TcpTransport, address_of
 from jaxengine.tiers.transport import Source
 
-# Frame of a page: bytes of its block, and their digest. The last frame of an answer: number and port of the offer.
-_PAGE, _OFFER = struct.Struct("<Q16s"), struct.Struct("<QH")
+# Frame of a page: bytes of its block, and their digest. The last frame of an answer: number of the offer, and then the
+# address of the transfer server, as text. A request's remote_host may be any name, which may resolve to another address
+# each time, and a transfer server at that address could end this process; the answer is from an engine with the key.
+_PAGE, _OFFER = struct.Struct("<Q16s"), struct.Struct("<Q")
 _DIGEST_BYTES = 16
 # Period in seconds of checks whether the pages have come.
 _LOOK_SECONDS = 0.001
@@ -47,7 +49,9 @@ class JaxTransport(TcpTransport):
             self._server = transfer.start_transfer_server(self._device.client, at, [at])
         except (RuntimeError, UnicodeError) as error:
             raise OSError(f"jax's transfer server cannot start at {host}: {error}") from None
-        self._server_port = int(self._server.address().rpartition(":")[2])
+        self._own_address = self._server.address().encode()
+        # By address. A new one for each read would leave open sockets behind where pages do not come.
+        self._connections: dict[str, transfer.TransferConnection] = {}
         # Another identity than over TCP alone, whose engines answer in another form.
         super().__init__(key, f"{identity} by jax", None if port is None else (host, port))
 
@@ -62,29 +66,31 @@ class JaxTransport(TcpTransport):
             until = datetime.datetime.now() + datetime.timedelta(seconds=self.patience)
             self._server.await_pull(number, jax.device_put(own, self._device), timeout=until)
         about = [b"" if block is None else _PAGE.pack(len(block), _digest(block)) for block in blocks]
-        return [*about, _OFFER.pack(number, self._server_port)]
+        return [*about, _OFFER.pack(number) + self._own_address]
 
     def blocks(self, keys: Sequence[bytes], frames: Sequence[Any], source: Source) -> dict[bytes, np.ndarray]:
-        """Pull the blocks that an answer of `source` offers, and return those whose digest is the answer's, by key.
-        Raises ConnectionError if they do not come within `patience` seconds.
+        """Pull the blocks that an answer of `source` offers from the address in it, and return those whose digest is
+        the answer's, by key. Raises ConnectionError, and records that the source failed, if they do not come within
+        `patience` seconds.
         """
         *about, offer = [frame.bytes for frame in frames]
         pages = {key: _PAGE.unpack(own) for key, own in zip(keys, about, strict=False) if own}
         if not pages:
             return {}
-        number, port = _OFFER.unpack(offer)
+        (number,), address = _OFFER.unpack_from(offer), offer[_OFFER.size :].decode()
         sharding = jax.sharding.SingleDeviceSharding(self._device)
         shapes = [jax.ShapeDtypeStruct((size,), np.uint8, sharding=sharding) for size, _ in pages.values()]
-        assert source.host is not None
-        host = source.host.strip("[]")
         try:
-            connection = self._server.connect(f"[{host}]:{port}" if ":" in host else f"{address_of(host)}:{port}")
+            if (connection := self._connections.get(address)) is None:
+                connection = self._connections[address] = self._server.connect(address)
             arrays = connection.pull(number, shapes)
             self._wait(arrays)
             found = [np.asarray(array) for array in arrays]
-        except (jax.errors.JaxRuntimeError, OSError) as error:
+        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
+            if not isinstance(error, TimeoutError):  # the connection is broken
+                self._connections.pop(address, None)
             self.rest(source)
-            raise ConnectionError(f"{source.host}:{port}: {error}") from None
+            raise ConnectionError(f"{address}: {error}") from None
         own = zip(pages.items(), found, strict=True)
         return {key: block for (key, (_, digest)), block in own if _digest(block) == digest}
 

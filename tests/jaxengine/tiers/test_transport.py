@@ -57,6 +57,8 @@ def test_pages_by_jax(monkeypatch):
     source = Source(*producer.address, "a lease")
     producer.offer(key(1), block(1, 300_000))
     producer.offer(key(2), block(2))
+    # A name that a request gives may by now be another host's: pages come from where the answer says.
+    monkeypatch.delattr("jaxengine.tiers.jax_transfer.address_of")
     reader = consumer.open(source)
     found = reader.read([key(1), key(3), key(2)])
     assert list(found) == [key(1), key(2)]
@@ -79,8 +81,11 @@ def test_pages_by_jax(monkeypatch):
     assert reader.read([key(2)]) == {}
     monkeypatch.setattr(JaxTransport, "patience", 0.2)
     producer.frames = lambda blocks: [*frames(producer, blocks)[:-1], bytes(8) + frames(producer, blocks)[-1][8:]]
-    with pytest.raises(ConnectionError, match="did not come"):  # an offer that was withdrawn
-        reader.read([key(1)])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ConnectionError, match="did not come"):  # an offer that was withdrawn
+            reader.read([key(1)])
+    assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ConnectionError, match="not long ago"):
         consumer.open(source).read([key(1)])
     reader.close()
