@@ -57,14 +57,18 @@ class JaxTransport(TcpTransport):
 
     def frames(self, blocks: Sequence[np.ndarray | None]) -> list[Any]:
         """Offer the blocks u8[n] that are not None for `patience` seconds, and return the frames of the answer that
-        tells a reader how to get them: one for each block, empty for None, and one for the offer.
+        tells a reader how to get them: one for each block, empty for None, and one for the offer. If jax cannot offer
+        them, all are empty.
         """
         # Random, because whoever knows the number can pull the pages.
         number, own = secrets.randbits(63), [block for block in blocks if block is not None]
         if own:
             # A local time, because jaxlib ignores a datetime's zone.
             until = datetime.datetime.now() + datetime.timedelta(seconds=self.patience)
-            self._server.await_pull(number, jax.device_put(own, self._device), timeout=until)
+            try:
+                self._server.await_pull(number, jax.device_put(own, self._device), timeout=until)
+            except jax.errors.JaxRuntimeError:  # such as memory that is short; an error would end the thread
+                blocks = [None] * len(blocks)
         about = [b"" if block is None else _PAGE.pack(len(block), _digest(block)) for block in blocks]
         return [*about, _OFFER.pack(number) + self._own_address]
 

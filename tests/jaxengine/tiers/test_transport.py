@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+import jax
 import pytest
 
 from jaxengine.tiers.jax_transfer import JaxTransport
@@ -77,6 +78,10 @@ def test_pages_by_jax(monkeypatch):
         told = frames(producer, blocks)
         return [*frames(producer, [block(9, len(each)) for each in blocks])[:-1], told[-1]]
 
+    with monkeypatch.context() as failing:
+        failing.setattr("jax.device_put", lambda *given: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("no memory")))
+        assert reader.read([key(1)]) == {}
+    assert list(reader.read([key(1)])) == [key(1)]
     producer.frames = forged
     assert reader.read([key(2)]) == {}
     monkeypatch.setattr(JaxTransport, "patience", 0.2)
@@ -116,7 +121,7 @@ def test_pages_by_a_folder(tmp_path):
     while path.exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not path.exists()
-    reader._deadline = 0.0
+    vars(reader)["_deadline"] = 0.0
     with pytest.raises(TimeoutError):
         reader.read([key(1)])
     producer.shutdown()
