@@ -44,7 +44,7 @@ class Ovis2Processor(TextPlaceholderProcessor):
         if not is_list or sorted(listed) != sorted(ids):
             raise self.config_fields.fail(_IDS, f"the ids of {', '.join(_TOKENS)}")
         self.indicators = tuple(ids)
-        # Row of each indicator behind those of a unit's patches.
+        # Row of each indicator after those of a unit's patches.
         self._places = [list(listed).index(each) for each in ids]
 
     def read_settings(self, fields: ConfigFields) -> None:
