@@ -16,9 +16,10 @@ from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl, read_qwen2_vl
 
 _ROPES = ("rope_parameters", "rope_scaling")
-# Names in checkpoints of transformers 5, and in earlier ones.
+# Names in checkpoints of transformers 5, and in earlier ones; with a second "model." in some retrievers (Ops-Colqwen3).
+_TEXT = "model.language_model."
 QWEN_NAMES = CheckpointNames(
-    prefixes=((f"model.{VISUAL}.", f"{VISUAL}."), ("model.language_model.", "model.")),
+    prefixes=((f"model.{VISUAL}.", f"{VISUAL}."), (f"{_TEXT}model.", "model."), (_TEXT, "model.")),
     tower=(f"{VISUAL}.",),
     flattened=(".patch_embed.proj.weight",),
 )

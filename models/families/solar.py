@@ -80,9 +80,9 @@ class SolarForCausalLM(LlamaForCausalLM):
     def make_norm(self, build: Build) -> nnx.Module:
         return FirstStateNorm(self.config.hidden_size, self.config.rms_norm_eps, build)
 
-    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Return the embeddings of a step's tokens as all three hidden states, [T, 3 D]."""
-        return jnp.tile(self.embed_tokens(batch.token_ids), (1, 3))
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return a step's embeddings x [T, D] as all three hidden states, [T, 3 D]."""
+        return jnp.tile(x, (1, 3))
 
 
 def _layers(fields: ConfigFields, name: str) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ NUM_INDICATORS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Ovis2TowerConfig(TowerConfig):
-    """Sizes of Ovis2's tower. Behind each unit's patches are NUM_INDICATORS rows, the last visual words.
+    """Sizes of Ovis2's tower. After each unit's patches come NUM_INDICATORS rows, the last visual words.
 
     Attributes:
       vit: sizes of AIMv2.

@@ -40,10 +40,11 @@ class Ovis2Processor(TextPlaceholderProcessor):
         self.place_text(Path(folder), "image_token", "<image>")
         listed, found = self.config_fields.value(_IDS), [self.ids(token) for token in _TOKENS]
         ids = [each[0] for each in found if len(each) == 1]
-        if not isinstance(listed, (list, tuple)) or sorted(map(str, listed)) != sorted(map(str, ids)):
+        is_list = isinstance(listed, (list, tuple)) and all(type(each) is int for each in listed)
+        if not is_list or sorted(listed) != sorted(ids):
             raise self.config_fields.fail(_IDS, f"the ids of {', '.join(_TOKENS)}")
         self.indicators = tuple(ids)
-        # Row of each indicator behind those of a unit's patches.
+        # Row of each indicator after those of a unit's patches.
         self._places = [list(listed).index(each) for each in ids]
 
     def read_settings(self, fields: ConfigFields) -> None:
@@ -63,6 +64,11 @@ class Ovis2Processor(TextPlaceholderProcessor):
     @property
     def embedded_ids(self) -> tuple[int, ...]:
         return (self.image_id, *self.indicators)
+
+    def largest_size(self) -> tuple[int, int]:
+        height, width = super().largest_size()
+        # Of an image that is just as large as many tiles, one tile fewer keeps enough.
+        return 2 * height, 2 * width
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Return the units of TilesProcessor.units with the whole image first, and (rows, columns) of its tiles."""

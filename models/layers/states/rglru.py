@@ -21,7 +21,7 @@ from jaxengine.pallas_kernels.state.conv import causal_conv
 from jaxengine.pallas_kernels.state.scan import selective_scan
 
 States = tuple[jax.Array, jax.Array]
-# Factor of gates in the logarithm of a decay, and the least decay's logarithm: so that inputs can be divided by it.
+# Factor of gates in the negative logarithm of a decay, and that logarithm's least value: inputs are divided by it.
 _SHARPNESS, _LEAST = 8.0, 1e-20
 
 

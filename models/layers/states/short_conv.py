@@ -1,7 +1,7 @@
 """Gated short convolution (Liquid AI 2025, LFM2), used instead of attention.
 
 Its state of a sequence is the window of the convolution. In a model whose tokens see their whole prompt (LFM2.5's
-embedders) there is no state: the window has as many tokens after a token as before it.
+embedders) there is no state: the window has tokens on both sides of a token; an even window has one more before it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ShortConv(nnx.Module):
 
 
 class WholeShortConv(ShortConv):
-    """The same with the token in the middle of the convolution's window: tap number kernel // 2 is its own. Prompts are
-    not divided, so that no state is needed.
+    """ShortConv with the token in the middle of the convolution's window: tap number kernel // 2 is its own. Prompts
+    are not divided, so that no state is needed.
     """
 
     def __call__(self, x: jax.Array, states: Any, rows: Any, step: StepInputs) -> tuple[jax.Array, Any]:

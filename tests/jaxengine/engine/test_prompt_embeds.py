@@ -157,7 +157,7 @@ def test_models_whose_layers_read_token_ids(name):
         EngineConfig(enable_prompt_embeds=True).resolved(model, PLATFORMS["cpu"])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "longcat_flash"])
+@pytest.mark.parametrize("name", ["gpt2", "longcat_flash", "solar"])
 def test_rows_get_what_the_family_adds_to_embeddings(name):
     """Rows of positions, and further hidden states; without layers the output shows the first one's input."""
     model: Any = nnx.clone(load_recorded(name).model)

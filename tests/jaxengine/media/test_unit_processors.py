@@ -191,6 +191,7 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
         ("aya_vision", {"crop_to_patches": False}, 1),
         ("cohere2_vision", {"max_patches": 64}, 65),
         ("llama4_sees_vision", {"max_patches": 20}, 21),
+        ("ovis2_vision", {"max_patches": 20}, 21),  # 19 tiles keep enough of an image of 20
     ):
         made = processor(tmp_path, name)
         chosen, unit = made.with_options(options), made.tower.unit
@@ -239,6 +240,16 @@ def test_settings_that_do_not_fit(name, changes, message, tmp_path):
     with pytest.raises(ModelFileError) as error:
         processor(tmp_path, name, **changes)
     assert message in str(error.value) and "preprocessor_config.json" in str(error.value)
+
+
+def test_ids_of_indicators_are_those_of_the_tokenizer(tmp_path):
+    write_files(tmp_path, name := "ovis2_vision")
+    raw, tokenizer = read_config_json(FOLDER / name), Tokenizer.from_hf_folder(tmp_path)
+    for listed in ([126, 125, 124, 123, 121], [126, 125, 124, 123], ["126", "125", "124", "123", "122"]):
+        with pytest.raises(ModelConfigError, match="visual_indicator_token_ids must be the ids of <IMG_START>, "):
+            processor_class(raw["architectures"][0])(
+                tmp_path, raw | {"visual_indicator_token_ids": listed}, read_hf(raw), tokenizer
+            )
 
 
 def test_switches_that_are_null_are_off(tmp_path):

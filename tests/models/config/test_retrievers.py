@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import TOKEN_EMBED, Pooler
 from jaxengine.models.config.readers.hf import hf_architecture, with_inner_model
-from jaxengine.models.registry import family_of, read_hf
+from jaxengine.models.registry import family_of, model_for_hf, read_hf
+from jaxengine.models.weights.views.renamed import RenamedSource, with_prefix
 from tests.fixtures.drawn_weights import FOLDER
 
 
@@ -32,3 +35,26 @@ def test_the_model_inside():
             assert config.tower.whole_prompt == config.max_position_embeddings
     without = {"architectures": ["A"], "vlm_config": None}
     assert with_inner_model(without) == without
+
+
+def test_names_of_the_weights_inside():
+    """As transformers, vLLM's readers of ColQwen3 and the authors' own code write them."""
+    own = ("model.layers.0.mlp.up_proj.weight", "lm_head.weight", "{tower}.a.weight")
+    for kind, tower, *stored in (
+        ("ColQwen2ForRetrieval", "visual", "vlm.language_model.", "vlm.lm_head.", "vlm.visual."),
+        ("ColQwen2ForRetrieval", "visual", "vlm.model.language_model.", "vlm.lm_head.", "vlm.model.visual."),
+        ("ColQwen2ForRetrieval", "visual", "vlm.model.", "vlm.lm_head.", "vlm.visual."),
+        ("ColQwen3", "visual", "vlm.model.language_model.", "vlm.lm_head.", "vlm.model.visual."),
+        ("OpsColQwen3Model", "visual", "language_model.", "lm_head.", "visual."),
+        ("OpsColQwen3Model", "visual", "language_model.model.", "lm_head.", "visual."),
+        ("OpsColQwen3Model", "visual", "model.language_model.", "lm_head.", "model.visual."),
+        ("ColPaliForRetrieval", "vision_tower", "vlm.language_model.model.", "vlm.language_model.lm_head.")
+        + ("vlm.vision_tower.vision_model.",),
+        ("ColPaliForRetrieval", "vision_tower", "vlm.model.language_model.", "vlm.lm_head.", "vlm.model.vision_tower."),
+    ):
+        ends = (each.format(tower=tower).removeprefix(f"{tower}.").removeprefix("model.") for each in own)
+        names = [old + end.removeprefix("lm_head.") for old, end in zip(stored, ends, strict=True)]
+        source: Any = SimpleNamespace(path="", names=lambda named=names: [*named, "custom_text_proj.weight"])
+        known = model_for_hf(kind).checkpoint_names
+        found = RenamedSource(with_prefix(source, known, ["custom_text_proj."]), known)
+        assert [*found.names()] == [each.format(tower=tower) for each in own] + ["custom_text_proj.weight"], names
