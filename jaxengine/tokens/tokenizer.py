@@ -162,15 +162,19 @@ class Tokenizer:
 
     def beginning(self, text: str, count: int) -> str:
         """Return a beginning of `text` that has at most `count` tokens without special ones, cut before the character
-        that the next token is of; all of the text if it has no more. count: at least 1. Raises RequestError
-        (param="prompt") under the same conditions as `encode`.
+        that the next token is of; all of the text if it has no more. Lower-cased if `lowers`. count: at least 1. Raises
+        RequestError (param="prompt") under the same conditions as `encode`.
         """
+        if self.lowers:  # offsets are those of the lower-cased text, which may have more characters
+            text = text.lower()
         while True:
             (encoding,) = self._encodings([text], False, offsets=True)
-            if len(encoding.ids) <= count:
+            if len(encoding) <= count:
                 return text
-            # Shorter each time, also where the encoding's offsets are those of a changed text.
-            text = text[: min(encoding.offsets[count - 1][1], encoding.offsets[count][0], len(text) - 1)]
+            # Single tokens' places: a list of all of them would take a second for a long text.
+            (_, end), (begin, _) = (encoding.token_to_chars(at) or (0, 0) for at in (count - 1, count))
+            # Shorter each time, whatever the tokenizer says.
+            text = text[: min(end, begin, len(text) - 1)]
 
     def _encodings(
         self, inputs: Sequence[str | tuple[str, str]], special: bool, *, offsets: bool = False

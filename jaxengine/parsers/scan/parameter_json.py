@@ -143,7 +143,9 @@ class ParameterJson:
         """Return a complete value as JSON of one of `types`; None: those of the parameter. If characters in place of
         references make it a string that it was not before, the references stay.
         """
-        read, plain = (as_json(each, types or self._types) for each in (self._text(text), text))
+        types = types or self._types
+        plain = as_json(text, types)
+        read = as_json(self._text(text), types) if self._has_references else plain
         return plain if read.startswith('"') and not plain.startswith('"') else read
 
     def _name_json(self, name: str) -> str:

@@ -15,34 +15,38 @@ _OPENING = re.compile("['\"]")
 # What may follow a string: punctuation of Python, or another string that continues it.
 _AFTER_STRING = re.compile(r"\s*[,)\]}:'\"]")
 _MARK = {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in "'\""}
-# More marks than this after the opening one are not tried.
-_MAX_MARKS = 64
+# More readings than this, or more characters of all of them, are not tried: each is parsed as calls.
+_MAX_READINGS, _MAX_CHARS = 32, 1 << 17
 
 
 def requoted(text: str) -> Iterator[str]:
     """Yield the ways to read the first string of `text` that its next quotation mark cannot end: for each later mark
     that could end it, the text with the marks in between escaped. Nothing if the next mark could end each string,
-    or if more than _MAX_MARKS marks follow.
+    or if there are more than _MAX_READINGS ways or they have more than _MAX_CHARS characters together.
+
+    The time is linear in the length of the text, which may be that of an output.
     """
     at = 0
     while (opening := _OPENING.search(text, at)) is not None:
         begin, quote = opening.end(), opening.group()
-        marks = [found.start() for found in _MARK[quote].finditer(text, begin) if found.group() == quote]
-        if not marks:
+        marks = (found.start() for found in _MARK[quote].finditer(text, begin) if found.group() == quote)
+        if (first := next(marks, None)) is None:
             return
-        at = marks[0] + 1
+        at = first + 1
         if _AFTER_STRING.match(text, at) is None:
-            if len(marks) <= _MAX_MARKS:
-                yield from _readings(text, begin, marks)
+            yield from _readings(text, begin, [first, *marks])
             return
 
 
 def _readings(text: str, begin: int, marks: list[int]) -> Iterator[str]:
     """Yield `text` with a string from `begin` to each of `marks` but the first that may end it, where the marks before
-    are escaped. marks: the positions of its unescaped quotation marks.
+    are escaped; nothing beyond the limits of `requoted`. marks: the positions of its unescaped quotation marks.
     """
+    ends = {mark for mark in marks[1:] if _AFTER_STRING.match(text, mark + 1)}
+    if len(ends) > _MAX_READINGS or len(ends) * len(text) > _MAX_CHARS:
+        return
     pieces = [text[begin : marks[0]]]
     for before, mark in zip(marks, marks[1:], strict=False):
         pieces.append(f"\\{text[before:mark]}")
-        if _AFTER_STRING.match(text, mark + 1):
+        if mark in ends:
             yield text[:begin] + "".join(pieces) + text[mark:]

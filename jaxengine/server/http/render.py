@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.media.inputs import READY
@@ -19,6 +19,7 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.http.answer.answers import Answer, answers
+from jaxengine.server.http.answer.sse import encode_json, json_response
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.completions.endpoint import CompletionRun
@@ -84,33 +85,20 @@ def _impossible(field: str, why: str = "") -> RequestError:
     )
 
 
-def _rendered(
-    body: GenerationRequest, name: str, model: str, prompt: Mapping[str, Any], params: SamplingParams, longest: int
-) -> dict[str, Any]:
-    """Return the Rendered of one prompt. name: id of the request. longest: max_model_len, up to which a request without
-    max_tokens may generate.
+def _shared(body: GenerationRequest, model: str, params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of a Rendered that are the same for all prompts of a request; max_tokens is only among the
+    sampling parameters if it is not their default.
 
-    Raises RequestError for a prompt that is too long, for media, embeddings, echo and a beam search, and for fields
-    that generate does not have.
+    Raises RequestError for echo and a beam search, and for fields that generate does not have.
     """
     for field in ("use_beam_search", "echo"):
         if getattr(body, field):
             raise _impossible(field)
-    field = "messages" if isinstance(body, ChatRequest) else "prompt"
-    if READY in prompt:
-        raise _impossible(field, "with media or embeddings: it takes token ids")
-    ids = list(prompt["prompt_token_ids"])
-    room = longest - len(ids)
-    if room < 1:
-        raise prompt_length_error(field, len(ids), longest - 1, longest)
-    most = room if params.max_tokens is None else min(params.max_tokens, room)
-    sampling = {**sampling_fields(params), "max_tokens": most}
+    sampling = sampling_fields(params)
     extra = dict(sampling.pop("extra_args", None) or {})
     extra.pop("kv_transfer_params", None)
     return {
-        "request_id": name,
         "model": model,
-        "token_ids": ids,
         "sampling_params": sampling | ({"extra_args": extra} if extra else {}),
         "stream": bool(body.stream),
         "stream_options": None if body.stream_options is None else body.stream_options.model_dump(),
@@ -121,6 +109,25 @@ def _rendered(
     }
 
 
+def _rendered(
+    shared: Mapping[str, Any], field: str, name: str, prompt: Mapping[str, Any], params: SamplingParams, longest: int
+) -> dict[str, Any]:
+    """Return the Rendered of one prompt. shared: result of `_shared`. field: the request's field with the prompt, for
+    errors. name: id of the request. longest: max_model_len, up to which a request without max_tokens may generate.
+
+    Raises RequestError for a prompt that is too long, and for media and embeddings.
+    """
+    if READY in prompt:
+        raise _impossible(field, "with media or embeddings: it takes token ids")
+    ids = list(prompt["prompt_token_ids"])
+    room = longest - len(ids)
+    if room < 1:
+        raise prompt_length_error(field, len(ids), longest - 1, longest)
+    most = room if params.max_tokens is None else min(params.max_tokens, room)
+    sampling = {**shared["sampling_params"], "max_tokens": most}
+    return {"request_id": name, **shared, "token_ids": ids, "sampling_params": sampling}
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     """Return the routes /v1/chat/completions/render and /v1/completions/render. Raises ConfigError for an unknown
     parser.
@@ -129,9 +136,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     server, encoder = ChatServer.open(engine, config), PromptEncoder(engine.inputs)
     names, longest = served_names(engine, config), engine.inputs.config.max_model_len
 
-    @routes.post("/v1/chat/completions/render")
+    @routes.post("/v1/chat/completions/render", response_class=Response)
     @answers(Rendered)
-    async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
+    async def render_chat(body: ChatRequest, request: Request) -> Response:
         """Return the tokens and sampling parameters of a conversation. Raises RequestError for a request that cannot be
         served or rendered, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
         """
@@ -139,21 +146,29 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         name = body.register("chatcmpl", request)
         run = ChatRun(server, body, name, body.options(request, config, lora), is_stream=bool(body.stream))
         await run.prepare()
-        return _rendered(body, name, model, run.prompt, run.params, longest)
+        shared = _shared(body, model, run.params)
+        return json_response(_rendered(shared, "messages", name, run.prompt, run.params, longest))
 
-    @routes.post("/v1/completions/render")
+    @routes.post("/v1/completions/render", response_class=Response)
     @answers(list[Rendered])
-    async def render_completions(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:
+    async def render_completions(body: CompletionRequest, request: Request) -> Response:
         """Return the tokens and sampling parameters of each prompt. Raises RequestError for a request that cannot be
-        served or rendered, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
+        served or rendered, also for other fields whose copies, one for each prompt, are longer than max_request_bytes;
+        ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
         """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("cmpl", request)
         run = CompletionRun(engine, config, body, name, model, body.options(request, config, lora))
         await run.read_prompts(encoder)
-        return [
-            _rendered(body, f"{name}-{at}" if len(run.prompts) > 1 else name, model, prompt, run.params, longest)
-            for at, prompt in enumerate(run.prompts)
-        ]
+        shared, number = _shared(body, model, run.params), len(run.prompts)
+        if (size := number * len(encode_json(shared))) > config.max_request_bytes and number > 1:
+            problem = f"prompt holds {number} prompts, for each of which the other fields are repeated: {size} bytes"
+            raise RequestError(f"{problem}; allowed: {config.max_request_bytes} (max_request_bytes)", param="prompt")
+        return json_response(
+            [
+                _rendered(shared, "prompt", f"{name}-{at}" if number > 1 else name, prompt, run.params, longest)
+                for at, prompt in enumerate(run.prompts)
+            ]
+        )
 
     return routes

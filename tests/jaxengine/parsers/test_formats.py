@@ -150,3 +150,12 @@ def test_heads_of_kimi_name_a_function_of_the_request(head, functions, name, own
 
 def test_a_head_without_a_function_is_no_call():
     assert KIMI_K2.call("two words", ("now",)) is None
+
+
+@pytest.mark.parametrize(
+    "inside", ["a=!" + "'a'," * 25_000, "a='b'c', " + "a='x', " * 30 + "a=[" + "0," * 50_000 + "0]!"]
+)
+@pytest.mark.timeout(60)
+def test_nested_quotes_are_not_repaired_at_any_cost(inside):
+    """Many strings, and many readings that all fail at the end of a long text; both took minutes."""
+    assert not parse("lfm2", [f"<|tool_call_start|>[f({inside})]<|tool_call_end|>"]).tool_calls

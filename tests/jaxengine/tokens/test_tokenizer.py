@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row
 
@@ -199,3 +201,18 @@ def test_metadata_that_is_refused(changes, message):
 def test_a_chat_template_that_is_no_text():
     with pytest.raises(ModelFileError, match="must be a text, got list"):
         Tokenizer.from_gguf(small_metadata() | {"tokenizer.chat_template": ["a"]})
+
+
+def test_the_beginning_of_a_lower_cased_text(monkeypatch):
+    """Lower-case dotted i's are two characters, so places in the lower-cased text are not those in the text."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"i": 0, "\u0307": 1, "a": 2}, []))
+    tokenizer, encode, counted = Tokenizer(backend, SpecialTokens(), lowers=True), Tokenizer._encodings, []
+
+    def counting(*args, **kwargs):
+        counted.append(args)
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "_encodings", counting)
+    assert tokenizer.beginning("\u0130" * 1000, 10) == "i\u0307" * 5
+    assert len(counted) == 2
+    assert tokenizer.beginning("A", 1) == "a"

@@ -5,8 +5,9 @@ Shared by all endpoints of pooling models.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
@@ -49,18 +50,16 @@ class PoolingServer:
                 problem = "mm_processor_kwargs is only allowed with messages that have media"
                 raise RequestError(problem, param="mm_processor_kwargs")
             return await self.encode_input(body, params)
-        _refuse_cut(body)
+        refuse_cut(body)
         text, ids = await self._encode_messages(body, texts)
         prompt = {"prompt": text, "prompt_token_ids": ids}
         ready = await self._ready(prompt, parts, "messages", body.mm_processor_kwargs)
         return [{name: value for name, value in ready.items() if name != "prompt"}]  # not a text of the caller's
 
-    async def encode_content(self, content: Content, body: PoolingBody) -> Encoded:
-        """Return the prompt of a query or document of `body` with media, which are loaded and preprocessed. Raises
-        RequestError for media that cannot be used, for truncate_prompt_tokens and for a prompt that is too long;
-        OverloadedError.
+    async def _encode_content(self, content: Content) -> dict[str, Any]:
+        """Return the prompt of a query or document with media, which are loaded and preprocessed. Raises RequestError
+        for media that cannot be used and for a prompt that is too long; OverloadedError.
         """
-        _refuse_cut(body)
         param = content.parts[0].param
         (ids,) = await self._encoder.encode([content.text], param=param)
         return await self._ready({"prompt": content.text, "prompt_token_ids": ids}, content.parts, param)
@@ -213,32 +212,40 @@ class PoolingServer:
 
     async def answers(
         self,
-        prompts: Sequence[Encoded],
+        prompts: Sequence[Encoded | Content],
         params: PoolingParams,
         body: NamedRequest,
         name: str,
         options: RequestOptions,
     ) -> list[PooledAnswer]:
-        """Run the prompts, each of token ids or a dict that has its media, and return the engine's output for each, in
-        order, at most max_num_seqs at a time.
+        """Run the prompts, each of token ids, a dict that has its media or a Content, and return the engine's output
+        for each, in order, at most max_num_seqs at a time. The media of a Content are loaded when its turn comes: a
+        request's may need a thousand times the memory that one prompt's may.
 
         name: the request's id in the engine; with several prompts, number i runs under NAME-i. body: has the
-        cache_salt. Several prompts are all validated before any of them runs. Raises the errors of EngineClient.pool,
-        and ApiError (504, 409 or 500) if a prompt has no result, after ending the others.
+        cache_salt. Several prompts, except for Contents, are all validated before any of them runs. Raises the errors
+        of EngineClient.pool, for a Content also those of media and of the prompt's length, and ApiError (504, 409 or
+        500) if a prompt has no result, after ending the others.
         """
-        inputs = self.engine.inputs
-        told = [each if isinstance(each, dict) else {"prompt_token_ids": each} for each in prompts]
-        wanted: list[Any] = [{**each, "cache_salt": body.cache_salt} for each in told]
-        if len(wanted) > 1:
-            for prompt in wanted:
-                inputs.prepare(prompt, params, options=options)
+        inputs, loading, salt = self.engine.inputs, asyncio.Lock(), {"cache_salt": body.cache_salt}
+        wanted: list[Any] = [{"prompt_token_ids": each} if isinstance(each, list) else each for each in prompts]
+        for prompt in wanted if len(wanted) > 1 else ():
+            if not isinstance(prompt, Content):
+                inputs.prepare(prompt | salt, params, options=options)
 
-        def start(index: int) -> AsyncIterator[PooledAnswer]:
-            """Return the stream with the output of prompt number `index`."""
-            return self.engine.pool(wanted[index], params, name if len(wanted) == 1 else f"{name}-{index}", options)
+        async def run(index: int) -> AsyncGenerator[PooledAnswer, None]:
+            """Yield the output of prompt number `index`."""
+            prompt = wanted[index]
+            if isinstance(prompt, Content):
+                async with loading:  # all at once would exceed the client's share of waiting media
+                    prompt = await self._encode_content(prompt)
+            stream = self.engine.pool(prompt | salt, params, name if len(wanted) == 1 else f"{name}-{index}", options)
+            async with contextlib.aclosing(stream):  # pyright: ignore[reportArgumentType]
+                async for output in stream:
+                    yield output
 
         found: dict[int, PooledAnswer] = {}
-        async with contextlib.aclosing(interleave(start, len(wanted), inputs.config.max_num_seqs)) as outputs:
+        async with contextlib.aclosing(interleave(run, len(wanted), inputs.config.max_num_seqs)) as outputs:
             async for index, output in outputs:
                 if output.finish_reason != STOP:
                     raise abort_error(output.finish_reason, output.stop_reason)
@@ -262,7 +269,7 @@ class PoolingServer:
         return token_ids
 
 
-def _refuse_cut(body: PoolingBody) -> None:
+def refuse_cut(body: PoolingBody) -> None:
     """Raise RequestError if a request with media has truncate_prompt_tokens."""
     if body.truncate_prompt_tokens is not None:
         problem = "truncate_prompt_tokens is only allowed without media, whose prompts are not cut"

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.api.scoring import Side, by_role, pairs_of, reads_apart, role_params
+from jaxengine.api.scoring import Content, Side, by_role, pairs_of, reads_apart, role_params
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.scheduler.base.errors import RequestError
@@ -20,7 +20,7 @@ from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
 from jaxengine.server.http.pooling.protocol import RerankRequest, ScoreRequest
-from jaxengine.server.http.pooling.run import PoolingServer, counts
+from jaxengine.server.http.pooling.run import PoolingServer, counts, refuse_cut
 from jaxengine.server.http.request.limits import JsonRoute
 
 
@@ -36,7 +36,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model = check_model(body.model or None, names)
         name = body.register("score", request)
-        pairs = _limited(pairs_of(*body.texts(), engine.inputs.media_reader, body.sides), body, config)
+        sides = body.texts()
+        _check_number(sides, body, config)
+        pairs = pairs_of(*sides, engine.inputs.media_reader, body.sides)
 
         async def whole() -> Response:
             """Compute the scores and return the response."""
@@ -59,7 +61,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         documents, reader = body.texts(), engine.inputs.media_reader
         if not body.query:
             raise RequestError("query is empty; at least one character is needed", param="query")
-        pairs = _limited(pairs_of(body.query, documents, reader, body.sides), body, config)
+        _check_number([documents], body, config)
+        pairs = pairs_of(body.query, documents, reader, body.sides)
 
         async def whole() -> Response:
             """Compute the scores and return the response, sorted by them."""
@@ -87,14 +90,14 @@ def _shown(document: str | dict[str, Any]) -> dict[str, Any]:
     return {"text": document} if isinstance(document, str) else {"multi_modal": document}
 
 
-def _limited(
-    pairs: list[tuple[Side, Side]], body: ScoreRequest | RerankRequest, config: ServerConfig
-) -> list[tuple[Side, Side]]:
-    """Return the pairs of `body` unchanged. Raises RequestError for more than the server's max_prompts."""
-    if len(pairs) > config.max_prompts:
-        problem = f"there are {len(pairs)} pairs of texts; allowed: 1 to {config.max_prompts} (max_prompts)"
+def _check_number(sides: Sequence[Any], body: ScoreRequest | RerankRequest, config: ServerConfig) -> None:
+    """Raise RequestError for more pairs than the server's max_prompts, before the media of any are looked for. sides:
+    those of `body`, each a list or a single text or content.
+    """
+    number = max(len(side) if isinstance(side, list) else 1 for side in sides)
+    if number > config.max_prompts:
+        problem = f"there are {number} pairs of texts; allowed: 1 to {config.max_prompts} (max_prompts)"
         raise RequestError(problem, param=body.sides[1])
-    return pairs
 
 
 async def _scores(
@@ -108,7 +111,8 @@ async def _scores(
     counted in each, although an embedding model computes it once.
 
     body: request whose truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine.
-    Raises the errors of PoolingServer.encode_pairs and `answers`.
+    Raises the errors of PoolingServer.encode_pairs and `answers`, and RequestError for truncate_prompt_tokens with
+    media.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     pairs = await server.shortened(pairs, body)
@@ -117,6 +121,8 @@ async def _scores(
         encoded = await server.encode_given(prompts, body, params, param=body.sides[1])
         given = await server.answers(encoded, params, body, name, options)
         return [ScoringRequestOutput.from_base(each) for each in given]
+    if any(isinstance(each, Content) for pair in pairs for each in pair):
+        refuse_cut(body)
     roles = role_params(model, params)
     texts = list(dict.fromkeys(by_role(pairs, roles)))
     prompts, (query, document) = list[Any](), body.sides
@@ -125,7 +131,7 @@ async def _scores(
         field = query if number == 0 and roles[0] != roles[1] else document
         plain = [each for each in own if isinstance(each, str)]
         encoded = iter(await server.encode_given(plain, body, params, param=field))
-        prompts += [next(encoded) if isinstance(each, str) else await server.encode_content(each, body) for each in own]
+        prompts += [next(encoded) if isinstance(each, str) else each for each in own]
     texts.sort(key=lambda each: each[0])  # as in `prompts`
     given = dict(zip(texts, await server.answers(prompts, params, body, name, options), strict=True))
     found = iter(given[each] for each in by_role(pairs, roles))

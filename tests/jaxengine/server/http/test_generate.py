@@ -199,7 +199,7 @@ async def test_an_error_names_the_field_as_it_was_given(path, body, param, chat_
     assert answer.status_code == 400 and error["param"] == param and error["message"].startswith(param), answer.text
 
 
-async def test_what_is_rendered_generates_the_same(app):
+async def test_what_is_rendered_generates_the_same(app, chat_engine):
     """A conversation and prompts, by way of their tokens, give what they give directly."""
     chat = {
         "messages": [{"role": "user", "content": "Hi"}],
@@ -232,3 +232,8 @@ async def test_what_is_rendered_generates_the_same(app):
         assert (refused.status, refused.json["error"]["param"]) == (400, name)
     long = await post(app, "/v1/completions/render", prompt="word " * 300)
     assert (long.status, long.json["error"]["param"]) == (400, "prompt")
+    # A field that each prompt's entry repeats cannot multiply the size of a request.
+    small, salted = create_app(chat_engine, ServerConfig(max_request_bytes=1024)), {"cache_salt": "s" * 200}
+    refused = await post(small, "/v1/completions/render", prompt=[[5]] * 8, **salted)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "prompt"), refused.body
+    assert (await post(small, "/v1/completions/render", prompt=[5] * 8, **salted)).status == 200
