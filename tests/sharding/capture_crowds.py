@@ -46,6 +46,8 @@ def run(family: str, devices: int, cache: str) -> dict[str, Any]:
         )
         for each in prompts
     ]
+    if family == "deepseek_v3":  # a page of latents has the tokens of all devices
+        options["num_gpu_blocks_override"] //= devices
     with LLM(**options, tensor_parallel_size=devices) as llm:
         outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
         counts = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
