@@ -102,7 +102,8 @@ def content_of(given: Any, name: str, reader: MediaReader) -> Side:
             for number, part in enumerate(parts)
         ]
         _, media = reader.collect([{"role": "user", "content": placed}])
-        texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        own = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+        texts = [part["text"] for part in own if isinstance(part.get("text"), str)]
         if len(texts) + len(media) != len(parts):
             raise RequestError(f"{name} has a content of other parts than texts, images and videos", param=name)
         given, placeholder = "\n".join(texts), reader.placeholder

@@ -180,7 +180,8 @@ def _read_queries(fields: ConfigFields, size: int, num_queries: int, window: int
     own.require(model_type="blip_2_qformer", use_qformer_text_input=False)
     heads = size // 64
     if not heads or size % heads:
-        raise fields.part("vision_config").fail("hidden_size", "divisible by its number of 64s, for qformer_config")
+        allowed = "64 or more and divisible by hidden_size // 64, its heads, for qformer_config"
+        raise fields.part("vision_config").fail("hidden_size", allowed)
     return QueryConfig(
         hidden_size=size,
         num_layers=own.integer("num_hidden_layers"),

@@ -93,6 +93,7 @@ def test_pages_are_scored(case, goldens):
     for given, message in (
         ({"content": [{"type": "image"}]}, r"^data_2.content\[0\] of type 'image' must have"),
         ({"content": [{"type": "text", "text": ""}]}, "none of them empty"),
+        ({"content": [page["content"][0] | {"text": "a"}, 5]}, "other parts than texts"),
         ({"text": "a"}, "allowed: a text, or an object with `content` alone, a list"),
     ):
         with pytest.raises(RequestError, match=message):
