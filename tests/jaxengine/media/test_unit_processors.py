@@ -243,13 +243,11 @@ def test_settings_that_do_not_fit(name, changes, message, tmp_path):
 
 
 def test_ids_of_indicators_are_those_of_the_tokenizer(tmp_path):
-    write_files(tmp_path, name := "ovis2_vision")
+    made = type(processor(tmp_path, name := "ovis2_vision"))
     raw, tokenizer = read_config_json(FOLDER / name), Tokenizer.from_hf_folder(tmp_path)
     for listed in ([126, 125, 124, 123, 121], [126, 125, 124, 123], ["126", "125", "124", "123", "122"]):
         with pytest.raises(ModelConfigError, match="visual_indicator_token_ids must be the ids of <IMG_START>, "):
-            processor_class(raw["architectures"][0])(
-                tmp_path, raw | {"visual_indicator_token_ids": listed}, read_hf(raw), tokenizer
-            )
+            made(tmp_path, raw | {"visual_indicator_token_ids": listed}, read_hf(raw), tokenizer)
 
 
 def test_switches_that_are_null_are_off(tmp_path):
