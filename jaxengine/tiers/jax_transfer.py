@@ -60,7 +60,7 @@ class JaxTransport(TcpTransport):
         tells a reader how to get them: one for each block, empty for None, and one for the offer. If jax cannot offer
         them, all are empty.
         """
-        # Random, because whoever knows the number can pull the pages.
+        # Random, because anyone who knows the number can pull the pages.
         number, own = secrets.randbits(63), [block for block in blocks if block is not None]
         if own:
             # A local time, because jaxlib ignores a datetime's zone.

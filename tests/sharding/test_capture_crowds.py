@@ -1,4 +1,4 @@
-"""What engines capture is what transformers computes: in a crowd, under preemption, on one device and on two."""
+"""Captured activations equal transformers': in a crowd, under preemption, on one device and on two."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def with_inner_model(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, Mapping):
         return dict(raw)
     outer = {name: value for name, value in raw.items() if name != "vlm_config"}
-    return {**outer, **inner, **{name: raw[name] for name in ("architectures",) if name in raw}}
+    own = {"architectures": raw["architectures"]} if "architectures" in raw else {}
+    return {**outer, **inner, **own}
 
 
 def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:

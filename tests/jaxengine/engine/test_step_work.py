@@ -1,4 +1,4 @@
-"""What enable_mfu_metrics counts is what the model's shape says of the tokens that were computed."""
+"""Counts of enable_mfu_metrics equal what the model's shape says of the tokens that were computed."""
 
 from __future__ import annotations
 
