@@ -184,7 +184,7 @@ ROOMS = {
     "checkpoint": (
         "models.params models.config models.config.readers models.quantization.base models.quantization.schemes "
         "models.quantization models models:registry models.weights.views models.weights.formats "
-        "models.weights.gguf models.weights.adapters models.weights scheduler.base tokens config.base "
+        "models.weights.gguf models.weights scheduler.base tokens config.base "
         "config.execution config.features config.inputs config"
     ),
     "media": (
@@ -212,7 +212,7 @@ ROOMS = {
     ),
     "runner.extensions.adapters": (
         "models.params models models.layers.base models.weights.adapters scheduler.base scheduler.batches "
-        "scheduler.extensions checkpoint runner.base runner.programs"
+        "scheduler.extensions config.base config.features config checkpoint runner.base runner.programs"
     ),
     "runner.extensions.pictures": (
         "sharding models.config models models.layers scheduler.base scheduler.batches scheduler.extensions "
@@ -318,7 +318,7 @@ ROOMS = {
     "server.base": (
         "scheduler.base scheduler.pages config.base config parsers requests.params requests.output requests api"
     ),
-    "server.adapters": "scheduler.base config.base checkpoint requests.params api server.base",
+    "server.adapters": "models.params scheduler.base config.base checkpoint requests.params api server.base",
     "server.weights": "scheduler.base api server.base",
     "bench": (
         "scheduler.base scheduler.batches scheduler scheduler.extensions jaxengine:base config.base "

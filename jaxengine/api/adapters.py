@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxengine.api.core import EngineCore
 from jaxengine.requests.params.lora import LoRARequest
+
+if TYPE_CHECKING:
+    # API processes use this module too, without jax.
+    from jaxengine.api.core import EngineCore
 
 # About as long as reading a small model's adapter takes.
 _POLL_SECONDS = 0.01

@@ -42,7 +42,7 @@ class EngineCore:
     Attributes:
       config: resolved configuration, in which all defaults are filled in.
       inputs: prepares requests for this engine.
-      model_path: file or folder of the model.
+      source: the opened model, without its weights.
       owner: the process that may use the engine.
       dead: error that ends every later request and step, once a step has failed or after `shutdown`; None before.
     """
@@ -76,7 +76,7 @@ class EngineCore:
                 config = fitted(config, devices, mesh)
             opened = open_resolved(config, devices, mesh, mesh_axes)
             self.config = opened.config
-            self.model_path = opened.source.path
+            self.source = opened.source.without_weights()
             with opened.source.closing_on_error():
                 self.inputs = input_processor(opened.source, self.config)
             self.runner = load_runner(*opened, peers=self._cluster or ALONE)

@@ -8,8 +8,6 @@ import os
 from functools import cache
 from weakref import WeakSet
 
-import jax
-
 from jaxengine.api.engine_client import EngineDeadError
 
 _OWNERS: WeakSet[Owner] = WeakSet()
@@ -66,6 +64,8 @@ def _after_fork() -> None:
         owner.is_here = False
     if not any(owner.has_devices for owner in owners):
         return
+    import jax  # an owner of devices has imported it; API processes do without
+
     for platform in (None, "cpu"):
         with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS leaves this one out
             for device in jax.local_devices(backend=platform):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxengine.checkpoint.input_source import ControlVector
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.taps import RESIDUAL, Tap
 from jaxengine.models.params.errors import ModelFileError
@@ -18,8 +19,6 @@ from jaxengine.models.params.files import open_regular
 from jaxengine.models.weights.gguf.dequant import dequantize
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
 
-# Vectors f32[D] by the names of their taps.
-ControlVector = Mapping[str, np.ndarray]
 _DIRECTION = re.compile(r"direction\.(\d{1,6})")
 
 

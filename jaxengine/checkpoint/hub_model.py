@@ -16,9 +16,7 @@ from pathlib import Path
 from jaxengine.checkpoint.hub import download, list_files
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.config.readers.hf import config_file
-from jaxengine.models.params.files import MISTRAL, read_object
-from jaxengine.models.weights.adapters.folder import CONFIG_FILE as ADAPTER_FILE
-from jaxengine.models.weights.adapters.folder import WEIGHTS_FILE
+from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MISTRAL, read_object
 from jaxengine.models.weights.formats.safetensors import CONSOLIDATED, PICKLE_SUFFIXES, USUAL, files_of
 from jaxengine.models.weights.gguf.split import PART
 
@@ -36,7 +34,7 @@ OTHER_FILES = (
 # Weights of a pooling model's modules, which sentence-transformers writes into separate folders.
 _MODULES = "[0-9]_*/model.safetensors"
 # Adapters of a pooling model's tasks (Jina embeddings v5).
-_TASKS = (f"adapters/*/{ADAPTER_FILE}", f"adapters/*/{WEIGHTS_FILE}")
+_TASKS = (f"adapters/*/{ADAPTER_CONFIG}", f"adapters/*/{ADAPTER_WEIGHTS}")
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")
 # Files of a split model.
 _PARTS = f"-{'[0-9]' * 5}-of-{'[0-9]' * 5}.gguf"
@@ -74,7 +72,7 @@ def download_model(name: str, config: EngineConfig) -> Path:
     # All files of one commit, even if the branch moves in the meantime.
     revision = folder.name if _COMMIT.fullmatch(folder.name) else config.revision
     # An adapter for prompts with sounds.
-    adapters = [WEIGHTS_FILE] if (folder / ADAPTER_FILE).exists() else []
+    adapters = [ADAPTER_WEIGHTS] if (folder / ADAPTER_CONFIG).exists() else []
     stems = (CONSOLIDATED,) if config.load_format == MISTRAL else (USUAL, CONSOLIDATED)
     for stem in stems:
         weights, single = _weight_files(folder, stem), files_of(stem)[0]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.control_vectors import ControlVector, read_control_vectors
+from jaxengine.checkpoint.control_vectors import read_control_vectors
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
+from jaxengine.checkpoint.input_source import InputSource
 from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.remote import RemoteFolder, is_url
@@ -45,7 +46,6 @@ from jaxengine.models.weights.pooled import with_own_files
 from jaxengine.models.weights.views.mistral import MistralSource, heads_in_pairs
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
-from jaxengine.tokens.chat_template import USUAL_TEMPLATES
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _GENERAL_CLASS = "TokenizersBackend"  # general tokenizer class of transformers 5; transformers 4 has another
@@ -55,27 +55,15 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 GENERATION_FIELDS = (*ROWS, "max_new_tokens")
 
 
-@dataclass(frozen=True)
-class ModelSource:
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(InputSource):
     """Opened model.
 
     Attributes:
-      path: file or folder.
-      config: the model's shape.
       weights: None for load_format="dummy"; the folder itself for weights in device layout (`convert`).
-      generation_defaults: sampling parameters suggested by the model's authors, or set by the user.
-      tokenizer_path: folder of a tokenizer that replaces the model's own; None for the model's own.
-      pooling: how a pooling model computes its results; None for a generating model.
-      control_vectors: those of the option steering_vectors, by name.
     """
 
-    path: Path
-    config: ModelConfig
-    weights: WeightSource | Path | None
-    generation_defaults: dict[str, Any]
-    tokenizer_path: Path | None = None
-    pooling: PoolingModel | None = None
-    control_vectors: Mapping[str, ControlVector] = field(default_factory=dict)
+    weights: WeightSource | Path | None = None
 
     def close(self) -> None:
         """Close the weight files, if any are open."""
@@ -101,25 +89,6 @@ class ModelSource:
         for file in found:
             inside(self.path, file.name)
         return sorted(found)
-
-    def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init. Without a chat
-        template, it has the usual one of the model's family, if there is one.
-
-        Raises ModelFileError if its files are missing or invalid.
-        """
-        if config.skip_tokenizer_init:
-            return None
-        folder = self.tokenizer_path or self.path
-        if folder.is_dir() or self.tokenizer_path is not None:
-            sentence = None if self.pooling is None else self.pooling.sentence
-            lowers = sentence is not None and sentence.do_lower_case
-            tokenizer = Tokenizer.from_hf_folder(folder, lowers=lowers, mode=config.tokenizer_mode)
-            if tokenizer.chat_template is None:
-                tokenizer.chat_template = USUAL_TEMPLATES.get(self.config.architecture)
-            return tokenizer
-        with GGUFFile(self.path) as file:
-            return Tokenizer.from_gguf(file.metadata, path=str(self.path))
 
 
 def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
@@ -287,10 +256,10 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
     if config.generation_config not in ("auto", "vllm"):
         model = _with_generation_config(model, path, config)
     defaults = _generation_defaults(None, config)
-    if config.load_format == "dummy":
+    weights = None if config.load_format == "dummy" else SplitLatentSource(file)
+    if weights is None:
         file.close()
-        return ModelSource(path, model, None, defaults, pooling=pooling)
-    return ModelSource(path, model, SplitLatentSource(file), defaults, pooling=pooling)
+    return ModelSource(path=path, config=model, generation_defaults=defaults, pooling=pooling, weights=weights)
 
 
 def _rope_factors(file: GGUFFile) -> RopeFactors:
@@ -330,7 +299,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
             model = replace(model, max_position_embeddings=longest)
     model, defaults = _with_generation_config(model, path, config), _generation_defaults(path, config)
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
-    source = ModelSource(path, model, weights, defaults, pooling=pooling)
+    source = ModelSource(path=path, config=model, generation_defaults=defaults, pooling=pooling, weights=weights)
     with source.closing_on_error():
         if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
             weights = MistralSource(weights, *heads_in_pairs(model))

@@ -19,7 +19,6 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.custom_models import register_model
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.execution.plugins import OPTION, is_file_name
 
@@ -58,6 +57,8 @@ def _load_entry(entry: EntryPoint) -> None:
     loaded: Any = entry.load()
     model: Any = loaded  # not narrowed to a class without the protocol's attributes
     if inspect.isclass(loaded):
+        from jaxengine.checkpoint.custom_models import register_model  # takes long, and few plugins are classes
+
         register_model(entry.name, model)
     elif callable(loaded):
         loaded()

@@ -53,8 +53,8 @@ from jaxengine.models.config.pooler import (
 from jaxengine.models.config.readers.hf import hf_architecture
 from jaxengine.models.model_classes import ENCODERS
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import ADAPTER_CONFIG
 from jaxengine.models.registry import family_of, usual_pooling
-from jaxengine.models.weights.adapters.folder import CONFIG_FILE as ADAPTER_FILE
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
 _CLASSES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
@@ -172,7 +172,7 @@ def task_adapter(folder: Path, fields: ConfigFields, architecture: str) -> str |
     named, found = "jina_task" in fields.raw, folder / ADAPTERS
     if (task := fields.raw.get("jina_task", "retrieval")) is None or not named and not found.is_dir():
         return None
-    tasks = sorted(file.parent.name for file in found.glob(f"*/{ADAPTER_FILE}"))
+    tasks = sorted(file.parent.name for file in found.glob(f"*/{ADAPTER_CONFIG}"))
     if task not in tasks:
         raise fields.fail("jina_task", f"null, or one of the folder {ADAPTERS}: {', '.join(tasks) or 'it has none'}")
     return f"{ADAPTERS}/{task}"

@@ -10,11 +10,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxengine.engine.engine import Engine
 from jaxengine.engine.stats.metric_types import Counter, Gauge, Histogram, Metric, Vector
 from jaxengine.engine.stats.server_stats import ServerStats
+
+if TYPE_CHECKING:
+    # API processes read the help texts, without jax.
+    from jaxengine.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -106,7 +106,7 @@ def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedM
     shape = model_config(name, config.quantization, keep_tables=platform.keeps_tables)
     shape = as_it_sees(shape, config)
     longest = given_length(config.max_model_len) or shape.max_position_embeddings
-    source = ModelSource(Path(name), shape.up_to(longest), None, {})
+    source = ModelSource(path=Path(name), config=shape.up_to(longest), generation_defaults={})
     config = settled_head(replace(config, load_format="dummy"), shape)
     note = "a published shape; images are taken to have 16,384 patches" if shape.tower else "a published shape"
     return PlannedModel(source, config, platform, largest_items(shape), 0, note)

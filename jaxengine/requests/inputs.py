@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jaxengine.checkpoint.media_adapter import media_adapter
-from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.checkpoint.input_source import ControlVector, InputSource
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.features.logits_processors import processor_classes
 from jaxengine.config.features.pooling_model import PoolingModel
@@ -45,7 +44,6 @@ from jaxengine.scheduler.base.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxengine.checkpoint.control_vectors import ControlVector
     from jaxengine.requests.params.activations import Steer
 
 Processor = OutputProcessor | PoolingProcessor
@@ -461,7 +459,7 @@ def ends_by_output(params: SamplingParams) -> bool:
     return bool(params.stop) or params.repetition_detection is not None
 
 
-def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
+def input_processor(source: InputSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
     """Return the InputProcessor for an engine of this model. It reads the tokenizer and the media processor, and needs
     no device. origin: see InputProcessor.
 
@@ -483,7 +481,7 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
     )
     media = None if processor is None else MediaInputs(processor, towers, config, source.config.hidden_size)
     if media is not None:
-        media.adapter = media_adapter(source)
+        media.adapter = source.media_adapter
     return InputProcessor(
         config,
         source.config,

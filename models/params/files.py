@@ -18,6 +18,8 @@ from jaxengine.models.params.errors import ModelFileError
 # Formats of a model's files, as options name them: transformers', or Mistral AI's own; AUTO is the first that there is.
 AUTO, HF, MISTRAL = "auto", "hf", "mistral"
 FORMATS = (AUTO, HF, MISTRAL)
+# Files of a LoRA adapter that PEFT has saved.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_JSON_BYTES = 16 << 20
 # Most nested objects and lists; configurations have five, and code that walks them may be recursive.
 MAX_JSON_DEPTH = 64

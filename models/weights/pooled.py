@@ -13,9 +13,9 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.files import inside
+from jaxengine.models.params.files import ADAPTER_CONFIG, inside
 from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
-from jaxengine.models.weights.adapters.folder import CONFIG_FILE, MAX_RANK, read_adapter
+from jaxengine.models.weights.adapters.folder import MAX_RANK, read_adapter
 from jaxengine.models.weights.adapters.pools import AdapterTargets
 from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
 from jaxengine.models.weights.formats.torch_zip import TorchCheckpoint
@@ -42,7 +42,7 @@ def with_own_files(
     """
     heads = [f"{head.source}." for head in pooler.token_heads if head.source is not None]
     stored, weights, found = weights, with_prefix(weights, names, heads), {}
-    if pooler.adapter is not None and (folder / pooler.adapter / CONFIG_FILE).exists():
+    if pooler.adapter is not None and (folder / pooler.adapter / ADAPTER_CONFIG).exists():
         weights = _with_adapter(inside(folder, pooler.adapter), weights)
     with contextlib.ExitStack() as on_error:
         for index, each in enumerate(pooler.dense):

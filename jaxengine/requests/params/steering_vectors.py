@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxengine.checkpoint.control_vectors import ControlVector
+from jaxengine.checkpoint.input_source import ControlVector
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.taps import STEERED, TapError, all_taps, layers_of, read_taps

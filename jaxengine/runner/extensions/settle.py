@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxengine.checkpoint.media_adapter import with_media_adapter
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.media.open import open_processor
+from jaxengine.runner.extensions.adapters.media_adapter import with_media_adapter
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:

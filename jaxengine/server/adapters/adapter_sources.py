@@ -14,12 +14,12 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.checkpoint.hub import download
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.files import named_path
+from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.base.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-CONFIG, FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
 # Name of a folder in lora_dirs, or of a repository; it cannot lead out of the folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}){0,3}")
 # Seconds for which a name that was not found is not searched for again, largest number of such names that are
@@ -94,12 +94,12 @@ class AdapterSources:
         """
         for folder in self._folders:
             found = (folder / name).resolve()
-            if found.is_relative_to(folder) and (found / CONFIG).is_file():
+            if found.is_relative_to(folder) and (found / ADAPTER_CONFIG).is_file():
                 return found
         owner, _, repository = name.partition("/")
         if owner in self._owners and repository and "/" not in repository:
             try:
-                return download("model", name, FILES)
+                return download("model", name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
             except ConfigError as error:
                 logger.warning("no adapter: %s", error)
         return None

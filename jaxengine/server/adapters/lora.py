@@ -6,16 +6,19 @@ import asyncio
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.api.adapters import load_adapter
-from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.scheduler.base.adapter_names import alike
 from jaxengine.scheduler.base.errors import RequestError, UnknownAdapterError, show_value
 from jaxengine.server.base.names import names_of
 from jaxengine.server.base.options import ServerConfig
+
+if TYPE_CHECKING:
+    # API processes use this module too, without jax.
+    from jaxengine.api.core import EngineCore
 
 
 def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -82,7 +82,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
     Attributes:
       config: fields of ResolvedConfig.
-      model: file or folder of the model.
+      source: the opened model, by `open_inputs.packed_source`.
       num_slots: number of requests that run at once, over all replicas.
       load: the engine's load.
       media_cache: kind of the media cache, one of jaxengine.config.inputs.encoder.KINDS.
@@ -90,7 +90,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """
 
     config: dict[str, Any]
-    model: str
+    source: Any
     num_slots: int
     load: Load
     media_cache: str

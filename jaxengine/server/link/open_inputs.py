@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.control_vectors import read_control_vectors
+from jaxengine.checkpoint.input_source import InputSource
+from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.requests.inputs import InputProcessor, input_processor
 from jaxengine.server.link.media_senders import MediaSender
 from jaxengine.server.link.messages import Welcome
+from jaxengine.server.link.records import packed, unpacked
 from jaxengine.server.link.shared_media import media_sender
+
+
+def packed_source(source: InputSource) -> Any:
+    """Return a model's source for a Welcome, without what only the engine needs (quantization), and without control
+    vectors, which are read from their files again.
+    """
+    return packed(replace(source, config=replace(source.config, quantization=None), control_vectors={}))
 
 
 def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSender]:
     """Return the input processor and the media sender of the API process `index`.
 
-    welcome: the engine's message, whose model must be readable on this machine under the same path. Reads the tokenizer
-    and the chat template from disk, which takes a long time, but no weights. Raises ConfigError and ModelFileError for
-    a model that cannot be opened here.
+    welcome: the engine's message, whose model must be readable on this machine under the same path. Loads the plugins,
+    and reads the tokenizer, the chat template and control vectors from disk, which takes a long time. The model's
+    configuration is the engine's, so that neither its class nor, for a model without towers, jax is imported. Raises
+    ConfigError and ModelFileError for plugins and files that cannot be used here.
     """
     config = ResolvedConfig(**welcome.config)
-    # The weights are not read; the model is where the engine found it.
-    source = open_model(replace(config, model=welcome.model, load_format="dummy"))
-    source.close()
+    load_plugins(config.plugins)
+    source: InputSource = unpacked(welcome.source)
+    source = replace(source, control_vectors=read_control_vectors(config.steering_vectors, source.config))
     inputs = input_processor(source, config, origin=index)
     if inputs.media is None:
         return inputs, MediaSender()

@@ -40,6 +40,7 @@ from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.messages import Call, EndsDelivered, Failure, Finish, Hello, Load, Reply, Update, Welcome
+from jaxengine.server.link.open_inputs import packed_source
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
 from jaxengine.server.link.submit_messages import Submit
 from jaxengine.server.processes.child import Child, alive_seconds
@@ -83,7 +84,8 @@ class EngineServer:
     """Server of the engine for the API processes, until the supervisor's order to stop."""
 
     def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
-        """Listen at `address`, a ZeroMQ address. Raises zmq.ZMQError if that is impossible.
+        """Listen at `address`, a ZeroMQ address. Raises zmq.ZMQError if that is impossible, and TypeError for a
+        plugin's model whose configuration cannot be sent to API processes.
 
         tell: called with "served" once, when the first request has ended, and repeatedly with "alive" from the stepping
         thread.
@@ -102,6 +104,7 @@ class EngineServer:
         self._by_number: dict[int, _Client] = {}
         self._num_clients = 0
         self._num_api_processes = config.api_server_count
+        self._source = packed_source(core.source)
         self._media_kind = core.config.mm_cache_kind(config.api_server_count)
         self._num_media_resets = 0
         self._aborted: list[Request] = []
@@ -203,8 +206,7 @@ class EngineServer:
         media = MediaReceiver(max_bytes, self.core.engine.extensions.media_stats())
         client = _Client(identity, message.index, self._num_clients, media)
         self._clients[identity] = self._by_number[client.number] = client
-        config = dataclasses.asdict(self.core.config)
-        about = config, str(self.core.model_path), self._limits.num_slots
+        about = dataclasses.asdict(self.core.config), self._source, self._limits.num_slots
         welcome = Welcome(*about, self._current_load(), self._media_kind, self._num_media_resets)
         self._deliver(client, welcome)
 

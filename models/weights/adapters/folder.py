@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.params.errors import Faults, ModelFileError
-from jaxengine.models.params.files import inside, read_object
+from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, inside, read_object
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.config import AdapterConfig
 from jaxengine.models.weights.adapters.experts import JoinedExperts, find_joined, is_transposed
@@ -26,7 +26,6 @@ from jaxengine.models.weights.adapters.pools import AdapterTargets
 from jaxengine.models.weights.adapters.tensors import ENDS, AdapterTensors
 from jaxengine.models.weights.formats.safetensors import PICKLE_SUFFIXES, SafetensorsCheckpoint
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 1 << 16  # for adapters that are added to weights, which any LoRA rank fits
 
@@ -61,10 +60,10 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
     `max_rank`; the error's `others` are all further faults of tensors.
     """
     folder = Path(folder)
-    raw = read_object(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
+    raw = read_object(folder, ADAPTER_CONFIG, _MAX_CONFIG_BYTES)
     if raw is None:
-        raise ModelFileError(folder, f"has no {CONFIG_FILE}: name the folder that PEFT has saved")
-    config = AdapterConfig(folder / CONFIG_FILE, raw)
+        raise ModelFileError(folder, f"has no {ADAPTER_CONFIG}: name the folder that PEFT has saved")
+    config = AdapterConfig(folder / ADAPTER_CONFIG, raw)
     config.check_saved(targets)
     checkpoint = SafetensorsCheckpoint(_weights_file(folder))
     try:
@@ -158,12 +157,12 @@ def _weights_file(folder: Path) -> Path:
     """Return the path of the weights in an adapter's folder. Raises ModelFileError if there are none, or only pickle
     files, and for a link out of the folder.
     """
-    path = inside(folder, WEIGHTS_FILE)
+    path = inside(folder, ADAPTER_WEIGHTS)
     if path.exists():
         return path
     if any(file.suffix in PICKLE_SUFFIXES for file in folder.iterdir()):
         raise ModelFileError(folder, "holds pickle weights, which can run code and are never read: use safetensors")
-    raise ModelFileError(folder, f"has no {WEIGHTS_FILE}")
+    raise ModelFileError(folder, f"has no {ADAPTER_WEIGHTS}")
 
 
 def _stored_modules(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import open_regular
 from jaxengine.models.weights.gguf.dequant import FORMATS, BlockFormat
 
 MAGIC = b"GGUF"
@@ -79,6 +80,18 @@ class Header:
     version: int
     metadata: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
+
+
+def header_of(path: str | os.PathLike[str]) -> Header:
+    """Return the header of a GGUF file, checked. Raises ModelFileError for a file that is invalid or cannot be read."""
+    try:
+        descriptor, size = open_regular(path)
+        try:
+            return read_header(path, descriptor, size)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:  # ValueError: a path that holds a NUL byte
+        raise ModelFileError(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_header(path: str | os.PathLike[str], descriptor: int, size: int) -> Header:

@@ -108,7 +108,8 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
         raise ConfigError.because(NAME, problem, "name a folder of an EAGLE-3 head, with config.json and *.safetensors")
     head = read_eagle3(path, model)
     head = head.up_to(given_length(config.max_model_len) or model.max_position_embeddings)
-    return ModelSource(path, head, None if config.load_format == "dummy" else open_weights(path, config), {})
+    weights = None if config.load_format == "dummy" else open_weights(path, config)
+    return ModelSource(path=path, config=head, generation_defaults={}, weights=weights)
 
 
 def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:

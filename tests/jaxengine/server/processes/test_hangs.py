@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.checkpoint.input_source import InputSource
 from jaxengine.config.inputs.encoder import EncoderOptions
 from jaxengine.engine.stats.timeline import StepRecord, Timeline
 from jaxengine.scheduler.batches.buckets import Bucket
@@ -26,6 +27,7 @@ from jaxengine.server.processes.child import Child
 from jaxengine.server.processes.engine_process import EngineServer
 from tests.jaxengine.server.processes.test_processes import LONG, PROMPT, collect, connected, until
 from tests.jaxengine.server.server_process import is_alive
+from tests.models.tiny import TINY
 
 
 def test_an_engine_that_hangs_is_killed_and_started_again(make_server):
@@ -80,7 +82,8 @@ def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
     timeline._steps[0].updated = now
     scheduler = SimpleNamespace(config=SimpleNamespace(max_num_seqs=4, num_ranks=1))
     engine = SimpleNamespace(scheduler=scheduler, timeline=timeline)
-    core: Any = SimpleNamespace(engine=engine, config=EncoderOptions())
+    source = InputSource(path=tmp_path, config=TINY, generation_defaults={})
+    core: Any = SimpleNamespace(engine=engine, config=EncoderOptions(), source=source)
     server = EngineServer(core, f"ipc://{tmp_path}/engine", ServerConfig(), lambda event: None)
     try:
         with caplog.at_level("ERROR", "jaxengine"):
