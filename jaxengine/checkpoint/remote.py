@@ -27,7 +27,7 @@ from jaxengine.config.engine_config import ConfigError
 from jaxengine.models.config.readers.hf import CONFIG_FILE
 from jaxengine.models.config.readers.mistral import PARAMS_FILE
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_FILES
 from jaxengine.models.weights.formats.safetensors import CONSOLIDATED, INDEX_FILE, files_of
 
 # Scheme -> the package that its file system needs in addition to fsspec, and what installs it.
@@ -45,8 +45,7 @@ _OPTIONS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # File names that are requested from web servers, which do not list folders.
 _NAMES = (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
+    *ADAPTER_FILES,
     *(CONFIG_FILE, "generation_config.json", INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.txt"),
     *("tokenizer.model", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
@@ -211,7 +210,7 @@ def local_adapter(path: str) -> str:
     if not is_url(path):
         return path
     try:
-        return str(RemoteFolder(path, "lora_path").download(None, (ADAPTER_CONFIG, ADAPTER_WEIGHTS), (ADAPTER_CONFIG,)))
+        return str(RemoteFolder(path, "lora_path").download(None, ADAPTER_FILES, (ADAPTER_CONFIG,)))
     except ConfigError as error:
         raise ModelFileError("adapter", str(error)) from None
 

@@ -19,7 +19,7 @@ from jaxengine.models.params.errors import ModelFileError
 AUTO, HF, MISTRAL = "auto", "hf", "mistral"
 FORMATS = (AUTO, HF, MISTRAL)
 # Files of a LoRA adapter that PEFT has saved.
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_JSON_BYTES = 16 << 20
 # Most nested objects and lists; configurations have five, and code that walks them may be recursive.
 MAX_JSON_DEPTH = 64

@@ -14,7 +14,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.checkpoint.hub import download
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.files import named_path
-from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_FILES
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.base.options import ServerConfig
 
@@ -99,7 +99,7 @@ class AdapterSources:
         owner, _, repository = name.partition("/")
         if owner in self._owners and repository and "/" not in repository:
             try:
-                return download("model", name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+                return download("model", name, ADAPTER_FILES)
             except ConfigError as error:
                 logger.warning("no adapter: %s", error)
         return None

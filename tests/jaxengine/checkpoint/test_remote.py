@@ -15,11 +15,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxengine.checkpoint import remote
 from jaxengine.checkpoint.model_source import open_model
-from jaxengine.checkpoint.remote import ADAPTER_FILES, RemoteFolder, local_adapter
+from jaxengine.checkpoint.remote import RemoteFolder, local_adapter
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import ADAPTER_FILES
 from jaxengine.models.params.source import WHOLE
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
