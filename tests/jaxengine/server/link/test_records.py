@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.server.link.open_inputs import packed_source
@@ -29,6 +30,12 @@ def test_a_source_is_the_same_at_the_other_end(name):
     config = EngineConfig(model=str(MODELS / name), load_format="dummy", skip_tokenizer_init=True)
     source = open_model(config).without_weights()
     assert sent(packed_source(source)) == replace(source, config=replace(source.config, quantization=None))
+
+
+def test_the_default_model_keeps_its_sampling_defaults():
+    """An API process that is given its path cannot know that nobody named it."""
+    source = open_model(EngineConfig(load_format="dummy", skip_tokenizer_init=True))
+    assert sent(packed_source(source.without_weights())).generation_defaults == GENERATION_DEFAULTS
 
 
 class Own(NamedTuple):
