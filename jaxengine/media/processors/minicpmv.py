@@ -249,8 +249,8 @@ class MiniCPMVProcessor(GridProcessor):
         return Expanded(out, positions, order, places, delta)
 
     def _append(self, out: list[int], number: int, item: Processed) -> Frame:
-        """Append the tokens of the image with this number in the prompt to `out`, and return where its crops are in
-        `out`.
+        """Append the tokens of an image to `out`: its `number` in the prompt, if the checkpoint numbers images, then
+        the whole image and, row by row, its slices, each between marks. Return where its crops are in `out`.
         """
         grids, marks, token = self.crop_grids(item), self.marks, self.token_ids["image"]
         if self.numbers:
