@@ -265,7 +265,9 @@ class Lfm2VlProcessor(GridProcessor):
 
     def _cut_of(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return ((height, width) in pixels of the whole image after resizing, (rows, columns) of its tiles, (0, 0) for
-        none) for an image of height x width pixels.
+        none) for an image of height x width pixels. It is cut, if the limits allow tiles, when it has more than
+        max_image_tokens times `tolerance` embeddings: into the tiles whose aspect ratio is nearest to the image's, of
+        equally near ones the last that have less than twice its area, else the first.
 
         Raises RequestError for an extreme aspect ratio.
         """

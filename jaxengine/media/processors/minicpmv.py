@@ -277,8 +277,9 @@ class MiniCPMVProcessor(GridProcessor):
         return size[0] // self.tower.patch_size, size[1] // self.tower.patch_size
 
     def _crops(self, height: int, width: int, most_slices: int) -> Crops:
-        """Return the sizes of the crops of an image of height x width pixels. most_slices: limit of slices. Raises
-        RequestError for an extreme aspect ratio.
+        """Return the sizes of the crops of an image of height x width pixels: of slices as enlarged to about
+        `resolution` squared, and of the whole image as scaled down to that, or without slices also enlarged if
+        `enlarges`. most_slices: limit of slices. Raises RequestError for an extreme aspect ratio.
         """
         check_ratio(height, width)
         rows, columns = _slices(height, width, self.resolution, most_slices)

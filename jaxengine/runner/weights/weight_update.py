@@ -320,10 +320,9 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
-    """Read a folder with safetensors, and its pooling modules if there are any, or a GGUF file; return each stage's new
-    arrays by leaf index, once on the devices: without strict, of those weights that the folder has. head: selects a
-    draft head's tensors, or None. Raises ModelFileError for files that do not fit, and WeightUpdateError if stopped or
-    numbers are not finite.
+    """Read a folder with safetensors, and any pooling modules, or a GGUF file; return each stage's new arrays by leaf
+    index, on the devices: without strict, of the weights that the folder has. head: selects a draft head's tensors, or
+    None. Raises ModelFileError for files that do not fit, WeightUpdateError if stopped or numbers are not finite.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
