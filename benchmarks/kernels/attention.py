@@ -53,7 +53,8 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure the limits of the device, then each case with each implementation of `args.of`; each result is a row.
+    """Measure the limits of the device, then each case with each implementation of `args.of`, and for args.cases
+    "device" the KV write of some numbers of tokens; each result is a row.
 
     Raises OptionError if jax's and torch's implementations are requested together.
     """

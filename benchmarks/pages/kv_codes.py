@@ -52,7 +52,8 @@ def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def measure(kind: str, exact: dict[str, np.ndarray]) -> Row:
     """Measure one kv_cache_dtype with its own engine; return a row: tokens in its pool, and for each text the share of
-    most likely tokens and the mean absolute error of log-probabilities.
+    the recorded tokens that are the most likely ones, and the mean absolute error of the recorded tokens'
+    log-probabilities.
 
     exact: log-probabilities to compare with, by text. Those that it lacks are added to it.
     """

@@ -106,7 +106,8 @@ def compile_seconds(check: str) -> tuple[float, float]:
 
 
 def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
-    """Return (decode sizes, mixed sizes) of each grid, by name.
+    """Return (decode sizes, mixed sizes) of each grid, by name: the platform's "defaults", and every pair of a series
+    for decodes and one for mixed steps, whose names say how sizes grow ("x2", "every 16", "one" for the largest alone).
 
     The largest size of either kind is left out, because it is always compiled.
     """

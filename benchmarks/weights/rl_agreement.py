@@ -70,8 +70,9 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def measured(name: str, dtype: str, exact: bool) -> dict[str, Any]:
-    """Certify one recorded checkpoint in a dtype, with or without rl_exact; return a row with the differing
-    log-probabilities.
+    """Certify one recorded checkpoint in a dtype, with or without rl_exact; return a row with the number of tokens, how
+    many of their log-probabilities differ from those that the engine recomputes and from the trainer's, and the largest
+    difference from the trainer's.
 
     name: of the checkpoint. "kept" is in the row only with rl_exact.
     """

@@ -143,7 +143,10 @@ def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[st
 
 
 def state_after(number: int) -> State:
-    """Return the state after update `number`; for -1 the state before the first update."""
+    """Return the state after update `number`; for -1 the state before the first update. Updates cycle through KINDS. In
+    cycle t (from 0; versions modulo 3) "all" loads version t, "third" version t + 1 into the third layers, "all again"
+    version t + 2 into all; the adapter's seed is t modulo 2 until "adapter" makes it t + 1 modulo 2.
+    """
     turn, kind = divmod(number, len(KINDS))
     first, third, again = turn % 3, (turn + 1) % 3, (turn + 2) % 3
     own = {0: (first, first), 1: (third, first), 2: (again, again), 3: (again, again)}[kind]

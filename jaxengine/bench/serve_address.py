@@ -37,9 +37,9 @@ def add_address(parser: argparse.ArgumentParser, share: Any) -> None:
 def settle(args: argparse.Namespace) -> None:
     """Replace the alternatives to a flag by the flag itself, in `args` in place.
 
-    Sets url and route, which are complete afterwards, and lengths, range_ratio, num_prefixes and prefix_len if vLLM's
-    flags give them. Raises ValueError for flags that contradict each other, an endpoint that is not a route, and a
-    negative random_prefix_len.
+    Sets url (by default http://127.0.0.1:8000/v1) and route (by default the first of ROUTES), which are complete
+    afterwards, and lengths, range_ratio, num_prefixes and prefix_len if vLLM's flags give them. Raises ValueError for
+    flags that contradict each other, an endpoint that is not a route, and a negative random_prefix_len.
     """
     if args.url is not None:
         if wrong := [name for name in ("base_url", "host", "port", "endpoint") if getattr(args, name) is not None]:

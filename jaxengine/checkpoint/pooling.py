@@ -121,7 +121,8 @@ def _embedder(
     sentence: SentenceModel | None,
     config: EngineConfig,
 ) -> PoolingModel:
-    """Return how a model embeds prompts, or their tokens.
+    """Return how a model embeds prompts, or their tokens. Vectors are normalised unless sentence-transformers' files
+    have no module for it; those of tokens always are, and sparse ones never.
 
     fields: content of its config.json. task: EMBED or TOKEN_EMBED. sentence: content of sentence-transformers' files,
     None without them. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler

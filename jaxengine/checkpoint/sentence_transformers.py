@@ -249,10 +249,11 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def reads_messages(folder: Path) -> bool:
-    """Whether texts become messages, from which the checkpoint's chat template makes a prompt.
+    """Return whether texts become messages, from which the checkpoint's chat template makes a prompt: whether the
+    modality_config of the first module has an entry "message".
 
-    sentence-transformers 6 does that if the base model has a template. Raises ModelFileError for arguments of the
-    template, and for message contents that are not plain texts.
+    sentence-transformers 6 writes that entry if the base model has a template. Raises ModelFileError for arguments of
+    the template, and for message contents that are not plain texts.
     """
     file, raw = _read_transformer(folder)
     fields = ConfigFields(raw)

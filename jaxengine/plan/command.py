@@ -45,11 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan for each set of chips in `args`, print the results as text or JSON, and draw the memory in the --svg file,
-    if given. Returns 1 if the model does not fit on one of the sets, else 0.
+    """Plan for each set of chips in `args`, print the results as text or JSON, and draw each set's memory in the --svg
+    file, if given, or with several sets in one file each, named after it. Sequences have --length tokens, but no more
+    than max_model_len or, without it, the model's limit. Returns 1 if the model does not fit on one of the sets, else
+    0.
 
-    Raises ConfigError for invalid arguments and options, the errors of an engine start for a model that cannot be read,
-    and OSError for a drawing that cannot be written.
+    Raises ConfigError for invalid arguments and options or several nodes, the errors of an engine start for a model
+    that cannot be read, and OSError for a drawing that cannot be written.
     """
     from jaxengine.plan import report
     from jaxengine.plan.compiled import compiler_of

@@ -165,8 +165,8 @@ def _check_fleet(args: argparse.Namespace) -> None:
 
 
 def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Simulate the trace on a fleet once for each router, print the results, and write them to the --json file if
-    given.
+    """Simulate the trace on a fleet once for each router that --router names, for every one if it names none, print the
+    results, and write them to the --json file if given.
     """
     from jaxengine.results import write_json
     from jaxengine.simulate.fleet import FleetOptions

@@ -31,7 +31,8 @@ def with_contents(
     """Return messages whose contents have the form that the template expects: lists of parts, or texts in which
     placeholders stand for images, videos and audio.
 
-    A template that takes parts but does not mention video or audio gets placeholders in text parts for these.
+    A text stays a text if a template that takes parts also tests for texts. A template that takes parts but does not
+    mention audio, or video next to images, gets placeholders in text parts for these.
 
     Args:
       messages: result of chat_messages.checked_messages; not changed.

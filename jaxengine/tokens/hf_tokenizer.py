@@ -105,6 +105,7 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
     where config names none. Returns None if the folder lacks the file, or if the tokenizer_class uses it in another
     way.
 
+    The tokenizer adds the begin token unless add_bos_token is false, and the end token only if add_eos_token is true.
     config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
     """
     source = read_bytes(folder, PIECES, MAX_VOCABULARY_BYTES)
@@ -188,7 +189,8 @@ def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dic
     """Return the tokenizer of GPT-2's vocab.json and merges.txt, and a copy of `config` with the special tokens of its
     class where config names none. Returns None if the folder lacks one of the files, and for other classes.
 
-    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    The tokenizer adds begin and end tokens where add_bos_token and add_eos_token are true, or those of a class that
+    encloses texts in any case. config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
     """
     if (kind := kind_of(*_classes(folder, config))) is None:
         return None

@@ -103,7 +103,8 @@ def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the ExpertsConfig, whose shared MLP, if any, is added to the experts' output or averaged with it, as
-    `shared_expert_combination_strategy` says. Raises ModelConfigError for wrong fields.
+    `shared_expert_combination_strategy` says. Softmax weights of the experts of a token always add up to 1; those of
+    sigmoid scores do with `norm_topk_prob`. Raises ModelConfigError for wrong fields.
     """
     scores, mix = fields.text("expert_selection_fn"), fields.text("shared_expert_combination_strategy")
     if scores not in ("softmax", "sigmoid"):

@@ -244,9 +244,10 @@ class Row(NamedTuple):
         return hf_fields(fields, ropes=ropes, **options)
 
     def _canonical(self, fields: ConfigFields) -> ConfigFields:
-        """Return the fields under the names that most families use, with `defaults` for those that are absent or null,
-        and with the fields that `adapt` returns. A token id that is null stays null, and q_lora_rank, for queries
-        without a latent. Unless `grouped`, num_key_value_heads is null. Raises ModelConfigError if `adapt` does.
+        """Return the fields under the names that most families use, whose own values give way to those of the names in
+        `spelled`, with `defaults` for those that are absent or null, and with the fields that `adapt` returns, which
+        replace all others. A token id that is null stays null, and q_lora_rank, for queries without a latent. Unless
+        `grouped`, num_key_value_heads is null. Raises ModelConfigError if `adapt` does.
         """
         raw = dict(fields.raw)
         raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}

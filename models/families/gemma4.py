@@ -432,8 +432,9 @@ def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
 def _gguf_attention(
     gguf: GGUFConfig, kinds: Sequence[str], heads: Sequence[int], layer: LayerAttention
 ) -> list[LayerAttention]:
-    """Return the attention of layers of these kinds, with their KV heads and ropes. layer: attention with the fields
-    that all layers share. Raises ModelConfigError for wrong fields.
+    """Return the attention of layers of these kinds, with their KV heads and ropes. Full layers rotate the share of
+    pairs whose factor in rope_freqs.weight is 1, all without that tensor; SLIDING ones rotate all pairs. layer:
+    attention with the fields that all layers share. Raises ModelConfigError for wrong fields.
 
     Files do not say whether values are keys. In published models that is so exactly if the kinds differ in their KV
     heads.

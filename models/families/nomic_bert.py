@@ -84,8 +84,9 @@ class NomicBertModel(PostNormEncoder):
 
 
 def _with_present_names(fields: ConfigFields) -> ConfigFields:
-    """Return the fields under the names of current transformers; unchanged if there is no `n_embd`. Raises
-    ModelConfigError for a setting that the family does not support.
+    """Return the fields under the names of current transformers; unchanged if there is no `n_embd`. Without `n_inner`
+    the intermediate size is four times the hidden size. With `max_trained_positions` the position limit is this or
+    `n_positions`, whichever is less. Raises ModelConfigError for a setting that the family does not support.
     """
     if not fields.has("n_embd"):
         return fields

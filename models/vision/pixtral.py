@@ -82,7 +82,7 @@ class PixtralTowerConfig(TowerConfig):
 
 def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> PixtralTowerConfig:
     """Return the vision tower's configuration from the config.json of Pixtral, or of a Mistral 3 model with images; an
-    absent vision_config means all defaults.
+    absent vision_config means all defaults, and for Mistral 3 patches of 14 pixels instead of 16.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
     None for Pixtral, whose projector neither norms nor merges, and of which the last hidden states are used. Raises

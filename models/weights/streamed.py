@@ -230,7 +230,8 @@ class _Stream:
 
 
 def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
-    """Return the group of each tensor that can be loaded before all others have come.
+    """Return the group of each tensor that can be loaded before all others have come. Weights that share a tensor, or
+    experts of a layer that one tensor may have, are in one group.
 
     Keys are tensors' names, and "LAYER.experts" if one tensor may have all experts of a layer. wait: whether an
     embedding that is also the head is left out, because a separate head tensor may come.

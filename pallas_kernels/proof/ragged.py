@@ -103,7 +103,8 @@ def _new_tokens(mix: str, sizes: Sizes, rng: np.random.Generator, most: int) -> 
     """Return the numbers of new tokens, i64, of the sequences that have some, and how many of the first sequences are
     decodes of one token.
 
-    mix: one of MIXES. most: most tokens of one sequence.
+    mix: one of MIXES; "least" has one decode, "one" a single sequence of all tokens (decodes, if these are no more than
+    the sequences), others random lengths that leave some tokens unused. most: most tokens of one sequence.
     """
     num_tokens, num_seqs = sizes.num_tokens, sizes.num_seqs
     if mix == "least":

@@ -28,8 +28,9 @@ class BundleOptions:
     """The fields of EngineConfig about steps that were compiled elsewhere.
 
     Attributes:
-      bundle: folder that `jaxengine build` wrote: its steps are loaded and none is compiled. An option that decides
-        them must be as it was then; KV pages are as many as then. Loading runs code from it; see docs/security.md.
+      bundle: folder that `jaxengine build` wrote: its steps are loaded and none is compiled. Options on which steps
+        depend must be the same as then, and the number of KV pages is the same. Loading runs code from it; see
+        docs/security.md.
       bundle_key_file: file with the secret that the bundle is signed with; a bundle with another signature, or none, is
         refused. Without it, the folder must be your own or root's, and nobody else may write to it.
     """

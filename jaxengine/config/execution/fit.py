@@ -12,9 +12,9 @@ class FitOptions:
     """The field of EngineConfig about sizes that the engine chooses.
 
     Attributes:
-      fit: choose what is left open so that the model fits: how it is split over the devices that are there, as
-        `jaxengine plan` does, max_model_len, and max_num_seqs and max_num_batched_tokens if they must be lower.
-        Parallel sizes of 1 count as left open.
+      fit: choose the options that are left open so that the model fits: how it is split over the devices that are
+        there, as `jaxengine plan` does, max_model_len, and max_num_seqs and max_num_batched_tokens if they must be
+        lower. Parallel sizes of 1 count as left open.
     """
 
     fit: bool = False

@@ -46,7 +46,8 @@ class RecordOptions:
 
     Attributes:
       record_steps: a folder for the last steps, which `jaxengine replay` runs again on this or another machine; see
-        docs/troubleshooting.md. Steps wait for each other and for the disk. The folder holds what users sent and got.
+        docs/troubleshooting.md. Each step then waits for the one before it and for the disk. The folder then contains
+        users' prompts and answers.
       record_steps_limit: steps to keep; the oldest makes room for the next.
       record_steps_bytes: bytes that all of them may take; a step that is larger alone is left out.
       record_steps_detail: "tokens" keeps inputs, pages written, logits and tokens; "layers" also the hidden states
@@ -54,8 +55,9 @@ class RecordOptions:
       kernel_proof: at the first start on a kind of device, run the kernels beside plain XLA before serving, and replace
         those that fail or are slower: "quick", those of the largest and smallest steps; "full", those of all steps,
         with more mixes of lengths; "off", none. CPUs have no such kernels; see docs/troubleshooting.md.
-      record_trace: a new file for when each request came, how long it was and which prefixes it shares, for
-        `jaxengine simulate`; see docs/simulate.md. No text and no token ids. Where the file exists, a number follows.
+      record_trace: a new file that records when each request came, its lengths and the prefixes that it shares, for
+        `jaxengine simulate`; see docs/simulate.md. It contains no text and no token ids. If the file exists, a number
+        is added to its name.
     """
 
     record_steps: str | None = None

@@ -20,7 +20,7 @@ class TrainingOptions:
     """The fields of EngineConfig about rollouts.
 
     Attributes:
-      enable_trace_replay: let requests name the tokens that they decode (trace_decode_token_ids). Every slot keeps
+      enable_trace_replay: let requests prescribe the tokens that they decode (trace_decode_token_ids). Every slot keeps
         max_model_len more numbers on the devices.
       enable_sampling_mass: let requests ask for raw and processed log-probabilities at once, and for the log of the
         probability that truncation kept (return_sampling_mass).

@@ -37,15 +37,16 @@ class MediaOptions:
 
     Attributes:
       limit_mm_per_prompt: limits of images, videos and sounds ("audio") per prompt, {"image": 2, "video": 0} or
-        image=2,video=0; as in vLLM, a dict of count and the sizes to prepare for may replace a number. Default 999.
+        image=2,video=0; as in vLLM, a dict with the count and the sizes to prepare for may replace a number. The
+        default is 999.
       language_model_only: accept only text, whatever limit_mm_per_prompt says; no tower is loaded.
       allowed_media_domains: hosts from which images may be fetched over http and https; "*" for all. None by default.
         Private addresses are only contacted if listed here as addresses, not through a name that resolves to them.
       allowed_local_media_path: folder from which file:// may be read; "" for none.
       media_loading_thread_count: number of threads per process that decode, and as many that fetch and that preprocess.
       mm_processor_kwargs: options of the model's processor of images and videos, a dict of its arguments.
-      enable_mm_embeds: also accept embeddings instead of images. They bypass the tower and only their size and type
-        are checked, so allow it only to clients that may be trusted with the model's input.
+      enable_mm_embeds: also accept embeddings instead of images. They bypass the tower and only their size and type are
+        checked, so allow it only to clients that may be trusted with the model's input.
       enable_prompt_embeds: also accept embeddings instead of a prompt's tokens, of a model that reads text. Only their
         size and type are checked, so allow it only to clients that may be trusted with the model's input.
       media_io_kwargs: how files are read: {"video": {"num_frames": 32, "fps": 2}, "image": {"rgba_background_color":

@@ -152,13 +152,13 @@ class KVOffloadOptions:
     Attributes:
       kv_offloading_size: GiB of host memory for pages that leave the devices and come back when a prefix needs them;
         None: none. See docs/kv_offload.md.
-      kv_offloading_path: a folder for such pages, too, which restarts and other engines of the same model share; None:
-        none. Users of the folder can read what it keeps of prompts and outputs.
+      kv_offloading_path: a folder for such pages as well, shared by later starts and by other engines of the same
+        model; None: none. Whoever can read the folder can read what it keeps of prompts and outputs.
       kv_offloading_disk_size: GiB that the folder may take, with the pages of all models; None: no limit.
       kv_transfer_config: vLLM's long form of these options, a dict or JSON: its OffloadingConnector with
-        CPUOffloadingSpec or TieringOffloadingSpec, cpu_bytes_to_use, eviction_policy ("lru" or "arc"),
-        store_threshold, and secondary_tiers of type fs. Or its NixlConnector, whose kv_role, engine_id, kv_ip, kv_port,
-        kv_buffer_size and kv_load_failure_policy hand pages over between engines, see docs/disaggregation.md.
+        CPUOffloadingSpec or TieringOffloadingSpec, cpu_bytes_to_use, eviction_policy ("lru" or "arc"), store_threshold,
+        and secondary_tiers of type fs. Or its NixlConnector, whose kv_role, engine_id, kv_ip, kv_port, kv_buffer_size
+        and kv_load_failure_policy hand pages over between engines, see docs/disaggregation.md.
       preemption_mode: how a request that lost its pages because memory was short gets them back: "recompute" computes
         them again, "swap" has them kept in host memory (needs kv_offloading_size) and copied back; "auto" swaps if that
         is faster, as measured.

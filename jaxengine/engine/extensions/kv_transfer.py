@@ -211,8 +211,8 @@ class KVTransfer(LoopExtension):
         return list(dict.fromkeys(keys))
 
     def _lease(self, request: Request) -> dict[str, object] | None:
-        """Lease the prompt pages of a request that has ended, and return the kv_transfer_params with which another
-        engine gets them, as JSON values.
+        """Lease the prompt pages of a request that has ended, without the page of its last prompt token, and return the
+        kv_transfer_params with which another engine gets them, as JSON values.
 
         Returns None, and counts a refusal, if the request has no pages or host memory has no room for them. Pins the
         keys in host memory, queues copies of pages that are still on the devices, and offers the pages through the

@@ -111,7 +111,8 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _wav_form(chunk: memoryview) -> tuple[int, int, int, int]:
-    """Return (format code, channels, rate, bits of a sample) of a WAV header, `chunk`, of at least 16 bytes.
+    """Return (format code, channels, rate, bits of a sample) of a WAV header, `chunk`, of at least 16 bytes. The code
+    of an extensible header is that of its subformat.
 
     Raises MediaError for formats other than PCM and floats, and for rates and numbers of channels that are not allowed.
     """

@@ -36,8 +36,8 @@ class AudioFlamingo3Processor(SoundProcessor):
     usual_token: ClassVar[int] = 151669
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises what SoundProcessor does, also for windows that are not the tower's,
-        and a longest sound of less than a window.
+        """Read the checkpoint's settings. The longest sound, max_audio_len seconds, is cut to whole windows. Raises
+        what SoundProcessor does, also for windows that are not the tower's, and a longest sound of less than a window.
         """
         given = {name: value for name, value in config_json.items() if value is not None}
         super().__init__(folder, {"audio_token_id": self.usual_token, **given}, model_config, tokenizer)

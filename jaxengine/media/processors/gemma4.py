@@ -210,8 +210,8 @@ class Gemma4Processor(GridProcessor):
         return shown
 
     def _asked(self, options: Mapping[str, Any], budget: int) -> int:
-        """Return the budget in options, or `budget` if there is none. Raises RequestError for one that is not
-        allowed.
+        """Return the budget in options, or `budget` if there is none. Raises RequestError unless it is one of BUDGETS,
+        or the processor's own budget for images or videos, and within the tower's limit.
         """
         asked = options.get(_BUDGET, budget)
         own = {settings.budget for settings in self.sizes.values()}

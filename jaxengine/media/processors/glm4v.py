@@ -83,7 +83,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
         """Return the tokens of a temporal step: its placeholders between the image's start and end tokens, then its
-        time as text.
+        time as text: "1.5 seconds" with `with_decimals`, else the whole seconds alone, rounded down.
         """
         before, after = self.around
         each = item.num_rows // item.grid[0]

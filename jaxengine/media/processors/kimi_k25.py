@@ -63,7 +63,8 @@ class KimiK25Processor(KimiVLProcessor):
         self.settings += f" {self.frame_pixels!r} {self.frame_limit} {self.most_side}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
-        """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`.
+        """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`, in which a video's
+        token that is not in the vocabulary gives way to that of images.
 
         Raises ModelConfigError for invalid token ids, for an empty text in place of a video, and if images and videos
         have the same id.

@@ -125,8 +125,8 @@ class KimiVLProcessor(GridProcessor):
         most: int | None,
         seconds: tuple[float, ...] = (),
     ) -> Processed:
-        """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them with black, and cut them into
-        patches.
+        """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them with black at the right and at
+        the bottom, and cut them into patches.
 
         modality: kind of the item, for errors. pixels: the transform. most: limit of all patches; None for no limit.
         seconds: time of each chunk of a video; () for none. Raises RequestError for more patches, and for extreme

@@ -265,7 +265,9 @@ class Lfm2VlProcessor(GridProcessor):
 
     def _cut_of(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return ((height, width) in pixels of the whole image after resizing, (rows, columns) of its tiles, (0, 0) for
-        none) for an image of height x width pixels.
+        none) for an image of height x width pixels. It is cut, if the limits allow tiles, when it has more than
+        max_image_tokens times `tolerance` embeddings: into the tiles whose aspect ratio is nearest to the image's, of
+        equally near ones the last that have less than twice its area, else the first.
 
         Raises RequestError for an extreme aspect ratio.
         """
@@ -283,8 +285,10 @@ class Lfm2VlProcessor(GridProcessor):
         return whole, best
 
     def _whole_size(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[int, int]:
-        """Return (height, width) in pixels of the whole image after resizing, multiples of `factor`, with about
-        min_image_tokens to max_image_tokens embeddings.
+        """Return (height, width) in pixels of the whole image after resizing, multiples of `factor`, with at most
+        max_image_tokens embeddings and, unless that needs more, at least min_image_tokens. Sides are rounded to the
+        nearest multiple if that fits; else the image is scaled, keeping its aspect ratio, to the limit, and sides are
+        rounded down to fit the maximum or up to reach the minimum.
         """
         factor = self.factor
         least, most = (limits[f"{end}_image_tokens"] * factor**2 for end in ("min", "max"))

@@ -78,9 +78,9 @@ class Llama4Processor(UnitProcessor):
         """Return an image's tiles, line by line, and (rows, columns); if there are several tiles, the whole image,
         resized to a square, follows them.
 
-        picture: uint8[H, W, 3], which is fitted into the best tiling and padded with black. options:
-        mm_processor_kwargs, of which `max_patches` and `resize_to_max_canvas` override max_tiles and fills. Raises
-        RequestError for an invalid option.
+        picture: uint8[H, W, 3], which is fitted into the best tiling, but without `fills` enlarged to one tile at most,
+        and padded with black at the right and at the bottom. options: mm_processor_kwargs, of which `max_patches` and
+        `resize_to_max_canvas` override max_tiles and fills. Raises RequestError for an invalid option.
         """
         side, resize = self.side, self.pixels.resized
         most, fills = self._limits(options)

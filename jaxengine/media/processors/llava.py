@@ -40,7 +40,8 @@ class LlavaProcessor(UnitProcessor):
         return SIGLIP if _kind(fields) == "Siglip" else super().defaults_of(fields)
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set size, crops and pads. Raises ModelConfigError if the resulting square is not of the tower's
+        """Read and set size, crops (do_center_crop; by default whether the size is a shortest_edge) and pads (do_pad;
+        False for CLIP's and SigLIP's processors). Raises ModelConfigError if the resulting square is not of the tower's
         image_size.
         """
         kinds = ("shortest_edge",), ("height", "width")

@@ -249,8 +249,8 @@ class MiniCPMVProcessor(GridProcessor):
         return Expanded(out, positions, order, places, delta)
 
     def _append(self, out: list[int], number: int, item: Processed) -> Frame:
-        """Append the tokens of the image with this number in the prompt to `out`, and return where its crops are in
-        `out`.
+        """Append the tokens of an image to `out`: its `number` in the prompt, if the checkpoint numbers images, then
+        the whole image and, row by row, its slices, each between marks. Return where its crops are in `out`.
         """
         grids, marks, token = self.crop_grids(item), self.marks, self.token_ids["image"]
         if self.numbers:
@@ -277,8 +277,9 @@ class MiniCPMVProcessor(GridProcessor):
         return size[0] // self.tower.patch_size, size[1] // self.tower.patch_size
 
     def _crops(self, height: int, width: int, most_slices: int) -> Crops:
-        """Return the sizes of the crops of an image of height x width pixels. most_slices: limit of slices. Raises
-        RequestError for an extreme aspect ratio.
+        """Return the sizes of the crops of an image of height x width pixels: of slices as enlarged to about
+        `resolution` squared, and of the whole image as scaled down to that, or without slices also enlarged if
+        `enlarges`. most_slices: limit of slices. Raises RequestError for an extreme aspect ratio.
         """
         check_ratio(height, width)
         rows, columns = _slices(height, width, self.resolution, most_slices)

@@ -63,7 +63,7 @@ class MossTranscribeProcessor(AudioFlamingo3Processor):
 
     def pieces(self, num_rows: int) -> list[int]:
         """Return the tokens of a sound of num_rows embeddings: placeholders and, after those of each `every` seconds,
-        the tokens of their number in decimal digits.
+        the tokens of their number in decimal digits; no times if `every` is 0.
         """
         step = int(self.per_second * self.every)
         if step <= 0:

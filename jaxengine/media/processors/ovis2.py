@@ -127,8 +127,9 @@ class Ovis2Processor(TextPlaceholderProcessor):
         return 1, side, side
 
     def _sequence(self, grid: tuple[int, int, int]) -> Iterator[tuple[int, int | None]]:
-        """Yield (unit, None for its patches or the indicator) of an image in the order of its prompt. grid: of all
-        tiles, in patches.
+        """Yield (unit, None for its patches or the indicator) of an image in the order of its prompt: START, the whole
+        image (unit 0) and GRID; then the tiles, if there are several, each but the last followed by COLUMN or, at the
+        end of a line, ROW; then END. START, GRID and END have unit 0. grid: of all tiles, in patches.
         """
         rows, columns = (length * self.patch // self.side for length in grid[1:])
         yield from ((0, _START), (0, None), (0, _GRID))

@@ -191,8 +191,8 @@ class Phi4MultimodalProcessor(UnitProcessor):
         return integer_option(options, "dynamic_hd", self.max_tiles, _MAX_TILES)
 
     def _fitted(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
-        """Return uint8[H, W, 3] scaled to the largest size within height x width pixels. Raises RequestError if one of
-        its sides has too few pixels.
+        """Return uint8[H, W, 3] scaled to the largest size within height x width pixels. Raises RequestError if a side
+        would have less than _LEAST_SIDE pixels.
         """
         by_height, by_width = height / picture.shape[0], width / picture.shape[1]
         if by_width < by_height:

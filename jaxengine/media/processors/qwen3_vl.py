@@ -128,7 +128,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 def resized_frames(
     num_frames: int, height: int, width: int, bounds: Bounds, factor: int, depth: int
 ) -> tuple[int, int]:
-    """Return (height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL.
+    """Return (height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL: a side
+    below `factor` is first enlarged to it, and then sides become multiples of `factor` within the bounds, for which
+    there are at least `depth` frames.
 
     bounds: bounds of the pixels of all frames together. factor: side in pixels of one row of the tower. depth: frames
     of a patch. Raises RequestError if one side is more than MAX_ASPECT_RATIO times the other.

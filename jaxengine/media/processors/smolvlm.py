@@ -155,7 +155,9 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
 
 
 def _described(video: Processed, image: str) -> str:
-    """Return the text that represents a video in a prompt, with the placeholder `image` for each frame."""
+    """Return the text that represents a video in a prompt, with the placeholder `image` for each frame: the number of
+    frames in words and the duration, then each frame's minutes and seconds before its placeholder.
+    """
     *times, seconds = video.seconds
     parts = [_INTRO.format(count=in_words(len(times)), duration=timedelta(seconds=int(seconds)))]
     parts += [_FRAME.format(minutes=int(time // 60), seconds=int(time % 60)) + image for time in times]

@@ -87,7 +87,10 @@ class UsmMel:
         return max(0, (count + self.window // 2 - self.window - 1) // HOP + 1)
 
     def of(self, samples: np.ndarray) -> np.ndarray:
-        """Return the spectrogram f32[num_frames, num_bins] of samples f32[N]."""
+        """Return the spectrogram f32[num_frames, num_bins] of samples f32[N]: for each window, of which the first
+        begins half a window before the samples, the natural logarithm of the magnitudes in each mel bin plus `floor`,
+        less `mean` and divided by `deviation`.
+        """
         count = self.num_frames(len(samples))
         padded = np.pad(samples * np.float32(self.scale), (self.window // 2, 0))
         found = np.empty((count, self.num_bins), np.float32)
@@ -102,7 +105,10 @@ class UsmMel:
         return found
 
     def _emphasised(self, windows: np.ndarray) -> np.ndarray:
-        """Return windows f32[N, window + 1] of overlapping samples after preemphasis, [N, window]."""
+        """Return windows f32[N, window + 1] of overlapping samples after preemphasis, [N, window]: each sample minus
+        `emphasis` times its predecessor; with `whole_first` the first of a window is only scaled by 1 - emphasis, and
+        the last sample has no effect. Without emphasis the first `window` samples are returned.
+        """
         if self.emphasis <= 0:
             return windows[:, :-1]
         if not self.whole_first:

@@ -51,7 +51,8 @@ class ThinkFormat:
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
         """Return a parser for one output that follows `prompt` and continues the answer `continued`, "" for a new
-        answer.
+        answer: a ThinkParser, within a DroppingParser or an AnswerParser if the format has `dropped` or `answer`; with
+        `shown` a ShownParser, which only adds the opening word where a new output begins inside reasoning.
 
         calls: calls that end reasoning; None: no call does.
         """

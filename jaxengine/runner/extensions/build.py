@@ -15,7 +15,8 @@ from jaxengine.runner.programs.step_programs import StepPrograms
 
 def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
     """Yield the DeviceExtensions that a stage needs for its model and options, in the order in which they take part in
-    traced programs.
+    traced programs: drafts, adapters, towers, states, experts, pooling, steering, captured activations, routed experts,
+    scores and grammars, and those of `_of_options`.
     """
     model, config = shape.model.config, shape.config
     if config.speculative_config is not None and shape.samples:

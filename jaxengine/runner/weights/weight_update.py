@@ -139,7 +139,7 @@ def read_weights(
 
     Args:
       params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a mapping
-        or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
+        or as pairs; or the engine's own tree, an nnx.State or an nnx.Module, which only an engine of one process takes.
       mapping: maps names of tensors in `params` to Hugging Face names. Names that are not in it are used unchanged.
       strict: whether every weight must be given. Otherwise a weight of which no tensor is given stays as it is.
       donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
@@ -320,9 +320,9 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
-    """Read a folder with safetensors or a GGUF file, and return each stage's new arrays by leaf index once they are on
-    the devices; without strict, those of the weights that the folder has. head: selection of a draft head's tensors, or
-    None. Raises ModelFileError for files that do not fit, and WeightUpdateError if stopped or numbers are not finite.
+    """Read a folder with safetensors, and any pooling modules, or a GGUF file; return each stage's new arrays by leaf
+    index, on the devices: without strict, of the weights that the folder has. head: selects a draft head's tensors, or
+    None. Raises ModelFileError for files that do not fit, WeightUpdateError if stopped or numbers are not finite.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)

@@ -76,25 +76,25 @@ class ServerConfig:
       metrics_port: port that serves /metrics and /health alone, without a key and without TLS, for pickers and
         collectors; None: only `port` serves them.
       api_server_count: processes that serve clients, tokenise and detokenise.
-      served_model_name: names by which requests may call the model; answers carry the first.
+      served_model_name: names that requests may use for the model; answers use the first.
       api_key: keys that clients may present as "Authorization: Bearer ..."; without any, no key is required. With
         scheduling_policy "fair" each key is one client, and without keys all are one.
-      api_key_file: a file of further keys, one per line. If others may write it, it is refused; if they may read it, a
-        warning is logged; admin_key_file likewise.
+      api_key_file: a file of further keys, one per line. It is refused if other users may write it, and a warning is
+        logged if they may read it. The same holds for admin_key_file.
       enable_admin: also serve the routes and methods that change the server; they need admin_key_file.
       admin_key_file: a file with the keys for them.
       lora_modules: adapters to start with, each as name=path or as JSON with name and path; needs enable_lora.
       lora_root: the folder from which operators may load adapters at run time; None forbids loading.
       lora_dirs: folders whose adapters requests may name as their model, by the path of the adapter's folder in one of
         them; it is loaded then.
-      lora_hub_owners: owners on the Hugging Face hub whose adapters requests may name likewise, as owner/name.
-      lora_routes: names that requests may give as their model, each for adapters by weight, as JSON:
-        {"acme": [["acme-v1", 0.9], ["acme-v2", 0.1]]}. A conversation (X-Session-ID), and a request that is sent again
-        with its X-Request-Id, get the same adapter; answers carry its name.
-      weight_upload_dir: the folder that keeps weights which operators send, until the engine has read them; it needs
-        room for all of them. None forbids sending; weights of a folder are read where they are.
+      lora_hub_owners: owners on the Hugging Face hub whose adapters requests may name in the same way, as owner/name.
+      lora_routes: names that requests may give as their model, each for adapters by weight, as JSON: {"acme":
+        [["acme-v1", 0.9], ["acme-v2", 0.1]]}. A conversation (X-Session-ID), and a request that is sent again with its
+        X-Request-Id, get the same adapter; answers carry its name.
+      weight_upload_dir: the folder that keeps the weights that operators send until the engine has read them; it needs
+        room for all of them. None forbids sending. Weights in a folder are read where they are.
       ssl_certfile: certificate chain for TLS, PEM.
-      ssl_keyfile: its private key.
+      ssl_keyfile: private key of the certificate.
       ssl_ca_certs: certificate authorities; clients must present a certificate that one of them signed (mTLS).
       allowed_origins: origins that browsers may call from (CORS), or a JSON list of them; "*" for all.
       middleware: ASGI middleware of your own code around all HTTP requests of clients, as module.NAME: a class, or a
@@ -131,16 +131,18 @@ class ServerConfig:
       max_header_bytes: largest headers of a request.
       max_n: largest number of outputs per prompt in a request.
       max_prompts: largest number of prompts in a request.
-      max_captured_bytes: most bytes of activations in an answer, before base64 (capture, return_hidden_states).
+      max_captured_bytes: largest size in bytes of the activations in an answer, before base64 (capture,
+        return_hidden_states).
       chat_template_kwargs_allowed: whether requests may set variables of the chat template.
       default_chat_template_kwargs: variables of the chat template for the conversations of all requests, such as
         {"enable_thinking": false}; those that a request sets replace them.
       trust_request_chat_template: whether requests may include their own chat template.
       exclude_tools_when_tool_choice_none: leave the tools of a request with tool_choice "none" out of its prompt.
       enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
-      tool_call_parser: the model's format of tool calls, a name of docs/parsers.md; auto: by its chat template. None:
-        tool calls are not parsed.
-      reasoning_parser: the model's format of reasoning, likewise. None, or the text "none": it stays in the content.
+      tool_call_parser: the model's format of tool calls, one of those in docs/parsers.md; auto: chosen by its chat
+        template. None: tool calls are not parsed.
+      reasoning_parser: the model's format of reasoning, chosen in the same way. None, or the text "none", leaves
+        reasoning in the content.
       response_role: the role of answers.
       enable_batch_api: serve /v1/files and /v1/batches; needs batch_storage_dir.
       batch_storage_dir: the folder that keeps files and batches, also over restarts. Servers of the same model may
@@ -155,12 +157,12 @@ class ServerConfig:
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
-      enable_per_request_metrics: add times of the request to answers with one output, as `metrics`: to whole ones, and
-        to the event of a stream with the usage.
-      disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
-        /status.json only when they fail.
+      enable_per_request_metrics: add the request's times to answers with one output, in the field `metrics`: to
+        complete answers, and to the event of a stream that has the usage.
+      disable_access_log: log no line for each request. Otherwise each request has one, but those of /health, /live,
+        /ping, /metrics and /status.json only if they fail.
       log_format: "text", vLLM's lines, or "json", an object in each line, with time, level, process, pid, logger, place
-        and message. What native libraries write is text.
+        and message. Native libraries write plain text in either case.
       enable_log_requests: log the parameters of each request for text, up to 1000 characters of them.
       max_log_len: with enable_log_requests, characters of each prompt, and as many of its token ids, to log as well;
         None: neither.

@@ -85,8 +85,9 @@ class InferenceService:
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Return the token ids of a text or a conversation, and the tokens as strings if requested. Special tokens are
-        added to a text unless add_special_tokens is false.
+        """Return the token ids of a text or a conversation, their number, the model's max_model_len and, if requested,
+        the tokens as strings: "" for an id without a token. Special tokens are added to a text unless
+        add_special_tokens is false.
 
         Raises RequestError without a prompt or tokenizer, for add_special_tokens with messages, and for an invalid
         prompt; CallError for an unknown model; OverloadedError.

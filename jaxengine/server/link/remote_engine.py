@@ -150,7 +150,8 @@ class RemoteEngine:
         """Prepare a request, submit it, and yield its outputs; abort it if the caller stops reading. Counts as a
         reader, for whom `drain` waits.
 
-        params: None for the model's defaults. Other arguments and errors are those of `stream`.
+        params: None for the model's defaults. A request without an id is given one, and one without a timeout has the
+        server's. Other arguments and errors are those of `stream`.
         """
         self._check()
         params = self.inputs.default_sampling_params() if params is None else params

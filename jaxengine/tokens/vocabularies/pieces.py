@@ -142,8 +142,10 @@ def _of(types: Sequence[int], *wanted: int) -> list[int]:
 
 
 def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
-    """Set the tokenizer's normalizer and decoder for the vocabulary, and, where needed, extend its pre-tokenizer.
-    Changes `tokenizer` in place and returns it.
+    """Set the tokenizer's normalizer and decoder for the vocabulary, and extend its pre-tokenizer if user-defined
+    pieces are isolated or only the first word gets a mark. The normalizer applies the vocabulary's character map, joins
+    and strips spaces if it `strips`, and writes spaces as SPACE_MARK, one of which is put in front if it `adds_space`;
+    the decoder does the reverse. Changes `tokenizer` in place and returns it.
     """
     steps: list[Any] = [normalizers.Precompiled(pieces.char_map)] if pieces.char_map else []
     if pieces.strips:

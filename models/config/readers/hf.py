@@ -106,8 +106,9 @@ def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of one mapping of fields with `rope_scaling` merged into `rope_parameters` as `with_usual_fields`
-    describes, without treating nested mappings; an unchanged copy if either is absent or null. Logs a warning if a
-    rope_theta is lost. Raises ModelConfigError if both are present and either is not a mapping.
+    describes, without treating nested mappings; an unchanged copy if either is absent or null. An empty mapping gives
+    way to the other one. Logs a warning if a rope_theta is lost. Raises ModelConfigError if both are present and either
+    is not a mapping.
     """
     fields, merged = ConfigFields(raw), dict(raw)
     if not fields.has("rope_parameters") or not fields.has("rope_scaling"):
@@ -250,8 +251,8 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
     bos_token_id, eos_token_id and tie_word_embeddings taken from the outer configuration if they are present there.
 
     tie_word_embeddings is taken from outside only if text_config lacks it, since transformers 5 writes the default of
-    the wrapper's class there. Raises ModelConfigError if text_config is not a mapping, or if rope is scaled differently
-    outside of it.
+    the wrapper's class there. Raises ModelConfigError if text_config is absent or not a mapping, or if rope is scaled
+    differently outside of it.
     """
     text = fields.mapping("text_config")
     if text is None:

@@ -51,7 +51,8 @@ class Indexer(nnx.Module):
         self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [T, I, J], the weights of their heads f32[T, I], and keys [T, 1, J].
+        """Return queries [T, I, J], the weights of their heads f32[T, I], divided by sqrt(I * J), and normed keys [T,
+        1, J].
 
         x: [T, D]. q_latent: [T, q_rank]. Queries and keys are rotated if the step has rope.
         """

@@ -143,7 +143,7 @@ class TableEntries(InOrder):
 
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that bitsandbytes settings describe: all matrices but those that llm_int8_skip_modules
-    lists are NF4 or FP4 entries.
+    lists are NF4 or FP4 (by default) entries.
 
     Raises ModelConfigError for unsupported settings, such as eight bits.
     """

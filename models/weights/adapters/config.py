@@ -227,8 +227,8 @@ class AdapterConfig:
             raise ModelFileError(self.path, f"{field} must hold {error}", field) from None
 
     def _names(self, raw: Mapping[str, Any], field: str) -> str | NamePattern | frozenset[str]:
-        """Return the value of a field that names modules: a set of names (empty if it is absent or "", which PEFT takes
-        for the same), a regular expression, or "all-linear".
+        """Return the value of a field that names modules: for a list the set of its names (empty if the field is absent
+        or "", which PEFT takes for the same), for a text a regular expression, or "all-linear" unchanged.
 
         raw: the adapter_config.json. Raises ModelFileError for anything else.
         """

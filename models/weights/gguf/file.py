@@ -204,7 +204,8 @@ class GGUFFile:
         return data
 
     def _named(self, tensors: tuple[TensorInfo, ...]) -> dict[str, TensorInfo]:
-        """Return the tensors by their canonical names, and add factors of whole matrices to `_factors`.
+        """Return the tensors by their canonical names, and add factors of whole matrices to `_factors`. Factors of
+        inputs are left out, as inputs are not rounded.
 
         Raises ModelFileError for a name that two tensors have, for shapes that are not possible, and for a factor
         without its matrix.

@@ -100,7 +100,8 @@ def _out_of_order(row: RuleRow, token: jax.Array, at_start: jax.Array) -> jax.Ar
     <|notimestamps|> may never follow, nor a timestamp before the latest one, nor one equal to it except as the second
     of a pair. The first token of a slot must be a timestamp, of at most `most_initial` unless that is negative. A pair
     of timestamps, the end of a segment and the beginning of the next, may have equal times and must be followed by
-    text; after a single timestamp no text may follow, only the second of the pair or the end.
+    text; after a single timestamp no text may follow, only the second of the pair or the end. The first token of a
+    slot, although alone, counts as the second of a pair.
 
     token: i32[V / n], ids of the columns. at_start: bool[S, 1], whether a slot has no tokens.
     """

@@ -90,8 +90,8 @@ class ChatChoiceWriter:
         """Return choices with an output's new parts, one for each chunk; [] if there is nothing new that was requested.
         events: the parser's new events.
 
-        A chunk never contains two calls, nor a call and the finish reason, because OpenAI's client would not notice
-        that the call is complete.
+        Tokens and their log-probabilities are in the first chunk, the finish reason in the last. A chunk never contains
+        two calls, nor a call and the finish reason, because OpenAI's client would not notice that the call is complete.
         """
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(output.index)

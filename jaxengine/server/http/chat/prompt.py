@@ -45,8 +45,9 @@ class ChatRenderer:
         and videos.
 
         Token ids are truncated if the request has truncate_prompt_tokens; the text is not. Raises RequestError for a
-        conversation that cannot be rendered, that has no tokens or more than max_model_len - 1, or whose images cannot
-        be used; OverloadedError if too many templates, texts or images wait.
+        conversation that cannot be rendered, that has no tokens or more than max_model_len - 1, whose images cannot be
+        used, or that would be truncated although it has images or videos; OverloadedError if too many templates, texts
+        or images wait.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, whole = await self._encode(body, messages)

@@ -131,8 +131,8 @@ class ChatRun:
         return len(self.prompt["prompt_token_ids"]) if known else self._server.engine.inputs.config.max_model_len
 
     async def prepare(self) -> None:
-        """Render the conversation, set `prompt`, and change `params` to apply only after the reasoning where that is
-        needed.
+        """Render the conversation, set `prompt`, and with a reasoning parser change `params` so that grammars and,
+        unless stop_in_reasoning is set, stop strings apply only after the reasoning, whose limit is added.
 
         Raises RequestError for a conversation that cannot be rendered, for media with a beam search, and for
         activations beyond the server's limit; OverloadedError.
@@ -161,7 +161,9 @@ class ChatRun:
 
     def _read_around_reasoning(self) -> None:
         """Change `params`, which needs `prompt`, so that the output's grammar and stop strings apply only after the
-        reasoning, and add the limit of the reasoning. Does nothing without a reasoning parser.
+        reasoning, and add the limit of the reasoning. With stop_in_reasoning stop strings apply to the reasoning too,
+        and a grammar that covers a whole forced call applies from the beginning. Does nothing without a reasoning
+        parser.
         """
         if self._reasoning is None:
             return
@@ -293,9 +295,10 @@ class ChatRun:
         return [token_id for token_id in found if token_id is not None]
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters, without the limit of the reasoning, which `prepare` adds. Raises
-        RequestError for a token limit above max_model_len, for top_logprobs above max_logprobs or of -1 (all) unless
-        that is -1 too, and for other values that are not allowed.
+        """Return the engine's sampling parameters, without the limit of the reasoning, which `prepare` adds. Without a
+        limit the model's default counts, if it has one; a whole answer with echo and logprobs also has prompt_logprobs.
+        Raises RequestError for a token limit above max_model_len, for top_logprobs above max_logprobs or of -1 (all)
+        unless that is -1 too, and for other values that are not allowed.
         """
         body, inputs = self.body, self._server.engine.inputs
         name, most = body.most_tokens

@@ -204,9 +204,9 @@ class ResponseFormat(RequestModel):
     triggers: Annotated[list[str], at_most(MAX_OPTIONS)] | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """Return the equivalent value of vLLM's field structured_outputs; None for type "text". Raises RequestError for
-        json_schema without a schema, and for a json_schema or a part of a tag under another type; the schema and the
-        tag themselves are not checked.
+        """Return the equivalent value of vLLM's field structured_outputs; None for type "text". A json_schema with
+        strict false is read leniently. Raises RequestError for json_schema without a schema, and for a json_schema or a
+        part of a tag under another type; the schema and the tag themselves are not checked.
         """
         if self.json_schema is not None and self.type != "json_schema":
             text = "response_format.json_schema is only allowed with the type json_schema"

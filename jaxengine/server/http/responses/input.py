@@ -102,10 +102,11 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
 
 
 def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Return the call of a function or a custom tool as a tool call of a chat message.
+    """Return the call of a function or a custom tool as a tool call of a chat message. A namespace becomes part of the
+    function's name (`flat_name`), and a custom tool's text becomes JSON arguments (`text_arguments`).
 
     kind: the item's type, one of _CALLS. where: path of the item, for errors. Raises RequestError for a field that is
-    missing or not a string. Whether the tool exists is not checked.
+    missing or not a string; the namespace may be missing. Whether the tool exists is not checked.
     """
     for key in ("call_id", "name", _CALLS[kind]):
         if not isinstance(item.get(key), str):
