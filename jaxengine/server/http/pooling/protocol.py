@@ -108,9 +108,10 @@ class EmbeddingRequest(InputBody):
     """Request of /v1/embeddings.
 
     Attributes:
-      encoding_format: numbers, or base64.
-      embed_dtype, endianness: of base64: the number format, float32 by default, and the byte order, little by default
-        and with "native".
+      encoding_format: numbers, or base64; "bytes" and "bytes_only": the body is the bytes of all vectors, of which
+        "bytes" tells the form in the header `metadata`.
+      embed_dtype, endianness: of base64 and bytes: the number format, float32 by default, and the byte order, little
+        by default and with "native".
       dimensions: number of leading dimensions of each embedding to keep.
       normalize: earlier name of use_activation.
       prompt_name: the model's prompt to prepend to texts, "" for none; default: the model's default.
@@ -118,22 +119,27 @@ class EmbeddingRequest(InputBody):
 
     refused = {name: values for name, values in InputBody.refused.items() if name not in ("embed_dtype", "endianness")}
 
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
     embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None
     endianness: Literal["native", "big", "little"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
 
+    @property
+    def is_binary(self) -> bool:
+        """Whether the answer is bytes in place of JSON."""
+        return self.encoding_format in ("bytes", "bytes_only")
+
     @model_validator(mode="after")
     def _check_encoding(self) -> Self:
         """Return this request after checking it. Raises RequestError for an embed_dtype or endianness that changes
-        base64 where encoding_format is another.
+        bytes, where encoding_format writes numbers.
         """
         for name, plain in (("embed_dtype", ("float32",)), ("endianness", ("native", "little"))):
             value = getattr(self, name)
-            if self.encoding_format != "base64" and value not in (None, *plain):
-                problem = f'{name} is {value}; it is only allowed with encoding_format="base64"'
+            if self.encoding_format in (None, "float") and value not in (None, *plain):
+                problem = f"{name} is {value}; it is only allowed with encoding_format base64, bytes and bytes_only"
                 raise RequestError(problem, param=name, value=value)
         return self
 

@@ -13,6 +13,7 @@ from typing import Any
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import Content, Side, pair_prompt
 from jaxengine.media.parts import MediaPart
+from jaxengine.requests.media.inputs import UNCUT, verify_whole
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
@@ -50,34 +51,37 @@ class PoolingServer:
                 problem = "mm_processor_kwargs is only allowed with messages that have media"
                 raise RequestError(problem, param="mm_processor_kwargs")
             return await self.encode_input(body, params)
-        refuse_cut(body)
         text, ids = await self._encode_messages(body, texts)
         prompt = {"prompt": text, "prompt_token_ids": ids}
-        ready = await self._ready(prompt, parts, "messages", body.mm_processor_kwargs)
+        ready = await self._ready(prompt, parts, "messages", body, body.mm_processor_kwargs)
         return [{name: value for name, value in ready.items() if name != "prompt"}]  # not a text of the caller's
 
-    async def _encode_content(self, content: Content) -> dict[str, Any]:
-        """Return the prompt of a query or document with media, which are loaded and preprocessed. Raises RequestError
-        for media that cannot be used and for a prompt that is too long; OverloadedError.
+    async def _encode_content(self, content: Content, body: NamedRequest) -> dict[str, Any]:
+        """Return the prompt of a query or document with media, which are loaded and preprocessed. Raises the errors of
+        `_ready`, and OverloadedError.
         """
         param = content.parts[0].param
         (ids,) = await self._encoder.encode([content.text], param=param)
-        return await self._ready({"prompt": content.text, "prompt_token_ids": ids}, content.parts, param)
+        return await self._ready({"prompt": content.text, "prompt_token_ids": ids}, content.parts, param, body)
 
     async def _ready(
         self,
         prompt: Mapping[str, Any],
         parts: Sequence[MediaPart],
         param: str,
+        body: NamedRequest,
         options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return a prompt, of text and token ids, with its media loaded and preprocessed. param, options: its field,
         for errors, and mm_processor_kwargs. Raises the errors of `with_media`, and RequestError for more than
-        max_model_len tokens.
+        max_model_len tokens, or more than the truncate_prompt_tokens of `body`.
         """
         inputs = self.engine.inputs
+        keep = self._num_kept(body) if isinstance(body, PoolingBody) else None
         ready = await with_media(inputs, prompt, parts, options)
         count, longest = len(ready["prompt_token_ids"]), inputs.config.max_model_len
+        if isinstance(body, PoolingBody):
+            verify_whole(count, keep, body.truncate_prompt_tokens)
         if not 1 <= count <= longest:
             raise prompt_length_error(param, count, longest, longest)
         return ready
@@ -161,7 +165,7 @@ class PoolingServer:
                 continue
             texts = [each for each in dict.fromkeys(sides[number]) if isinstance(each, str)]
             if len(texts) < len({*sides[number]}):
-                problem = f"{name} is only allowed without media, whose prompts are not cut"
+                problem = f"{name} is only allowed without media: {UNCUT}"
                 raise RequestError(problem, param=name, value=limit)
             cut: dict[Side, str] = dict(zip(texts, await self._encoder.beginnings(texts, limit), strict=True))
             sides[number] = [cut[text] for text in sides[number]]
@@ -238,7 +242,7 @@ class PoolingServer:
             prompt = wanted[index]
             if isinstance(prompt, Content):
                 async with loading:  # all at once would exceed the client's share of waiting media
-                    prompt = await self._encode_content(prompt)
+                    prompt = await self._encode_content(prompt, body)
             stream = self.engine.pool(prompt | salt, params, name if len(wanted) == 1 else f"{name}-{index}", options)
             async with contextlib.aclosing(stream):  # pyright: ignore[reportArgumentType]
                 async for output in stream:
@@ -252,28 +256,25 @@ class PoolingServer:
                 found[index] = output
         return [found[index] for index in range(len(wanted))]
 
+    def _num_kept(self, body: PoolingBody) -> int | None:
+        """Return the number of a prompt's tokens that the request keeps; None for all. Raises RequestError for a
+        truncate_prompt_tokens above max_model_len.
+        """
+        return PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens).num_kept(
+            self.engine.inputs.config.max_model_len
+        )
+
     def _cut(self, token_ids: list[int], body: PoolingBody, param: str) -> list[int]:
         """Return a prompt's token ids truncated to truncate_prompt_tokens (-1: max_model_len) of the request, on its
         truncation_side; unchanged without the former. Raises RequestError for a number above max_model_len and, with
         the field `param`, if there are then no tokens or more than max_model_len.
         """
-        keep, longest = body.truncate_prompt_tokens, self.engine.inputs.config.max_model_len
-        if keep is not None and keep > longest:
-            text = f"truncate_prompt_tokens is {keep}; allowed: -1, and 1 to {longest} (max_model_len)"
-            raise RequestError(text, param="truncate_prompt_tokens", value=keep)
+        keep, longest = self._num_kept(body), self.engine.inputs.config.max_model_len
         if keep is not None:
-            model = self.engine.inputs.require_pooling()
-            token_ids = model.cut(token_ids, longest if keep == -1 else keep, body.truncation_side)
+            token_ids = self.engine.inputs.require_pooling().cut(token_ids, keep, body.truncation_side)
         if not 1 <= len(token_ids) <= longest:
             raise prompt_length_error(param, len(token_ids), longest, longest)
         return token_ids
-
-
-def refuse_cut(body: PoolingBody) -> None:
-    """Raise RequestError if a request with media has truncate_prompt_tokens."""
-    if body.truncate_prompt_tokens is not None:
-        problem = "truncate_prompt_tokens is only allowed without media, whose prompts are not cut"
-        raise RequestError(problem, param="truncate_prompt_tokens")
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 from pathlib import Path
 
 import ml_dtypes
@@ -181,6 +182,21 @@ async def test_forms_of_input_and_fields(app):
         (entry,) = (await post(app, "/v1/embeddings", input=TEXTS[0], **form)).json["data"]
         found = np.frombuffer(base64.b64decode(entry["embedding"]), dtype).astype("f4")
         np.testing.assert_allclose(found, golden[0], atol=0.1)
+        for path, fields in (("/v1/embeddings", {}), ("/pooling", {"task": "token_embed"})):
+            form["encoding_format"] = "bytes"
+            named = await post(app, path, input=TEXTS[:2], **form, **fields)
+            about = json.loads(named.headers["metadata"])
+            assert named.headers["content-type"] == "application/octet-stream"
+            assert about["model"] == "tiny" and about["usage"]["prompt_tokens"] == len(IDS) + 2
+            for index, part in enumerate(about["data"]):
+                assert (part["index"], part["embed_dtype"], part["endianness"]) == (index, name, order or "native")
+                rows = np.frombuffer(named.body[part["start"] : part["end"]], dtype).reshape(part["shape"])
+                last = rows.astype("f4").reshape(-1, SIZE)[-1]
+                np.testing.assert_allclose(last, golden[index], atol=0.1)
+            assert part["end"] == len(named.body)
+            form["encoding_format"] = "bytes_only"
+            bare = await post(app, path, input=TEXTS[:2], **form, **fields)
+            assert bare.body == named.body and "metadata" not in bare.headers
     answer = await post(app, "/pooling", input=TEXTS[0], task="embed")
     (entry,) = answer.json["data"]
     assert entry["object"] == "pooling" and answer.json["id"].startswith("pool-")
@@ -338,7 +354,7 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
         ("/v1/embeddings", {}, "input", "input is missing"),
         ("/v1/embeddings", {"input": "w5", "dimensions": 5}, "dimensions", "dimensions is 5; allowed: 4, 8"),
-        ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float', 'base64'"),
         ("/pooling", {"input": "w5", "endianness": "big"}, "endianness", "with encoding_format"),
         ("/rerank", {"query": "w5", "documents": ["w6"], "max_tokens_per_doc": -5}, "max_tokens_per_doc", "from 0"),
         ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
