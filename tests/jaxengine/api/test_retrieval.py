@@ -134,6 +134,9 @@ async def test_over_http(tmp_path, executables_dir, goldens):
             assert cut.status == status, cut.body
         assert cut.error["param"] == "truncate_prompt_tokens"
         assert f"allowed: {len(rows)} or more: prompts with media are not cut" in cut.error["message"]
+        # Conversations with an image each, loaded one after the other.
+        several = await post(app, "/pooling", messages=[asked["messages"]] * 3)
+        assert [len(each["data"]) for each in several.json["data"]] == [len(rows)] * 3
         page = {"content": [part]}
         scored = await post(app, "/score", text_1="What?", text_2=["What?", page])
         scores = [each["score"] for each in scored.json["data"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -128,7 +129,9 @@ async def _scores(
         field = query if number == 0 and roles[0] != roles[1] else document
         plain = [each for each in own if isinstance(each, str)]
         encoded = iter(await server.encode_given(plain, body, params, param=field))
-        prompts += [next(encoded) if isinstance(each, str) else each for each in own]
+        prompts += [
+            next(encoded) if isinstance(each, str) else partial(server.encode_content, each, body) for each in own
+        ]
     texts.sort(key=lambda each: each[0])  # as in `prompts`
     given = dict(zip(texts, await server.answers(prompts, params, body, name, options), strict=True))
     found = iter(given[each] for each in by_role(pairs, roles))

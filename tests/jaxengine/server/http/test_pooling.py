@@ -359,9 +359,10 @@ async def test_other_paths_stay(app, scoring_app):
         ("/rerank", {"query": "w5", "documents": ["w6"], "max_tokens_per_doc": -5}, "max_tokens_per_doc", "from 0"),
         ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
         ("/v1/embeddings", {"input": "w5", "prompt_name": "x"}, "prompt_name", "'query', 'document'"),
-        ("/v2/embed", {}, "texts", "texts is missing; give one of texts and inputs"),
+        ("/v2/embed", {}, "texts", "texts is missing; give one of texts, images and inputs"),
         ("/v2/embed", {"texts": [""]}, "texts", "texts is empty"),
-        ("/v2/embed", {"texts": ["w5"], "images": ["data:,"]}, "images", "but it is not supported"),
+        ("/v2/embed", {"texts": ["w5"], "images": ["data:,"]}, "texts", "texts and images are given"),
+        ("/v2/embed", {"images": ["data:,"]}, "images", "image"),
         ("/v2/embed", {"texts": ["w5"], "input_type": "x"}, "input_type", "Unsupported input_type 'x'"),
         ("/v2/embed", {"texts": ["w5 " * 97], "truncate": "NONE"}, "texts", "prompt is too long: 98 tokens"),
         ("/v2/embed", {"texts": ["w5"] * 9}, "texts", "texts holds 9 prompts; allowed: 1 to 8"),
@@ -373,7 +374,8 @@ async def test_other_paths_stay(app, scoring_app):
             "inputs",
             "allowed: objects with `content` alone",
         ),
-        ("/v2/embed", {"inputs": [{"content": [PICTURE]}]}, "inputs", "allowed: objects with `content` alone"),
+        ("/v2/embed", {"inputs": [{"content": [PICTURE]}]}, "inputs", "image"),
+        ("/v2/embed", {"inputs": [{"content": [{"type": "file"}]}]}, "inputs", "allowed: objects with `content` alone"),
         ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": 5}]}]}, "inputs", "text"),
         ("/v2/embed", {"texts": ["w5 w6"], "truncate": "NONE", "max_tokens": 2}, "max_tokens", "input has 3"),
         ("/v2/embed", {"texts": ["w5"], "output_dimension": 5}, "output_dimension", "allowed: 4, 8"),
@@ -423,6 +425,16 @@ async def test_a_conversation_is_one_prompt(scoring_app, classifier, monkeypatch
         expected = (await post(scoring_app, "/classify", input=text, add_special_tokens=False)).json
         found = (await post(scoring_app, "/classify", messages=messages, **fields)).json
         assert found["data"] == expected["data"] and found["usage"] == expected["usage"]
+    # Several conversations are several prompts; /v1/embeddings takes them under input, too.
+    one, two = messages, messages[1:]
+    many = (await post(scoring_app, "/classify", messages=[one, two])).json
+    each = [(await post(scoring_app, "/classify", messages=talk)).json for talk in (one, two)]
+    assert [entry["probs"] for entry in many["data"]] == [entry["data"][0]["probs"] for entry in each]
+    for given, asked in ((one, one), ([one, two], [one, two])):
+        body, beside = protocol.EmbeddingRequest(input=given), protocol.EmbeddingRequest(input="w5")
+        assert (body.messages, body.input, beside.messages) == (asked, None, None)
+    crowd = await post(scoring_app, "/classify", messages=[one] * 9)
+    assert crowd.status == 400 and "messages holds 9 prompts; allowed: 1 to 8" in crowd.error["message"]
     cut = (await post(scoring_app, "/classify", messages=messages, truncate_prompt_tokens=1)).json
     assert cut["usage"]["prompt_tokens"] == 1
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
