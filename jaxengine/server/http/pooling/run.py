@@ -246,29 +246,31 @@ class PoolingServer:
         the others.
         """
         inputs, loading, salt = self.engine.inputs, asyncio.Lock(), {"cache_salt": body.cache_salt}
-        wanted: list[Any] = [{"prompt_token_ids": each} if isinstance(each, list) else each for each in prompts]
-        for prompt in wanted if len(wanted) > 1 else ():
-            if not callable(prompt):
-                inputs.prepare(prompt | salt, params, options=options)
+        for given in prompts if len(prompts) > 1 else ():
+            if isinstance(given, list):
+                inputs.prepare({"prompt_token_ids": given, **salt}, params, options=options)
 
         async def run(index: int) -> AsyncGenerator[PooledAnswer, None]:
             """Yield the output of prompt number `index`."""
-            prompt = wanted[index]
-            if callable(prompt):
+            given = prompts[index]
+            if isinstance(given, list):
+                prompt = {"prompt_token_ids": given}
+            else:
                 async with loading:  # all at once would exceed the client's share of waiting media
-                    prompt = await prompt()
-            stream = self.engine.pool(prompt | salt, params, name if len(wanted) == 1 else f"{name}-{index}", options)
+                    prompt = await given()
+            whole: Any = {**prompt, **salt}
+            stream = self.engine.pool(whole, params, name if len(prompts) == 1 else f"{name}-{index}", options)
             async with contextlib.aclosing(stream):  # pyright: ignore[reportArgumentType]
                 async for output in stream:
                     yield output
 
         found: dict[int, PooledAnswer] = {}
-        async with contextlib.aclosing(interleave(run, len(wanted), inputs.config.max_num_seqs)) as outputs:
+        async with contextlib.aclosing(interleave(run, len(prompts), inputs.config.max_num_seqs)) as outputs:
             async for index, output in outputs:
                 if output.finish_reason != STOP:
                     raise abort_error(output.finish_reason, output.stop_reason)
                 found[index] = output
-        return [found[index] for index in range(len(wanted))]
+        return [found[index] for index in range(len(prompts))]
 
     def _num_kept(self, body: PoolingBody) -> int | None:
         """Return the number of a prompt's tokens that the request keeps; None for all. Raises RequestError for a
