@@ -318,13 +318,13 @@ class LLM(WeightMethods, VllmMethods):
         for an empty text, numbers of texts that do not match, a classifier with several labels, a model that generates
         text, a template given to an embedding model, or a result that is not finite; raises EngineDeadError.
         """
-        inputs, reader = self.core.inputs, self.core.inputs.media_reader
-        pairs = scoring.pairs_of(data_1, data_2, reader)
+        inputs = self.core.inputs
+        pairs = scoring.pairs_of(data_1, data_2, inputs.media_reader)
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         if scoring.reads_apart(model := inputs.require_pooling()):
             scoring.refuse_template(chat_template)
             roles = scoring.role_params(model, pooling_params)
-            return scoring.compare(pairs, roles, reader, lambda texts, params: self.encode(texts, params, **options))
+            return scoring.compare(pairs, roles, inputs, lambda texts, params: self.encode(texts, params, **options))
         with self._lock:
             prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
         return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]

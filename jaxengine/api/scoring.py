@@ -180,22 +180,27 @@ def by_role(
 def compare(
     pairs: Sequence[tuple[Side, Side]],
     roles: tuple[PoolingParams, PoolingParams],
-    reader: MediaReader,
+    inputs: InputProcessor,
     encode: Callable[[list[Any], list[PoolingParams]], Sequence[Any]],
 ) -> list[ScoringRequestOutput]:
     """Return the score of each pair, computed from the embeddings of its sides (`ScoringRequestOutput.of_pair`). Each
-    different (role, side) is encoded once.
+    different (role, side) is encoded once. With media, max_num_seqs sides are encoded at a time, and their media are
+    loaded then: all together may need a thousand times the memory.
 
-    roles: result of `role_params`. reader: loader of media. encode: (prompts, parameters of each) -> outputs in the
-    same order. Raises RequestError for media that cannot be loaded.
+    roles: result of `role_params`. encode: (prompts, parameters of each) -> outputs in the same order. Raises
+    RequestError for media that cannot be loaded.
     """
-    texts = list(dict.fromkeys(by_role(pairs, roles)))
-    prompts = [
-        {"prompt": each.text, DATA: reader.loader.load_now(each.parts)} if isinstance(each, Content) else each
-        for _, each in texts
-    ]
-    outputs = encode(prompts, [roles[number] for number, _ in texts])
-    found = dict(zip(texts, outputs, strict=True))
+    texts, loader = list(dict.fromkeys(by_role(pairs, roles))), inputs.media_reader.loader
+    step = inputs.config.max_num_seqs if any(isinstance(each, Content) for _, each in texts) else len(texts)
+    found: dict[tuple[int, Side], Any] = {}
+    for at in range(0, len(texts), step):
+        part = texts[at : at + step]
+        prompts = [
+            {"prompt": each.text, DATA: loader.load_now(each.parts)} if isinstance(each, Content) else each
+            for _, each in part
+        ]
+        outputs = encode(prompts, [roles[number] for number, _ in part])
+        found |= zip(part, outputs, strict=True)
     own = iter(found[each] for each in by_role(pairs, roles))
     return [ScoringRequestOutput.of_pair(one, other) for one, other in zip(own, own, strict=True)]
 

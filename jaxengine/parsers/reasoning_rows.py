@@ -9,6 +9,7 @@ from jaxengine.parsers.reasoning.harmony import HarmonyFormat
 from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import ReasoningParser
+from jaxengine.parsers.scan.harmony import xml_function
 from jaxengine.parsers.tools.parameter_words import KIMI_K3
 from jaxengine.parsers.tools.sections import PLAMO3
 
@@ -75,7 +76,6 @@ class ReasoningRow:
 
 _THINK = ThinkFormat()
 _ALWAYS = ThinkFormat(always=True)
-_HARMONY = HarmonyFormat()
 _COHERE_THINK = ThinkFormat(
     ("<|START_THINKING|>",),
     ("<|END_THINKING|>",),
@@ -142,8 +142,8 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     "mistral": ReasoningRow(
         ThinkFormat(("[THINK]",), ("[/THINK]",), special_tokens=True), "Magistral, Ministral 3", ("[THINK]",)
     ),
-    "openai_gptoss": ReasoningRow(_HARMONY, "gpt-oss", ("<|channel|>", "analysis")),
-    "beam": ReasoningRow(_HARMONY, "Beam"),
+    "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
+    "beam": ReasoningRow(HarmonyFormat(xml_function), "Beam"),
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
         ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")

@@ -30,6 +30,7 @@ from jaxengine.requests.media.inputs import (
     MediaInputs,
     has_media,
     one_prompt,
+    verify_whole,
 )
 from jaxengine.requests.output.output_processor import OutputProcessor
 from jaxengine.requests.output.pooling_processor import PoolingProcessor
@@ -234,16 +235,19 @@ class InputProcessor:
         """
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
-        if recipe.dimensions is not None and recipe.dimensions > (
-            most := model.pooler.width(self.model_config.hidden_size)
-        ):
+        most = model.pooler.width(self.model_config.hidden_size)
+        if recipe.dimensions is not None and recipe.dimensions > most:
             text = f"dimensions is {recipe.dimensions}; allowed: 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         prompt = self.make_ready(prompt)
         media = prompt.get(READY) if isinstance(prompt, Mapping) else None
-        text, token_ids, salt = self.read_prompt(prompt, params.prefix(model))
-        token_ids = params.cut(token_ids, longest, model, has_media=media is not None, has_text=text is not None)
+        prefix, keep = params.prefix(model), params.num_kept(longest)
+        text, token_ids, salt = self.read_prompt(prompt, prefix)
+        if media is not None:
+            verify_whole(len(token_ids), keep, params.truncate_prompt_tokens, "" if text is None else prefix)
+        elif keep is not None:
+            token_ids = model.cut(token_ids, keep)
         if not 1 <= len(token_ids) <= longest:
             raise prompt_length_error("prompt", len(token_ids), longest, longest)
         index = self._count_request()

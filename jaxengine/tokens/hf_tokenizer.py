@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,29 @@ _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
+class _Files:
+    """Files that describe a folder's tokenizer, each read once, when it is first used; {} for a missing one. Raises
+    ModelFileError, then, for an invalid file.
+
+    Attributes:
+      folder: the folder.
+      config: content of tokenizer_config.json.
+      special: content of special_tokens_map.json.
+      model: content of config.json.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.config = folder, read_object(folder, CONFIG) or {}
+
+    @cached_property
+    def special(self) -> dict[str, Any]:
+        return read_object(self.folder, SPECIAL) or {}
+
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        return read_object(self.folder, "config.json") or {}
+
+
 def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dict[str, str] | None]:
     """Return a folder's tokenizer, the ids of its special tokens, and its chat template, or templates by name.
 
@@ -64,26 +88,27 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     end an answer are read from generation_config.json. Raises ModelFileError for files that are missing, invalid or
     contradict each other.
     """
-    config = read_object(folder, CONFIG) or {}
-    source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
+    files = _Files(folder)
+    config, source = files.config, read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
         ways = (_of_ranks, _of_pieces, _of_byte_level, _of_fairseq)
-        found = next((one for read in ways if (one := read(folder, config)) is not None), None)
-        tokenizer, config = found or _of_word_pieces(folder, config)
+        found = next((one for read in ways if (one := read(files)) is not None), None)
+        tokenizer, config = found or _of_word_pieces(files)
     else:
         with rust_errors(folder / TOKENIZER):
             tokenizer = Tokenizer.from_str(source)
     with rust_errors(folder / CONFIG):
         _add_missing_tokens(tokenizer, config, folder / CONFIG)
-    return tokenizer, _special_tokens(tokenizer, config, folder), _chat_template(config, folder)
+    return tokenizer, _special_tokens(tokenizer, config, files), _chat_template(config, folder)
 
 
-def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+def _of_ranks(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of a file of tiktoken's ranks, and a copy of `config` with the special tokens that the model
     family's code names where config names none. Returns None if the folder has no such file.
 
-    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    Raises ModelFileError for invalid files.
     """
+    folder, config = files.folder, files.config
     row: Ranks | None = RANKS.get(str(config.get("tokenizer_class")))
     source = None if row is None else read_bytes(folder, row.file, MAX_VOCABULARY_BYTES)
     if row is None or source is None:
@@ -100,14 +125,15 @@ def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str
         return read_tiktoken(source, row, named, begin, folder / row.file), config
 
 
-def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+def _of_pieces(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of SentencePiece's tokenizer.model, and a copy of `config` with the file's special tokens
     where config names none. Returns None if the folder lacks the file, or if the tokenizer_class uses it in another
     way.
 
     The tokenizer adds the begin token unless add_bos_token is false, and the end token only if add_eos_token is true.
-    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    Raises ModelFileError for invalid files.
     """
+    folder, config = files.folder, files.config
     source = read_bytes(folder, PIECES, MAX_VOCABULARY_BYTES)
     if source is None or config.get("tokenizer_class") not in PIECES_CLASSES:
         return None
@@ -166,33 +192,35 @@ def _added(entry: Any, content: str) -> AddedToken:
     return AddedToken(content, **{name: given[name] for name in ADDED_TOKEN_FLAGS if type(given.get(name)) is bool})
 
 
-def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def _of_word_pieces(files: _Files) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer of BERT's vocab.txt, and a copy of `config` with BERT's special tokens where config names
     none.
 
-    config: content of tokenizer_config.json. Raises ModelFileError for invalid files, for a folder without vocab.txt,
-    and for one whose tokenizer class reads that file in another way.
+    Raises ModelFileError for invalid files, for a folder without vocab.txt, and for one whose tokenizer class reads
+    that file in another way.
     """
-    named, model_type = _classes(folder, config)
+    folder, config = files.folder, files.config
+    named, model_type = _classes(files)
     is_bert = named in CLASSES if named is not None else (model_type or MODEL_TYPES[0]) in MODEL_TYPES
     source = read_text(folder, VOCAB, MAX_TOKENIZER_BYTES) if is_bert else None
     if source is None:
         raise ModelFileError(folder, f"has no tokenizer.json; {_without_tokenizer(folder)}")
-    tokens = {role: token.content for role, token in _roles(folder, config, TOKENS).items()}
+    tokens = {role: token.content for role, token in _roles(files, TOKENS).items()}
     with rust_errors(folder / VOCAB):
         tokenizer = build_word_pieces(source, tokens, config, folder)
         _add_added(tokenizer, folder)
     return tokenizer, tokens | config
 
 
-def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+def _of_byte_level(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of GPT-2's vocab.json and merges.txt, and a copy of `config` with the special tokens of its
     class where config names none. Returns None if the folder lacks one of the files, and for other classes.
 
     The tokenizer adds begin and end tokens where add_bos_token and add_eos_token are true, or those of a class that
-    encloses texts in any case. config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    encloses texts in any case. Raises ModelFileError for invalid files.
     """
-    if (kind := kind_of(*_classes(folder, config))) is None:
+    folder, config = files.folder, files.config
+    if (kind := kind_of(*_classes(files))) is None:
         return None
     vocab, merges = read_object(folder, BYTES_VOCAB), read_text(folder, MERGES, MAX_VOCABULARY_BYTES)
     if vocab is None or merges is None:
@@ -201,9 +229,9 @@ def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dic
     for name, flag in flags.items():
         if type(flag) is not bool:
             raise ModelFileError(folder / CONFIG, f"must be true or false, got {str(flag)[:100]}", name)
-    roles = _roles(folder, config, kind.tokens)
+    roles = _roles(files, kind.tokens)
     texts = {role: token.content for role, token in roles.items()}
-    lists = [found.get(name) for found in (config, read_object(folder, SPECIAL) or {}) for name in _FURTHER]
+    lists = [found.get(name) for found in (config, files.special) for name in _FURTHER]
     further = [entry for each in lists if isinstance(each, list) for entry in each]
     special = {*texts.values(), *(_content(entry, folder / SPECIAL, _FURTHER[0]) for entry in further)}
     enclosing = (texts["cls_token"], texts["sep_token"]) if kind.encloses else None
@@ -219,14 +247,15 @@ def _of_byte_level(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dic
     return tokenizer, texts | config
 
 
-def _of_fairseq(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+def _of_fairseq(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of XLM-RoBERTa's SentencePiece file, which numbers tokens as fairseq does, and a copy of
     `config`, to which special tokens that it lacks are added. Returns None if the folder lacks the file, and for other
     classes.
 
-    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
+    Raises ModelFileError for invalid files.
     """
-    named, model_type = _classes(folder, config)
+    folder, config = files.folder, files.config
+    named, model_type = _classes(files)
     is_xlm = named in XLM_CLASSES if named is not None else model_type == "xlm-roberta"
     source = read_bytes(folder, XLM_PIECES, MAX_VOCABULARY_BYTES) if is_xlm else None
     if source is None:
@@ -242,26 +271,26 @@ def _of_fairseq(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[s
     return tokenizer, named_tokens | config
 
 
-def _classes(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return (tokenizer class that tokenizer_config.json, `config`, or config.json names, model_type of config.json);
-    None for what is missing. Raises ModelFileError for an invalid config.json.
+def _classes(files: _Files) -> tuple[Any, Any]:
+    """Return (tokenizer class that tokenizer_config.json or else config.json names, model_type of config.json); None
+    for what is missing. Raises ModelFileError for an invalid config.json.
     """
-    model = read_object(folder, "config.json") or {}
-    return config.get("tokenizer_class") or model.get("tokenizer_class"), model.get("model_type")
+    return files.config.get("tokenizer_class") or files.model.get("tokenizer_class"), files.model.get("model_type")
 
 
-def _roles(folder: Path, config: dict[str, Any], usual: Mapping[str, str]) -> dict[str, AddedToken]:
-    """Return special tokens by role, for the roles in `usual`: those of tokenizer_config.json, `config`, else of
+def _roles(files: _Files, usual: Mapping[str, str]) -> dict[str, AddedToken]:
+    """Return special tokens by role, for the roles in `usual`: those of tokenizer_config.json, else of
     special_tokens_map.json, else `usual`; without the unknown token if it is "". Raises ModelFileError for an invalid
     entry.
     """
-    fallback, found = read_object(folder, SPECIAL) or {}, {}
+    found: dict[str, AddedToken] = {}
     for role, token in usual.items():
-        entry = config.get(role) or fallback.get(role) or token
+        entry = files.config.get(role) or files.special.get(role) or token
         flags = entry if isinstance(entry, dict) else {}
         if role == "unk_token" and _is_empty(entry):
             continue
-        found[role] = _added({**flags, "special": True, "normalized": False}, _content(entry, folder / CONFIG, role))
+        content = _content(entry, files.folder / CONFIG, role)
+        found[role] = _added({**flags, "special": True, "normalized": False}, content)
     return found
 
 
@@ -317,13 +346,13 @@ def _check_ids(entries: Any, path: Path) -> None:
         raise ModelFileError(path, "must map token ids to tokens", ADDED_TOKENS)
 
 
-def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) -> SpecialTokens:
-    """Return the ids of the special tokens that `config` (tokenizer_config.json), or else special_tokens_map.json,
-    names. A pad or unk token that is not in the vocabulary is None. Raises ModelFileError for a bos or eos token that
-    is not, and for invalid entries.
+def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], files: _Files) -> SpecialTokens:
+    """Return the ids of the special tokens that `config`, that of `files` with those of the tokenizer's class, or else
+    special_tokens_map.json names. A pad or unk token that is not in the vocabulary is None. Raises ModelFileError for a
+    bos or eos token that is not, and for invalid entries.
     """
     ids: dict[str, int | None] = {}
-    fallback = read_object(folder, SPECIAL) or {}
+    folder, fallback = files.folder, files.special
     for role in ("bos", "eos", "unk", "pad"):
         key = f"{role}_token"
         entry = config.get(key) if config.get(key) is not None else fallback.get(key)

@@ -18,20 +18,27 @@ from jaxengine.parsers.scan.harmony import (
     START,
     STOP_WORDS,
     Body,
+    CalledFunction,
     End,
     HarmonyReader,
     Header,
     Part,
+    json_function,
 )
 
 
 class HarmonyFormat:
-    """Implementation of reasoning_rows.ReasoningFormat for gpt-oss."""
+    """Implementation of reasoning_rows.ReasoningFormat for gpt-oss, or a model whose messages call functions in another
+    way. function: which function a message calls.
+    """
 
     special_tokens = True
     # Calls are separate messages before the one that may be constrained.
     holds_calls = True
     stop_words = STOP_WORDS
+
+    def __init__(self, function: CalledFunction = json_function):
+        self._function = function
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
         """Return a parser for one output. calls: calls that the tool parser will find, of which only the function names
@@ -39,7 +46,7 @@ class HarmonyFormat:
 
         prompt, continued: not used.
         """
-        return HarmonyReasoningParser(() if calls is None else calls.functions)
+        return HarmonyReasoningParser(() if calls is None else calls.functions, self._function)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
         """Return {"reasoning_end": ...} for structured_outputs: the channel name and <|message|> of the answer, between
@@ -72,12 +79,14 @@ class HarmonyFormat:
 
 
 class HarmonyReasoningParser:
-    """Splitter of one output of gpt-oss into reasoning and content. functions: names of the request's functions."""
+    """Splitter of one output of gpt-oss into reasoning and content. functions: names of the request's functions.
+    function: which of them a message calls.
+    """
 
     late_ends = ()
 
-    def __init__(self, functions: Collection[str]) -> None:
-        self._functions = functions
+    def __init__(self, functions: Collection[str], function: CalledFunction) -> None:
+        self._functions, self._function = functions, function
         self._reader = HarmonyReader()
         self._header: Header | None = None
         self._is_call = False
@@ -107,7 +116,7 @@ class HarmonyReasoningParser:
         that is not shown, and a line break for the header of a further message of its kind.
         """
         if isinstance(part, Header):
-            self._header, self._is_call = part, part.function(self._functions) is not None
+            self._header, self._is_call = part, self._function(part, self._functions) is not None
             if self._is_call:
                 return ContentDelta(part.text)
             kind = ContentDelta if part.is_said else ReasoningDelta

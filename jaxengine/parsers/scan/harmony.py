@@ -10,7 +10,7 @@ reasoning_harmony interpret them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from jaxengine.parsers.scan.markers import Marker, Opening
@@ -40,26 +40,43 @@ class Header:
         found = _CHANNEL_NAME.search(self.text)
         return "" if found is None else found.group(1)
 
-    def function(self, functions: Collection[str]) -> str | None:
-        """Return the name of the function that the message calls, by its recipient; None for other messages.
-
-        A recipient "functions.NAME" calls NAME, even if the request has no such function, unless NAME is empty or not
-        printable. One without the prefix must be in `functions`, the names of the request's functions, and not be a
-        built-in tool of gpt-oss. Where the body is to be XML, as Beam's calls are, the recipient as it is is the name.
-        """
+    @property
+    def recipient(self) -> str:
+        """Recipient of the message; "" for none."""
         found = _RECIPIENT.search(self.text)
-        recipient = "" if found is None else found.group(1)
-        if _XML in self.text:
-            return recipient if recipient and recipient.isprintable() else None
-        if recipient.startswith(_FUNCTIONS):
-            name = recipient.removeprefix(_FUNCTIONS)
-            return name if name and name.isprintable() else None
-        return recipient if recipient in functions and recipient.partition(".")[0] not in _OWN_TOOLS else None
+        return "" if found is None else found.group(1)
 
     @property
     def is_said(self) -> bool:
         """Whether the message is addressed to the user: its channel is not "analysis" and it has no recipient."""
-        return self.channel != "analysis" and _RECIPIENT.search(self.text) is None
+        return self.channel != "analysis" and not self.recipient
+
+
+# (header, names of the request's functions) -> name of the function that the message calls; None for other messages.
+CalledFunction = Callable[[Header, Collection[str]], str | None]
+
+
+def json_function(header: Header, functions: Collection[str]) -> str | None:
+    """Return the name of the function that a message of gpt-oss calls, by its recipient; None for other messages.
+
+    A recipient "functions.NAME" calls NAME, even if the request has no such function, unless NAME is empty or not
+    printable. One without the prefix must be in `functions`, the names of the request's functions, and not be a
+    built-in tool of gpt-oss.
+    """
+    recipient = header.recipient
+    if recipient.startswith(_FUNCTIONS):
+        name = recipient.removeprefix(_FUNCTIONS)
+        return name if name and name.isprintable() else None
+    return recipient if recipient in functions and recipient.partition(".")[0] not in _OWN_TOOLS else None
+
+
+def xml_function(header: Header, functions: Collection[str]) -> str | None:
+    """Return the name of the function that a message of Beam calls; None for other messages. Where the body is to be
+    XML, the name is the recipient as it is, unless it is not printable; other messages are read as gpt-oss's.
+    """
+    if _XML not in header.text:
+        return json_function(header, functions)
+    return header.recipient if header.recipient and header.recipient.isprintable() else None
 
 
 @dataclass(frozen=True, slots=True)

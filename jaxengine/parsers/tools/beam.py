@@ -26,6 +26,7 @@ from jaxengine.parsers.scan.harmony import (
     HarmonyReader,
     Header,
     Part,
+    xml_function,
 )
 from jaxengine.parsers.tools import parameters
 from jaxengine.parsers.tools.harmony import forced_rules
@@ -83,7 +84,7 @@ class BeamToolParser(parameters.ParameterToolParser):
         for part in parts:
             if isinstance(part, Header):
                 self._header = part
-                if name := part.function(self._functions):
+                if name := xml_function(part, self._functions):
                     self._out.start(name)
                     self._open_call(name, "")
                 elif not part.is_said:
@@ -91,7 +92,7 @@ class BeamToolParser(parameters.ParameterToolParser):
             elif isinstance(part, End):
                 if self._arguments is not None:
                     self._close_call()
-                elif not self._header.is_said and not self._header.function(self._functions):
+                elif not self._header.is_said and not xml_function(self._header, self._functions):
                     self._say(part.word)
             elif isinstance(part, Body) and self._arguments is not None:
                 self._read(part.text)

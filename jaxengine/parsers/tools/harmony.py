@@ -24,6 +24,7 @@ from jaxengine.parsers.scan.harmony import (
     Header,
     Outside,
     Part,
+    json_function,
 )
 
 
@@ -90,7 +91,7 @@ class HarmonyToolParser:
         """Begin a message: start a call if it addresses a function. Otherwise write its header as content, unless it is
         addressed to the user.
         """
-        self._header, self._function, self._is_blank = header, header.function(self._functions), True
+        self._header, self._function, self._is_blank = header, json_function(header, self._functions), True
         if self._function is not None:
             self._out.start(self._function)
         elif not header.is_said:

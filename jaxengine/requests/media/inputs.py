@@ -35,12 +35,26 @@ PROMPT_EMBEDS = "prompt_embeds"
 READY = "media"
 # vLLM's form of prompts of models with cross-attention.
 ENCODER, DECODER = "encoder_prompt", "decoder_prompt"
+UNCUT = "prompts with media are not cut"
 _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a prompt has media that are not preprocessed yet, processor options, or vLLM's encoder prompt."""
     return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS) or ENCODER in prompt)
+
+
+def verify_whole(count: int, keep: int | None, value: int | None, prefix: str = "") -> None:
+    """Raise RequestError if a prompt with media, of `count` tokens, would be changed: cut to the `keep` tokens that
+    truncate_prompt_tokens, given as `value`, keeps, or preceded by `prefix`, the pooling model's prompt. keep: None for
+    all.
+    """
+    if prefix:
+        text = f"prompt_name gives {show_value(prefix)}; allowed: '' with media: write the model's prompt in the text"
+        raise RequestError(text, param="prompt_name")
+    if keep is not None and count > keep:
+        text = f"truncate_prompt_tokens is {value}; allowed: {count} or more: {UNCUT}"
+        raise RequestError(text, param="truncate_prompt_tokens", value=value)
 
 
 def one_prompt(prompt: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -156,33 +156,14 @@ class PoolingParams:
             )
         return prompts[name]
 
-    def cut(
-        self,
-        token_ids: list[int],
-        longest: int,
-        model: PoolingModel,
-        *,
-        has_media: bool = False,
-        has_text: bool = False,
-    ) -> list[int]:
-        """Return the token ids that truncate_prompt_tokens keeps (`PoolingModel.cut`); `token_ids` itself if it is
-        None.
-
-        longest: max_model_len, the meaning of -1. has_media, has_text: whether the prompt has media, whose tokens stay
-        where they are, and whether it is a text. Raises RequestError for other numbers than -1 and 1 to `longest`, for
-        fewer than all tokens of a prompt with media, and for a text with media that the model's prompt would precede.
+    def num_kept(self, longest: int) -> int | None:
+        """Return the number of a prompt's tokens that truncate_prompt_tokens keeps; None without it. longest:
+        max_model_len, the meaning of -1. Raises RequestError for other numbers than -1 and 1 to `longest`.
         """
         keep = self.truncate_prompt_tokens
-        if has_media and has_text and self.prefix(model):
-            allowed = "'' with media: write the model's prompt in the text"
-            raise _invalid("prompt_name", self.prompt_name, allowed)
-        if keep is None:
-            return token_ids
-        if type(keep) is not int or not (keep == -1 or 1 <= keep <= longest):
+        if keep is not None and (type(keep) is not int or not (keep == -1 or 1 <= keep <= longest)):
             raise _invalid("truncate_prompt_tokens", keep, f"-1, or 1 to {longest} (max_model_len)")
-        if has_media and len(token_ids) > (longest if keep == -1 else keep):
-            raise _invalid("truncate_prompt_tokens", keep, f"{len(token_ids)} or more: prompts with media are not cut")
-        return model.cut(token_ids, longest if keep == -1 else keep)
+        return longest if keep == -1 else keep
 
     def token_params(self, model: PoolingModel, recipe: PoolingRecipe) -> TokenParams:
         """Return the parameters that the engine's steps need. recipe: result of the method `recipe`. The prefix cache

@@ -156,7 +156,7 @@ class ServerConfig:
       max_batches_per_client: stored batches of one API key; the oldest that has ended makes room for a new one.
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
-      enable_force_include_usage: include usage in every stream, requested or not.
+      enable_force_include_usage: include usage in every event of every stream, requested or not.
       enable_per_request_metrics: add the request's times to answers with one output, in the field `metrics`: to
         complete answers, and to the event of a stream that has the usage.
       disable_access_log: log no line for each request. Otherwise each request has one, but those of /health, /live,

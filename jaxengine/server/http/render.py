@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: the request as /inference/v1/generate takes it.
+"""POST /v1/chat/completions/render, and the same of completions, messages and responses: the request as
+/inference/v1/generate takes it.
 
 As in vLLM, routers learn a prompt's tokens in this way, and trainers those of a conversation. Nothing is generated.
 """
@@ -25,9 +26,12 @@ from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.completions.endpoint import CompletionRun
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.generate import GenerateSampling
+from jaxengine.server.http.messages.protocol import MessagesRequest
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import GenerationRequest
+from jaxengine.server.http.responses.input import read_input
+from jaxengine.server.http.responses.protocol import ResponsesRequest, as_response_error
 
 # Fields of SamplingParams that /inference/v1/generate sets itself.
 _ITS_OWN = frozenset(("detokenize", "output_kind"))
@@ -85,11 +89,12 @@ def _impossible(field: str, why: str = "") -> RequestError:
     )
 
 
-def _shared(body: GenerationRequest, model: str, params: SamplingParams) -> dict[str, Any]:
+def _shared(body: GenerationRequest, asked: GenerationRequest, model: str, params: SamplingParams) -> dict[str, Any]:
     """Return the fields of a Rendered that are the same for all prompts of a request; max_tokens is only among the
     sampling parameters if it is not their default.
 
-    Raises RequestError for echo and a beam search, and for fields that generate does not have.
+    asked: the request as it came, of which `body` is the equivalent. Raises RequestError for echo and a beam search,
+    and for fields that generate does not have.
     """
     for field in ("use_beam_search", "echo"):
         if getattr(body, field):
@@ -100,12 +105,12 @@ def _shared(body: GenerationRequest, model: str, params: SamplingParams) -> dict
     return {
         "model": model,
         "sampling_params": sampling | ({"extra_args": extra} if extra else {}),
-        "stream": bool(body.stream),
+        "stream": bool(asked.stream),
         "stream_options": None if body.stream_options is None else body.stream_options.model_dump(),
         "kv_transfer_params": body.kv_transfer_params,
         "return_token_ids": body.return_token_ids,
-        "cache_salt": body.cache_salt,
-        "priority": body.priority,
+        "cache_salt": asked.cache_salt,
+        "priority": asked.priority,
     }
 
 
@@ -129,25 +134,57 @@ def _rendered(
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes /v1/chat/completions/render and /v1/completions/render. Raises ConfigError for an unknown
-    parser.
-    """
+    """Return the routes that end in /render. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["render"], route_class=JsonRoute)
     server, encoder = ChatServer.open(engine, config), PromptEncoder(engine.inputs)
     names, longest = served_names(engine, config), engine.inputs.config.max_model_len
 
+    async def conversation(
+        body: ChatRequest, asked: GenerationRequest, request: Request, prefix: str, field: str
+    ) -> Response:
+        """Return the tokens and sampling parameters of a conversation. prefix: prefix of the request's id. Raises
+        RequestError for a request that cannot be served or rendered, ApiError (404) for an unknown model,
+        OverloadedError, EngineDeadError.
+
+        asked: the request as it came, of which `body` is the equivalent. field: its field with the prompt, for errors.
+        """
+        model, lora = await choose_model(engine, asked.model, names)
+        name, stream = asked.register(prefix, request), bool(asked.stream)
+        run = ChatRun(server, body, name, asked.options(request, config, lora), is_stream=stream)
+        await run.prepare()
+        shared = _shared(body, asked, model, run.params)
+        return json_response(_rendered(shared, field, name, run.prompt, run.params, longest))
+
     @routes.post("/v1/chat/completions/render", response_class=Response)
     @answers(Rendered)
     async def render_chat(body: ChatRequest, request: Request) -> Response:
-        """Return the tokens and sampling parameters of a conversation. Raises RequestError for a request that cannot be
-        served or rendered, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
+        """Return the tokens and sampling parameters of a conversation. Raises the errors of `conversation`."""
+        return await conversation(body, body, request, "chatcmpl", "messages")
+
+    @routes.post("/v1/messages/render", response_class=Response)
+    @answers(Rendered)
+    async def render_message(body: MessagesRequest, request: Request) -> Response:
+        """Return the tokens and sampling parameters of a conversation in Anthropic's form. Raises the errors of
+        `conversation`.
         """
-        model, lora = await choose_model(engine, body.model, names)
-        name = body.register("chatcmpl", request)
-        run = ChatRun(server, body, name, body.options(request, config, lora), is_stream=bool(body.stream))
-        await run.prepare()
-        shared = _shared(body, model, run.params)
-        return json_response(_rendered(shared, "messages", name, run.prompt, run.params, longest))
+        try:
+            return await conversation(body.chat_request(), body, request, "msg", "messages")
+        except RequestError as error:
+            raise body.as_asked(error) from None
+
+    @routes.post("/v1/responses/render", response_class=Response)
+    @answers(Rendered)
+    async def render_response(body: ResponsesRequest, request: Request) -> Response:
+        """Return the tokens and sampling parameters of a response's input. Raises the errors of `conversation`, and
+        RequestError for previous_response_id.
+        """
+        if body.previous_response_id is not None:
+            raise RequestError("previous_response_id is not rendered; give all items", param="previous_response_id")
+        try:
+            chat = body.chat_request(read_input(body.input))
+            return await conversation(chat, body, request, "resp", "input")
+        except RequestError as error:
+            raise as_response_error(error) from None
 
     @routes.post("/v1/completions/render", response_class=Response)
     @answers(list[Rendered])
@@ -160,7 +197,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         name = body.register("cmpl", request)
         run = CompletionRun(engine, config, body, name, model, body.options(request, config, lora))
         await run.read_prompts(encoder)
-        shared, number = _shared(body, model, run.params), len(run.prompts)
+        shared, number = _shared(body, body, model, run.params), len(run.prompts)
         if (size := number * len(encode_json(shared))) > config.max_request_bytes and number > 1:
             problem = f"prompt holds {number} prompts, for each of which the other fields are repeated: {size} bytes"
             raise RequestError(f"{problem}; allowed: {config.max_request_bytes} (max_request_bytes)", param="prompt")

@@ -76,14 +76,22 @@ def test_embeddings_are_those_of_transformers(case, goldens):
         assert np.abs(output.outputs.data - golden).max() <= 1e-4, key
 
 
-def test_pages_are_scored(case, goldens):
+def test_pages_are_scored(case, goldens, monkeypatch):
     """Late interaction of a question with pages, in vLLM's form, and without them."""
     name, llm = case
     if name != "colqwen2":
         return
+    encode, held = llm.encode, list[int]()
+    monkeypatch.setattr(
+        llm, "encode", lambda texts, *rest, **more: held.append(len(texts)) or encode(texts, *rest, **more)
+    )
     shown = PICTURES["a"][1]
     page = {"content": [{"type": "image", "image": picture(*shown[1:])}, {"type": "text", "text": "Say it."}]}
-    found = [each.outputs.score for each in llm.score("What?", [page, "What?"], use_tqdm=False)]
+    pages = [page, "What?"] + [dict(page) for _ in range(2 * OPTIONS["max_num_seqs"])]
+    found = [each.outputs.score for each in llm.score("What?", pages, use_tqdm=False)]
+    assert max(held) <= OPTIONS["max_num_seqs"]  # their pictures are not loaded all at once
+    np.testing.assert_allclose(found[2:], found[0], rtol=1e-4)
+    found = found[:2]
     prompts = ["What?", {"prompt": f"{MARK}Say it.", "multi_modal_data": {"image": picture(*shown[1:])}}]
     query, document = (each.outputs.data.astype(np.float64) for each in llm.encode(prompts, use_tqdm=False))
     np.testing.assert_allclose(found, [(query @ document.T).max(axis=1).sum(), len(query)], rtol=1e-4)
@@ -120,8 +128,15 @@ async def test_over_http(tmp_path, executables_dir, goldens):
         rows = np.array(answer.json["data"][0]["data"])
         assert np.abs(rows - goldens["colqwen2_a"]).max() <= 1e-4
         assert answer.json["usage"]["prompt_tokens"] == len(rows)
-        refused = await post(app, "/pooling", **asked, truncate_prompt_tokens=4)
-        assert refused.status == 400 and refused.error["param"] == "truncate_prompt_tokens"
+        # A limit that cuts nothing is allowed, as in Python.
+        for keep, status in ((len(rows), 200), (-1, 200), (len(rows) - 1, 400)):
+            cut = await post(app, "/pooling", **asked, truncate_prompt_tokens=keep)
+            assert cut.status == status, cut.body
+        assert cut.error["param"] == "truncate_prompt_tokens"
+        assert f"allowed: {len(rows)} or more: prompts with media are not cut" in cut.error["message"]
+        # Conversations with an image each, loaded one after the other.
+        several = await post(app, "/pooling", messages=[asked["messages"]] * 3)
+        assert [len(each["data"]) for each in several.json["data"]] == [len(rows)] * 3
         page = {"content": [part]}
         scored = await post(app, "/score", text_1="What?", text_2=["What?", page])
         scores = [each["score"] for each in scored.json["data"]]

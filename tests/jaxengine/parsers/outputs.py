@@ -86,6 +86,7 @@ def common(form: Format) -> list[Output]:
 JSON_PIECES = ["{", "}", "[", "]", ",", '"name"', ":", '"f"', '"arguments"', "{}", '{"a": 1}', '"', "\\"]
 CALLED = '{"name": "now", "arguments": {}}'
 
+_OWN_TOOL = " to=python<|channel|>analysis <|constrain|>xml<|message|>1<|call|>"
 FORMATS: dict[str, Format] = {
     "hermes": Format(
         writers.hermes,
@@ -114,6 +115,8 @@ FORMATS: dict[str, Format] = {
             Output("<|channel|>analysis", [], "<|channel|>analysis"),
             Output("<|channel|>" + "x" * 600, [], "<|channel|>" + "x" * 600),
             Output("No harmony at all", [], "No harmony at all"),
+            # Beam's form of a call, in which gpt-oss would address a tool of its own.
+            Output(_OWN_TOOL, [], _OWN_TOOL),
         ],
         [
             "<|channel|>",

@@ -431,7 +431,6 @@ SAME = {
     "glm47": ("ling3", "poolside_v1"),
     "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),
-    "openai_gptoss": ("beam",),
 }
 # The first of those with the same words.
 NAMES = [*THINKING, "openai_gptoss"]

@@ -11,6 +11,7 @@ import pytest
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import ParsedMessage, message_of
 from tests.jaxengine.parsers.outputs import FUNCTIONS
 from tests.jaxengine.parsers.reasoning_outputs import NAMES, SAME, Thought, outputs, tools
@@ -30,9 +31,17 @@ def parse(name: str, pieces, output: Thought, *, calls: bool = True) -> ParsedMe
 
 
 def test_formats_with_the_same_words_are_one():
-    assert {*NAMES, *itertools.chain(*SAME.values())} == REASONING_PARSERS.keys()
+    assert {*NAMES, *itertools.chain(*SAME.values()), "beam"} == REASONING_PARSERS.keys()
     for name, others in SAME.items():
         assert all(REASONING_PARSERS[other].format == REASONING_PARSERS[name].format for other in others)
+
+
+def test_beams_calls_are_xml_and_gpt_oss_writes_its_own_tools_so():
+    call = " to=python<|channel|>analysis <|constrain|>xml<|message|>1<|call|>"
+    for name, message in (("beam", (None, call)), ("openai_gptoss", ("1", None))):
+        parser = REASONING_PARSERS[name].format.open("", calls=CallStarts(("f",)))
+        found = message_of([*parser.feed(call), *parser.finish()])
+        assert (found.reasoning, found.content) == message, name
 
 
 @pytest.mark.parametrize("name", NAMES)

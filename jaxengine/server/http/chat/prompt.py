@@ -14,9 +14,9 @@ from typing import Any
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.requests.run_in_thread import with_media
-from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.base.prompts import PromptEncoder
+from jaxengine.server.base.prompts import PromptEncoder, read_prompts
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.tokens.chat_template import OWN_NAMES
 
@@ -44,13 +44,17 @@ class ChatRenderer:
         """Render a conversation; return the prompt that EngineClient.stream takes: text, token ids, cache salt, images
         and videos.
 
-        Token ids are truncated if the request has truncate_prompt_tokens; the text is not. Raises RequestError for a
-        conversation that cannot be rendered, that has no tokens or more than max_model_len - 1, whose images cannot be
-        used, or that would be truncated although it has images or videos; OverloadedError if too many templates, texts
-        or images wait.
+        Token ids are truncated if the request has truncate_prompt_tokens; the text is not. Forwarded token ids replace
+        messages without media. Raises RequestError for a conversation that cannot be rendered, that has no tokens or
+        more than max_model_len - 1, whose images cannot be used, or that would be truncated although it has images or
+        videos, and for forwarded ids that are none of the model's; OverloadedError if too many templates, texts or
+        images wait.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
-        text, whole = await self._encode(body, messages)
+        if body.forwarded is None or parts:
+            text, whole = await self._encode(body, messages)
+        else:
+            text, whole = await self._decode(body)
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
         self._verify_tokens(ids)
         if parts and len(ids) < len(whole):
@@ -90,6 +94,18 @@ class ChatRenderer:
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
         return text, ids
+
+    async def _decode(self, body: ChatRequest) -> tuple[str, list[int]]:
+        """Return the text of the forwarded token ids, with special tokens, and the ids. Raises RequestError unless they
+        are a list of ids of the model, and for more than max_model_len if they are not to be truncated.
+        """
+        longest = self._inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
+        given, param = body.forwarded, "kv_transfer_params.prompt_token_ids"
+        if not isinstance(given, list) or not given or isinstance(given[0], (str, list)):
+            raise RequestError(f"{param} is {show_value(given)}; allowed: a list of token ids", param=param)
+        read_prompts(given, 1, self._inputs, longest, param=param)
+        decode = self._inputs.require_tokenizer().decode
+        return await self._encoder.run(lambda: decode(given, skip_special_tokens=False)), given
 
     def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
         """Return the text of a conversation, rendered with the chat template. Raises RequestError for fields that the

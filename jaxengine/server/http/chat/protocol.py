@@ -19,6 +19,8 @@ MAX_NAME_CHARS = 256
 
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
+_FORWARDED = "prompt_token_ids"
+
 
 class Function(RequestModel):
     """A function that the model may call. Other keys are passed to the chat template unchanged.
@@ -89,6 +91,7 @@ class ChatRequest(TextRequest, ConversationRequest):
       chat_template_kwargs: further variables of the template, if the server allows them.
       mm_processor_kwargs: options of the model's media processor, overriding the server's.
       return_prompt_text: also return the rendered conversation.
+      kv_transfer_params: may also have `prompt_token_ids`, see `forwarded`.
     """
 
     refused = {
@@ -119,6 +122,7 @@ class ChatRequest(TextRequest, ConversationRequest):
     chat_template_kwargs: TemplateVariables | None = None
     mm_processor_kwargs: TemplateVariables | None = None
     return_prompt_text: bool | None = None
+    _forwarded: Any = PrivateAttr(default=None)
     _text_forms: Mapping[str, Mapping[str, str]] = PrivateAttr(default_factory=dict)
 
     @classmethod
@@ -134,6 +138,21 @@ class ChatRequest(TextRequest, ConversationRequest):
             raise as_request_error(error) from None
         body._text_forms = text_forms or {}
         return body
+
+    @model_validator(mode="after")
+    def _take_forwarded(self) -> Self:
+        """Return this request with prompt_token_ids taken out of kv_transfer_params, whose rest is for the engine."""
+        if self.kv_transfer_params is not None and _FORWARDED in self.kv_transfer_params:
+            rest = dict(self.kv_transfer_params)
+            self._forwarded, self.kv_transfer_params = rest.pop(_FORWARDED), rest or None
+        return self
+
+    @property
+    def forwarded(self) -> Any:
+        """Token ids of the prompt, unchecked, which a router has from another engine's answer: prompt_token_ids of
+        kv_transfer_params. None for none, and with `echo`, which needs the messages.
+        """
+        return None if self.echo else self._forwarded
 
     @property
     def text_forms(self) -> Mapping[str, Mapping[str, str]]:

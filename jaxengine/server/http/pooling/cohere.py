@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,12 @@ from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import EmbeddingsByType
 from jaxengine.server.http.pooling.protocol import CohereEmbedRequest
-from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer
+from jaxengine.server.http.pooling.run import Later, PooledAnswer, PoolingServer
 from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.limits import JsonRoute
 
 # Fields of /v1/embeddings, by which the checks that both routes have name what is wrong -> Cohere's fields.
-_NAMES = {"dimensions": "output_dimension", "input": "texts", "messages": "inputs"}
+_NAMES = {"dimensions": "output_dimension", "input": "texts", "truncate_prompt_tokens": "max_tokens"}
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -35,16 +37,19 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v2/embed", response_class=Response)
     @answers(EmbeddingsByType)
     async def embed(body: CohereEmbedRequest, request: Request) -> Response:
-        """Return an embedding of each text or input in each of embedding_types. Raises RequestError, OverloadedError,
-        EngineDeadError, and ApiError for an unknown model (404) or a prompt without a result.
+        """Return an embedding of each text, image or input in each of embedding_types. Raises RequestError,
+        OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt without a result.
         """
         check_model(body.model or None, names)
         name = body.register("embd", request)
-        prompts, params = await _prompts(body, server)
+        with _cohere_names(body):
+            prompts, params = await _prompts(body, server)
 
         async def whole() -> Response:
             """Run the prompts and return the response."""
-            found = await server.answers(prompts, params, body, name, body.options(request, config))
+            with _cohere_names(body):
+                found = await server.answers(prompts, params, body, name, body.options(request, config))
+            _check_lengths(body, [len(each.prompt_token_ids) for each in found])
             return await asyncio.to_thread(_response, body, name, found)
 
         return await answer(request, whole())
@@ -52,38 +57,50 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     return routes
 
 
-async def _prompts(body: CohereEmbedRequest, server: PoolingServer) -> tuple[list[list[int]], PoolingParams]:
-    """Return the token ids of each prompt, truncated as the request says, and the pooling parameters of all.
+@contextlib.contextmanager
+def _cohere_names(body: CohereEmbedRequest) -> Iterator[None]:
+    """Raise a RequestError of the block about a field of /v1/embeddings as one about the field of `body`."""
+    try:
+        yield
+    except RequestError as error:
+        field = (error.param or "").partition("[")[0]
+        name = ("inputs" if body.images is None else "images") if field == "messages" else _NAMES.get(field)
+        if name is None:
+            raise
+        raise renamed(error, name) from None
 
-    Raises RequestError, also for an input_type that is no prompt of the model, for more prompts than max_prompts, and
-    for one of more than max_tokens tokens with truncate NONE; OverloadedError.
+
+async def _prompts(
+    body: CohereEmbedRequest, server: PoolingServer
+) -> tuple[Sequence[list[int] | Later], PoolingParams]:
+    """Return each prompt, truncated as the request says, as PoolingServer.prompts does, and the pooling parameters of
+    all.
+
+    Raises the errors of PoolingServer.prompts, and RequestError for an input_type that is no prompt of the model and
+    for a prompt of more than max_tokens tokens with truncate NONE.
     """
-    most = server.config.max_prompts
-    if (number := len(body.inputs or ())) > most:
-        raise RequestError(f"inputs holds {number} prompts; allowed: 1 to {most}", param="inputs")
     inputs = server.engine.inputs
     sentence = inputs.require_pooling().sentence
     known = {} if sentence is None else sentence.prompts
     if body.input_type is not None and body.input_type not in known:
         allowed = f"Supported values: {', '.join(known)}" if known else "The model has no prompts; leave it out"
         raise RequestError(f"Unsupported input_type {body.input_type!r}. {allowed}", param="input_type")
-    bodies = body.as_embeddings(inputs.config.max_model_len, known)
-    params = bodies[0].pooling_params("embed")
-    try:
-        params.recipe(inputs.require_pooling())
-        prompts = [ids for each in bodies for ids in await server.encode_input(each, params)]
-        if body.texts is not None and body.truncate == "END":
-            prompts = await _ended(prompts, bodies[0].truncate_prompt_tokens, server)
-    except RequestError as error:
-        name = _NAMES.get(error.param or "")
-        if name is None:
-            raise
-        raise renamed(error, name) from None
-    longest = max(map(len, prompts))
+    asked = body.as_embeddings(inputs.config.max_model_len, known)
+    params = asked.pooling_params("embed")
+    params.recipe(inputs.require_pooling())
+    prompts = await server.prompts(asked, params)
+    ids = [each for each in prompts if isinstance(each, list)]
+    _check_lengths(body, map(len, ids))
+    ended = body.texts is not None and body.truncate == "END"
+    return (await _ended(ids, asked.truncate_prompt_tokens, server) if ended else prompts), params
+
+
+def _check_lengths(body: CohereEmbedRequest, lengths: Iterable[int]) -> None:
+    """Raise RequestError if prompts of these numbers of tokens have one above max_tokens with truncate NONE."""
+    longest = max(lengths, default=0)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         problem = f"an input has {longest} tokens, and max_tokens is {body.max_tokens}; allowed: as many, or truncate"
         raise RequestError(f"{problem} END or START", param="max_tokens", value=body.max_tokens)
-    return prompts, params
 
 
 async def _ended(prompts: list[list[int]], most: int | None, server: PoolingServer) -> list[list[int]]:
@@ -98,8 +115,10 @@ async def _ended(prompts: list[list[int]], most: int | None, server: PoolingServ
 
 
 def _response(body: CohereEmbedRequest, name: str, found: list[PooledAnswer]) -> Response:
-    """Return the response with the embeddings in each of embedding_types, or as "float" if there are none. name: id of
-    the response. Raises RequestError for bits of a vector whose length is not a multiple of 8.
+    """Return the response with the embeddings in each of embedding_types, or as "float" if there are none. As in vLLM,
+    all tokens count as those of images if there is an image. name: id of the response.
+
+    Raises RequestError for bits of a vector whose length is not a multiple of 8.
     """
     vectors = np.array([each.outputs.data for each in found])
     given: dict[str, Any] = {}
@@ -111,7 +130,8 @@ def _response(body: CohereEmbedRequest, name: str, found: list[PooledAnswer]) ->
         else:
             given[kind] = _bits(vectors, signed=kind == "binary")
     texts = {} if body.texts is None else {"texts": body.texts}
-    billed = {"input_tokens": sum(len(each.prompt_token_ids) for each in found), "image_tokens": 0}
+    number = sum(len(each.prompt_token_ids) for each in found)
+    billed = {"input_tokens": 0 if body.has_images else number, "image_tokens": number if body.has_images else 0}
     meta = {"api_version": {"version": "2"}, "billed_units": billed}
     head = {"id": name, "response_type": "embeddings_by_type"}
     return json_response({**head, "embeddings": given, **texts, "meta": meta})

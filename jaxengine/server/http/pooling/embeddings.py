@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -39,6 +41,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
         """Run the body's prompts; return a response whose data is a list with `entry(index, output)` for each prompt.
+        Where encoding_format says so, it is the bytes of all vectors.
 
         prefix: prefix of the response's id. task: the pooling parameters' task; None for the body's task, or the
         model's. Raises RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a
@@ -54,6 +57,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             given = await server.answers(prompts, params, body, name, body.options(request, config))
 
             def write() -> Response:
+                if isinstance(body, EmbeddingRequest) and body.is_binary:
+                    return _bytes_response(body, given, name, model)
                 data = [entry(index, each) for index, each in enumerate(given)]
                 head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
                 return json_response({**head, "data": data, "usage": counts(given)})
@@ -94,8 +99,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
-    """Return a function (index, output) -> entry of the response, a dict in which `field` is the vector in the
-    request's encoding: a list of numbers, or base64 of its embed_dtype and endianness.
+    """Return a function (index, output) -> entry of a JSON response, a dict in which `field` is the vector in the
+    request's encoding: a list of numbers, or base64 of `_bytes`.
 
     kind: the entry's "object".
     """
@@ -103,16 +108,33 @@ def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
     def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
         """Return the entry of one answer: its index, and its vector as a list of numbers or in base64."""
         data: Any = each.outputs.data
-        if body.encoding_format == "base64":
-            data = _encoded(data, body.embed_dtype or "float32", body.endianness == "big")
-            return {"index": index, "object": kind, field: data}
-        return {"index": index, "object": kind, field: data.tolist()}
+        data = base64.b64encode(_bytes(data, body)).decode() if body.encoding_format == "base64" else data.tolist()
+        return {"index": index, "object": kind, field: data}
 
     return entry
 
 
-def _encoded(values: np.ndarray, dtype: str, is_big: bool) -> str:
-    """Return base64 of float32 values as numbers of `dtype`, one of _DTYPES, big-endian or else little-endian."""
-    numbers = values.astype(_DTYPES[dtype])
+def _bytes_response(body: EmbeddingRequest, given: Sequence[PooledAnswer], name: str, model: str) -> Response:
+    """Return the response with the `_bytes` of all vectors, one after the other, as vLLM does.
+
+    With encoding_format "bytes" the header `metadata` is a JSON object of id, created, model, data and usage, in which
+    data has the form of each vector: its index, embed_dtype, endianness, first byte `start`, `end` after its last one,
+    and shape. "bytes_only" has no such header. name: the request's id. model: name of the model.
+    """
+    vectors, about, at = [_bytes(each.outputs.data, body) for each in given], list[dict[str, Any]](), 0
+    number = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
+    for index, (each, vector) in enumerate(zip(given, vectors, strict=True)):
+        span = {"start": at, "end": (at := at + len(vector)), "shape": each.outputs.data.shape}
+        about.append({"index": index, **number, **span})
+    headers = {}
+    if body.encoding_format == "bytes":
+        head = {"id": name, "created": int(time.time()), "model": model}
+        headers["metadata"] = json.dumps({**head, "data": about, "usage": counts(given)})
+    return Response(b"".join(vectors), headers=headers, media_type="application/octet-stream")
+
+
+def _bytes(values: np.ndarray, body: EmbeddingRequest) -> bytes:
+    """Return float32 values as numbers of the request's embed_dtype, in its byte order."""
+    numbers = values.astype(_DTYPES[body.embed_dtype or "float32"])
     bits = numbers.view(f"u{numbers.itemsize}")
-    return base64.b64encode(bits.astype(bits.dtype.newbyteorder(">" if is_big else "<")).tobytes()).decode()
+    return bits.astype(bits.dtype.newbyteorder(">" if body.endianness == "big" else "<")).tobytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, SkipValidation, model_validator
 
@@ -70,8 +70,8 @@ class InputBody(PoolingBody):
 
     Attributes:
       input: a text, a list of token ids, or a list of texts or of lists of token ids.
-      messages: a conversation instead of input, which the model's chat template makes a prompt;
-        add_generation_prompt, continue_final_message and chat_template_kwargs are of the template.
+      messages: a conversation instead of input, or a list of them, each of which the model's chat template makes a
+        prompt; add_generation_prompt, continue_final_message and chat_template_kwargs are of the template.
       mm_processor_kwargs: options of the media processor, for messages with media.
       add_special_tokens: whether the tokenizer adds special tokens to texts; default true, false for messages.
     """
@@ -80,7 +80,7 @@ class InputBody(PoolingBody):
 
     # Checked by read_prompts: pydantic would try the union's lists item by item.
     input: Annotated[str | list[str] | list[int] | list[list[int]] | None, SkipValidation] = None
-    messages: Messages | None = None
+    messages: Messages | Annotated[list[Messages], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -103,14 +103,26 @@ class InputBody(PoolingBody):
             raise RequestError(problem, param="continue_final_message")
         return self
 
+    def conversations(self, most: int) -> list[list[dict[str, Any]]] | None:
+        """Return the conversations of messages, in order; None without messages. Raises RequestError for more than
+        `most`.
+        """
+        if not self.messages or isinstance(self.messages[0], dict):
+            return None if self.messages is None else [cast(list[dict[str, Any]], self.messages)]
+        if len(self.messages) > most:
+            problem = f"messages holds {len(self.messages)} prompts; allowed: 1 to {most}"
+            raise RequestError(problem, param="messages")
+        return cast(list[list[dict[str, Any]]], self.messages)
+
 
 class EmbeddingRequest(InputBody):
-    """Request of /v1/embeddings.
+    """Request of /v1/embeddings. Its `input` may also be what `messages` takes, as in vLLM.
 
     Attributes:
-      encoding_format: numbers, or base64.
-      embed_dtype, endianness: of base64: the number format, float32 by default, and the byte order, little by default
-        and with "native".
+      encoding_format: numbers, or base64; "bytes" and "bytes_only": the body is the bytes of all vectors, of which
+        "bytes" tells the form in the header `metadata`.
+      embed_dtype, endianness: of base64 and bytes: the number format, float32 by default, and the byte order, little
+        by default and with "native".
       dimensions: number of leading dimensions of each embedding to keep.
       normalize: earlier name of use_activation.
       prompt_name: the model's prompt to prepend to texts, "" for none; default: the model's default.
@@ -118,22 +130,40 @@ class EmbeddingRequest(InputBody):
 
     refused = {name: values for name, values in InputBody.refused.items() if name not in ("embed_dtype", "endianness")}
 
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
     embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None
     endianness: Literal["native", "big", "little"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_messages(cls, given: Any) -> Any:
+        """Return the request with an `input` of messages, or of conversations, under `messages`, unless that is given
+        too; any other value unchanged.
+        """
+        first = given.get("input") if isinstance(given, dict) and given.get("messages") is None else None
+        while isinstance(first, list) and first:
+            first = first[0]
+        if not isinstance(first, dict) or "role" not in first:
+            return given
+        return {name: value for name, value in given.items() if name != "input"} | {"messages": given["input"]}
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether the answer is bytes in place of JSON."""
+        return self.encoding_format in ("bytes", "bytes_only")
+
     @model_validator(mode="after")
     def _check_encoding(self) -> Self:
         """Return this request after checking it. Raises RequestError for an embed_dtype or endianness that changes
-        base64 where encoding_format is another.
+        bytes, where encoding_format writes numbers.
         """
         for name, plain in (("embed_dtype", ("float32",)), ("endianness", ("native", "little"))):
             value = getattr(self, name)
-            if self.encoding_format != "base64" and value not in (None, *plain):
-                problem = f'{name} is {value}; it is only allowed with encoding_format="base64"'
+            if self.encoding_format in (None, "float") and value not in (None, *plain):
+                problem = f"{name} is {value}; it is only allowed with encoding_format base64, bytes and bytes_only"
                 raise RequestError(problem, param=name, value=value)
         return self
 
@@ -170,22 +200,25 @@ class CohereEmbedRequest(NamedRequest):
     """Request of /v2/embed, in the form of Cohere's API.
 
     Attributes:
-      input_type: the model's prompt to prepend to texts, or of inputs the system's message; None for none.
+      input_type: the model's prompt to prepend to texts, or otherwise the system's message; None for none.
       texts: what is embedded.
-      inputs: or else objects with a `content`, a list of texts ({"type": "text", "text": ...}), each of which the chat
-        template makes a prompt.
+      images: or else addresses of images, "data:" or others that the server may load, each of which the chat template
+        makes a prompt.
+      inputs: or else objects with a `content`, a list of texts ({"type": "text", "text": ...}) and images ({"type":
+        "image_url", "image_url": {"url": ...}}), each of which the chat template makes a prompt.
       output_dimension: number of leading dimensions of each embedding to keep.
       embedding_types: forms of the embeddings in the answer: numbers; their signs, 8 in a signed or unsigned int;
         base64 of little-endian float32. Default: numbers.
-      truncate: END cuts long inputs at their ends, START at their beginnings; NONE refuses them.
+      truncate: END cuts long inputs at their ends, START at their beginnings; NONE refuses them, and so does any with
+        images.
       max_tokens: tokens of an input above which it is cut or refused; default: max_model_len.
     """
 
     ignored = HINTS
-    refused = {"images": ()}
 
     input_type: str | None = None
     texts: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    images: Annotated[list[str], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)] | None = None
     # Objects and not models, which would take seconds to validate and hold up other clients meanwhile.
     inputs: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)] | None = None
     output_dimension: int | None = None
@@ -197,22 +230,32 @@ class CohereEmbedRequest(NamedRequest):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
-        """Return this request after checking it. Raises RequestError unless it has either texts or inputs, and for an
-        input that is more than a content of texts. Whether a text is a string is checked when it is rendered.
+        """Return this request after checking it. Raises RequestError unless it has one of texts, images and inputs, and
+        for an input that is more than a content of texts and images. These are checked when they are rendered.
         """
-        if (self.texts is None) == (self.inputs is None):
-            problem = "texts is missing" if self.texts is None else "texts and inputs are both given"
-            raise RequestError(f"{problem}; give one of texts and inputs", param="texts")
+        given = [name for name in ("texts", "images", "inputs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            problem = f"{' and '.join(given)} are given" if given else "texts is missing"
+            raise RequestError(f"{problem}; give one of texts, images and inputs", param="texts")
         for each in self.inputs or ():
             content = each.get("content")
-            if len(each) != 1 or not content or not isinstance(content, list) or not all(map(_is_text, content)):
-                allowed = """objects with `content` alone, a list of {"type": "text", "text": ...}"""
+            if len(each) != 1 or not content or not isinstance(content, list) or not all(map(_is_part, content)):
+                allowed = (
+                    """objects with `content` alone, a list of {"type": "text", ...} and {"type": "image_url", ...}"""
+                )
                 raise RequestError(f"inputs has {show_value(each)}; allowed: {allowed}", param="inputs")
         return self
 
-    def as_embeddings(self, max_model_len: int, prompts: Mapping[str, str]) -> list[EmbeddingRequest]:
-        """Return the requests of /v1/embeddings that have the same prompts and dimensions: one of all texts, or one of
-        each input. Unless `truncate` is NONE, they cut prompts to max_tokens, at most max_model_len tokens.
+    @property
+    def has_images(self) -> bool:
+        """Whether there is an image among the inputs."""
+        parts = (part for each in self.inputs or () for part in each["content"])
+        return self.images is not None or any(part["type"] != "text" for part in parts)
+
+    def as_embeddings(self, max_model_len: int, prompts: Mapping[str, str]) -> EmbeddingRequest:
+        """Return the request of /v1/embeddings that has the same prompts and dimensions: of the texts, or of a
+        conversation for each image or input. Unless `truncate` is NONE, it cuts prompts to max_tokens, at most
+        max_model_len tokens.
 
         max_model_len: the engine's, which also stands for a missing max_tokens. prompts: the model's prompts by name;
         input_type, if given, is one of them. Raises RequestError for values that /v1/embeddings refuses.
@@ -221,18 +264,20 @@ class CohereEmbedRequest(NamedRequest):
         if self.truncate != "NONE":
             common["truncate_prompt_tokens"] = min(self.max_tokens or max_model_len, max_model_len)
             common["truncation_side"] = "left" if self.truncate == "START" else "right"
-        if self.inputs is None:
-            return [EmbeddingRequest(input=self.texts, prompt_name=self.input_type or "", **common)]
+        if self.texts is not None:
+            return EmbeddingRequest(input=self.texts, prompt_name=self.input_type or "", **common)
         prompt = prompts[self.input_type] if self.input_type is not None else ""
         system = [{"role": "system", "content": prompt}] if prompt else []
-        users = [{"role": "user", "content": each["content"]} for each in self.inputs]
-        first = EmbeddingRequest(messages=[*system, users[0]], **common)
-        return [first, *(first.model_copy(update={"messages": [*system, user]}) for user in users[1:])]
+        shown = ([{"type": "image_url", "image_url": {"url": each}}] for each in self.images or ())
+        contents = shown if self.inputs is None else (each["content"] for each in self.inputs)
+        talks = [[*system, {"role": "user", "content": content}] for content in contents]
+        return EmbeddingRequest(messages=talks, **common)
 
 
-def _is_text(part: Any) -> bool:
-    """Whether a part of a content is a text."""
-    return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+def _is_part(part: Any) -> bool:
+    """Whether a part of a content is a text or an image."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind in ("text", "image_url") and part.keys() == {"type", kind}
 
 
 class PairsBody(PoolingBody):

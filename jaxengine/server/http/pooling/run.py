@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import Content, Side, pair_prompt
 from jaxengine.media.parts import MediaPart
+from jaxengine.requests.media.inputs import UNCUT, verify_whole
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
@@ -25,8 +26,8 @@ from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody, Reran
 from jaxengine.server.http.request.errors import abort_error
 from jaxengine.server.http.request.protocol import NamedRequest, usage
 
-# Token ids of a prompt; with media also these, as `InputProcessor.make_ready` returns them.
-Encoded = list[int] | dict[str, Any]
+# Function that loads a prompt's media and returns it with them, as `InputProcessor.make_ready` does.
+Later = Callable[[], Awaitable[dict[str, Any]]]
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
 
 
@@ -38,61 +39,78 @@ class PoolingServer:
         self.config = config
         self._encoder = PromptEncoder(engine.inputs)
 
-    async def prompts(self, body: InputBody, params: PoolingParams) -> Sequence[Encoded]:
-        """Return the prompts of `encode_input`, or the one of messages with media, which are loaded and preprocessed.
+    async def prompts(self, body: InputBody, params: PoolingParams) -> Sequence[list[int] | Later]:
+        """Return the prompts of `encode_input`, or one of each conversation in messages.
 
-        Raises its errors, and RequestError for media that cannot be used or whose prompt would be truncated.
+        Raises its errors, and RequestError for conversations that cannot be rendered and media that cannot be used.
         """
-        inputs = self.engine.inputs
-        texts, parts = inputs.media_reader.collect(body.messages)
-        if body.messages is None or not parts:
-            if body.mm_processor_kwargs:
-                problem = "mm_processor_kwargs is only allowed with messages that have media"
-                raise RequestError(problem, param="mm_processor_kwargs")
-            return await self.encode_input(body, params)
-        refuse_cut(body)
-        text, ids = await self._encode_messages(body, texts)
-        prompt = {"prompt": text, "prompt_token_ids": ids}
-        ready = await self._ready(prompt, parts, "messages", body.mm_processor_kwargs)
-        return [{name: value for name, value in ready.items() if name != "prompt"}]  # not a text of the caller's
+        conversations = body.conversations(self.config.max_prompts)
+        found: Sequence[list[int] | Later]
+        if conversations is None:
+            found = await self.encode_input(body, params)
+        else:
+            found = [await self._conversation(each, body) for each in conversations]
+        if body.mm_processor_kwargs and not any(map(callable, found)):
+            problem = "mm_processor_kwargs is only allowed with messages that have media"
+            raise RequestError(problem, param="mm_processor_kwargs")
+        return found
 
-    async def _encode_content(self, content: Content) -> dict[str, Any]:
-        """Return the prompt of a query or document with media, which are loaded and preprocessed. Raises RequestError
-        for media that cannot be used and for a prompt that is too long; OverloadedError.
+    async def _conversation(self, messages: Sequence[dict[str, Any]], body: InputBody) -> list[int] | Later:
+        """Return the prompt of a conversation: token ids, truncated if the request has truncate_prompt_tokens, or with
+        media a function that loads and preprocesses them and raises the errors of `_ready`.
+
+        Raises RequestError for a conversation that cannot be rendered or is too long, OverloadedError.
+        """
+        texts, parts = self.engine.inputs.media_reader.collect(messages)
+        text, ids = await self._encode_messages(body, texts)
+        if not parts:
+            return self._cut(ids, body, "messages")
+
+        async def load() -> dict[str, Any]:
+            """Return the prompt with its media."""
+            prompt = {"prompt": text, "prompt_token_ids": ids}
+            ready = await self._ready(prompt, parts, "messages", body, body.mm_processor_kwargs)
+            return {name: value for name, value in ready.items() if name != "prompt"}  # not a text of the caller's
+
+        return load
+
+    async def encode_content(self, content: Content, body: PoolingBody) -> dict[str, Any]:
+        """Return the prompt of a query or document with media, which are loaded and preprocessed. Raises the errors of
+        `_ready`, and OverloadedError.
         """
         param = content.parts[0].param
         (ids,) = await self._encoder.encode([content.text], param=param)
-        return await self._ready({"prompt": content.text, "prompt_token_ids": ids}, content.parts, param)
+        return await self._ready({"prompt": content.text, "prompt_token_ids": ids}, content.parts, param, body)
 
     async def _ready(
         self,
         prompt: Mapping[str, Any],
         parts: Sequence[MediaPart],
         param: str,
+        body: PoolingBody,
         options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return a prompt, of text and token ids, with its media loaded and preprocessed. param, options: its field,
         for errors, and mm_processor_kwargs. Raises the errors of `with_media`, and RequestError for more than
-        max_model_len tokens.
+        max_model_len tokens, or more than the truncate_prompt_tokens of `body`.
         """
         inputs = self.engine.inputs
+        keep = self._num_kept(body)
         ready = await with_media(inputs, prompt, parts, options)
         count, longest = len(ready["prompt_token_ids"]), inputs.config.max_model_len
+        verify_whole(count, keep, body.truncate_prompt_tokens)
         if not 1 <= count <= longest:
             raise prompt_length_error(param, count, longest, longest)
         return ready
 
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Return the token ids of each prompt of `input`, or of the one that `messages`, of texts alone, make,
-        truncated if the request has truncate_prompt_tokens. The model's prompt that `params` name is prepended to
-        texts, not to messages.
+        """Return the token ids of each prompt of `input`, truncated if the request has truncate_prompt_tokens. The
+        model's prompt that `params` name is prepended to texts.
 
         Raises RequestError for another form of input, for too many prompts and for prompts that are too long,
         OverloadedError.
         """
         inputs = self.engine.inputs
-        if body.messages is not None:
-            return [self._cut((await self._encode_messages(body, body.messages))[1], body, "messages")]
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
         given = read_prompts(body.input, self.config.max_prompts, inputs, longest, param="input")
         return await self.encode_given(given, body, params, special=body.add_special_tokens is not False)
@@ -161,7 +179,7 @@ class PoolingServer:
                 continue
             texts = [each for each in dict.fromkeys(sides[number]) if isinstance(each, str)]
             if len(texts) < len({*sides[number]}):
-                problem = f"{name} is only allowed without media, whose prompts are not cut"
+                problem = f"{name} is only allowed without media: {UNCUT}"
                 raise RequestError(problem, param=name, value=limit)
             cut: dict[Side, str] = dict(zip(texts, await self._encoder.beginnings(texts, limit), strict=True))
             sides[number] = [cut[text] for text in sides[number]]
@@ -212,68 +230,67 @@ class PoolingServer:
 
     async def answers(
         self,
-        prompts: Sequence[Encoded | Content],
+        prompts: Sequence[list[int] | Later],
         params: PoolingParams,
         body: NamedRequest,
         name: str,
         options: RequestOptions,
     ) -> list[PooledAnswer]:
-        """Run the prompts, each of token ids, a dict that has its media or a Content, and return the engine's output
-        for each, in order, at most max_num_seqs at a time. The media of a Content are loaded when its turn comes: a
-        request's may need a thousand times the memory that one prompt's may.
+        """Run the prompts, each of token ids or a function that loads it, and return the engine's output for each, in
+        order, at most max_num_seqs at a time. A prompt is loaded when its turn comes: a request's media may need a
+        thousand times the memory that one prompt's may.
 
         name: the request's id in the engine; with several prompts, number i runs under NAME-i. body: has the
-        cache_salt. Several prompts, except for Contents, are all validated before any of them runs. Raises the errors
-        of EngineClient.pool, for a Content also those of media and of the prompt's length, and ApiError (504, 409 or
-        500) if a prompt has no result, after ending the others.
+        cache_salt. Several prompts of token ids are all validated before any of them runs. Raises the errors of
+        EngineClient.pool and of the functions, and ApiError (504, 409 or 500) if a prompt has no result, after ending
+        the others.
         """
         inputs, loading, salt = self.engine.inputs, asyncio.Lock(), {"cache_salt": body.cache_salt}
-        wanted: list[Any] = [{"prompt_token_ids": each} if isinstance(each, list) else each for each in prompts]
-        for prompt in wanted if len(wanted) > 1 else ():
-            if not isinstance(prompt, Content):
-                inputs.prepare(prompt | salt, params, options=options)
+        for given in prompts if len(prompts) > 1 else ():
+            if isinstance(given, list):
+                inputs.prepare({"prompt_token_ids": given, **salt}, params, options=options)
 
         async def run(index: int) -> AsyncGenerator[PooledAnswer, None]:
             """Yield the output of prompt number `index`."""
-            prompt = wanted[index]
-            if isinstance(prompt, Content):
+            given = prompts[index]
+            if isinstance(given, list):
+                prompt = {"prompt_token_ids": given}
+            else:
                 async with loading:  # all at once would exceed the client's share of waiting media
-                    prompt = await self._encode_content(prompt)
-            stream = self.engine.pool(prompt | salt, params, name if len(wanted) == 1 else f"{name}-{index}", options)
+                    prompt = await given()
+            whole: Any = {**prompt, **salt}
+            stream = self.engine.pool(whole, params, name if len(prompts) == 1 else f"{name}-{index}", options)
             async with contextlib.aclosing(stream):  # pyright: ignore[reportArgumentType]
                 async for output in stream:
                     yield output
 
         found: dict[int, PooledAnswer] = {}
-        async with contextlib.aclosing(interleave(run, len(wanted), inputs.config.max_num_seqs)) as outputs:
+        async with contextlib.aclosing(interleave(run, len(prompts), inputs.config.max_num_seqs)) as outputs:
             async for index, output in outputs:
                 if output.finish_reason != STOP:
                     raise abort_error(output.finish_reason, output.stop_reason)
                 found[index] = output
-        return [found[index] for index in range(len(wanted))]
+        return [found[index] for index in range(len(prompts))]
+
+    def _num_kept(self, body: PoolingBody) -> int | None:
+        """Return the number of a prompt's tokens that the request keeps; None for all. Raises RequestError for a
+        truncate_prompt_tokens above max_model_len.
+        """
+        return PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens).num_kept(
+            self.engine.inputs.config.max_model_len
+        )
 
     def _cut(self, token_ids: list[int], body: PoolingBody, param: str) -> list[int]:
         """Return a prompt's token ids truncated to truncate_prompt_tokens (-1: max_model_len) of the request, on its
         truncation_side; unchanged without the former. Raises RequestError for a number above max_model_len and, with
         the field `param`, if there are then no tokens or more than max_model_len.
         """
-        keep, longest = body.truncate_prompt_tokens, self.engine.inputs.config.max_model_len
-        if keep is not None and keep > longest:
-            text = f"truncate_prompt_tokens is {keep}; allowed: -1, and 1 to {longest} (max_model_len)"
-            raise RequestError(text, param="truncate_prompt_tokens", value=keep)
+        keep, longest = self._num_kept(body), self.engine.inputs.config.max_model_len
         if keep is not None:
-            model = self.engine.inputs.require_pooling()
-            token_ids = model.cut(token_ids, longest if keep == -1 else keep, body.truncation_side)
+            token_ids = self.engine.inputs.require_pooling().cut(token_ids, keep, body.truncation_side)
         if not 1 <= len(token_ids) <= longest:
             raise prompt_length_error(param, len(token_ids), longest, longest)
         return token_ids
-
-
-def refuse_cut(body: PoolingBody) -> None:
-    """Raise RequestError if a request with media has truncate_prompt_tokens."""
-    if body.truncate_prompt_tokens is not None:
-        problem = "truncate_prompt_tokens is only allowed without media, whose prompts are not cut"
-        raise RequestError(problem, param="truncate_prompt_tokens")
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.api.scoring import Content, Side, by_role, pairs_of, reads_apart, role_params
+from jaxengine.api.scoring import Side, by_role, pairs_of, reads_apart, role_params
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.scheduler.base.errors import RequestError
@@ -20,7 +21,7 @@ from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
 from jaxengine.server.http.pooling.protocol import RerankRequest, ScoreRequest
-from jaxengine.server.http.pooling.run import PoolingServer, counts, refuse_cut
+from jaxengine.server.http.pooling.run import PoolingServer, counts
 from jaxengine.server.http.request.limits import JsonRoute
 
 
@@ -111,8 +112,7 @@ async def _scores(
     counted in each, although an embedding model computes it once.
 
     body: request whose truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine.
-    Raises the errors of PoolingServer.encode_pairs and `answers`, and RequestError for truncate_prompt_tokens with
-    media.
+    Raises the errors of PoolingServer.encode_pairs and `answers`.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     pairs = await server.shortened(pairs, body)
@@ -121,8 +121,6 @@ async def _scores(
         encoded = await server.encode_given(prompts, body, params, param=body.sides[1])
         given = await server.answers(encoded, params, body, name, options)
         return [ScoringRequestOutput.from_base(each) for each in given]
-    if any(isinstance(each, Content) for pair in pairs for each in pair):
-        refuse_cut(body)
     roles = role_params(model, params)
     texts = list(dict.fromkeys(by_role(pairs, roles)))
     prompts, (query, document) = list[Any](), body.sides
@@ -131,7 +129,9 @@ async def _scores(
         field = query if number == 0 and roles[0] != roles[1] else document
         plain = [each for each in own if isinstance(each, str)]
         encoded = iter(await server.encode_given(plain, body, params, param=field))
-        prompts += [next(encoded) if isinstance(each, str) else each for each in own]
+        prompts += [
+            next(encoded) if isinstance(each, str) else partial(server.encode_content, each, body) for each in own
+        ]
     texts.sort(key=lambda each: each[0])  # as in `prompts`
     given = dict(zip(texts, await server.answers(prompts, params, body, name, options), strict=True))
     found = iter(given[each] for each in by_role(pairs, roles))

@@ -11,7 +11,6 @@ _TOKENS = "POST /inference/v1/generate takes and returns token ids; see docs/rei
 _LORA = "POST /v1/load_lora_adapter; see docs/lora.md"
 _PAUSES = "POST /pause and /resume; see docs/reinforcement_learning.md"
 _SLEEP = "POST /sleep and /wake_up; see docs/reinforcement_learning.md"
-_RENDERED = "POST /v1/chat/completions/render and /v1/completions/render; see docs/serving.md"
 _PARSED = "POST /v1/chat/completions parses what the model writes; see docs/parsers.md"
 _SCORED = "logprobs with logprob_token_ids of /v1/completions; see docs/reinforcement_learning.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
@@ -36,9 +35,7 @@ NOT_BUILT: dict[str, str] = {
     "/v1/chat/completions/derender": _PARSED,
     "/v1/completions/derender": _PARSED,
     "/v1/decisions": _SCORED,
-    "/v1/messages/render": _RENDERED,
     "/v1/realtime": _AUDIO,
-    "/v1/responses/render": _RENDERED,
     "/v1/systemone": _SCORED,
     "/weight_checker": "GET /weight_info?checksum=true; see docs/reinforcement_learning.md",
     # Trainers: SGLang's routes (slime, AReaL), TRL's server, and what SkyRL, prime-rl and AReaL add to vLLM

@@ -481,11 +481,12 @@ class TextRequest(GenerationRequest):
 
 def usage_in_stream(asked: StreamOptions | None, config: ServerConfig) -> tuple[bool, bool]:
     """Return (whether a stream ends with an event with the token counts, whether every event has token counts), from a
-    request's stream_options, `asked`, and enable_force_include_usage. The second is True only if the first is.
+    request's stream_options, `asked`; both with enable_force_include_usage. The second is True only if the first is.
     """
+    if config.enable_force_include_usage:
+        return True, True
     options = asked or StreamOptions()
-    last = bool(options.include_usage) or config.enable_force_include_usage
-    return last, last and bool(options.continuous_usage_stats)
+    return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

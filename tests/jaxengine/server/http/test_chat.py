@@ -156,6 +156,20 @@ async def test_prompt_logprobs(app):
     assert (await post(app, PATH, **fields)).json["prompt_logprobs"] is None
 
 
+async def test_a_prompt_of_another_engine_replaces_the_messages(app):
+    """kv_transfer_params.prompt_token_ids, as vLLM's routers send them to the decoding engine."""
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    whole = (await post(app, PATH, **asked, return_token_ids=True, temperature=0)).json
+    asked["messages"] = [{"role": "user", "content": "another"}]
+    given = {"prompt_token_ids": whole["prompt_token_ids"]}
+    again = (await post(app, PATH, **asked, return_token_ids=True, temperature=0, kv_transfer_params=given)).json
+    assert again["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert again["choices"][0]["message"]["content"] == whole["choices"][0]["message"]["content"]
+    for wrong in ([], [[1]], "a", [10**6], ["a"], [True], {}):
+        answer = await post(app, PATH, **asked, kv_transfer_params={"prompt_token_ids": wrong})
+        assert answer.status == 400 and answer.error["param"] == "kv_transfer_params.prompt_token_ids", wrong
+
+
 async def test_what_the_engine_is_asked(recorder):
     app = create_app(recorder, ServerConfig(request_timeout=30))
     await post(app, PATH, messages=HI, max_completion_tokens=3, max_tokens=4, request_id="mine", cache_salt="s")

@@ -10,7 +10,7 @@ from jaxengine.server.http.chat import prompt
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.messages.protocol import MessagesRequest
-from jaxengine.server.http.request.protocol import HINTS
+from jaxengine.server.http.request.protocol import HINTS, usage_in_stream
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.field_matrix import check_acts, check_refused, outcome
@@ -273,6 +273,9 @@ async def test_usage_in_every_chunk_counts_what_has_been_said(app):
         prompts = {own[0]["prompt_tokens"] for own in of}
         whole = last["usage"]["prompt_tokens"]
         assert sum(prompts) == whole and len(prompts) == 1 + (path == "/v1/completions")
+    # As in vLLM, the server's option puts it into every event.
+    assert usage_in_stream(None, ServerConfig(enable_force_include_usage=True)) == (True, True)
+    assert usage_in_stream(None, ServerConfig()) == (False, False)
 
 
 async def test_fields_that_clients_read_are_there(app):

@@ -112,6 +112,8 @@ COMPUTED = [
     ),
     ("/v1/chat/completions/render", CHAT),
     ("/v1/completions/render", {**COMPLETION, **COUNTED}),
+    ("/v1/messages/render", {**MESSAGE, "tools": None}),
+    ("/v1/responses/render", {"input": "Hi"}),
     ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),

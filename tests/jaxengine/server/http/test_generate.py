@@ -219,6 +219,16 @@ async def test_what_is_rendered_generates_the_same(app, chat_engine):
     }
     (choice,) = (await post(app, PATH, **rendered)).json["choices"]
     assert choice["token_ids"] == answer["choices"][0]["token_ids"]
+    # The same conversation in the other APIs' forms, with their names of fields.
+    plain = {"messages": chat["messages"], "max_tokens": 6, "request_id": "a"}
+    message = (await post(app, "/v1/messages/render", **plain, stream=True, stop_sequences=["x"])).json
+    response = (await post(app, "/v1/responses/render", input="Hi", max_output_tokens=6, cache_salt="s")).json
+    assert message["token_ids"] == response["token_ids"] == rendered["token_ids"]
+    assert (message["request_id"], message["stream"], response["cache_salt"]) == ("msg-a", True, "s")
+    assert message["sampling_params"] == {"stop": ["x"], "max_tokens": 6}
+    assert response["sampling_params"] == {"max_tokens": 6}
+    earlier = await post(app, "/v1/responses/render", input="Hi", previous_response_id="resp_1")
+    assert (earlier.status, earlier.json["error"]["param"]) == (400, "previous_response_id")
     prompts = {"prompt": [[5], [5, 6]], "min_p": 0.5, "stop": "x", "stream": True, "priority": 0, "cache_salt": "s"}
     first, second = (await post(app, "/v1/completions/render", **prompts)).json
     assert second["token_ids"] == [5, 6] and second["request_id"] == first["request_id"][:-1] + "1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 from pathlib import Path
 
 import ml_dtypes
@@ -181,6 +182,21 @@ async def test_forms_of_input_and_fields(app):
         (entry,) = (await post(app, "/v1/embeddings", input=TEXTS[0], **form)).json["data"]
         found = np.frombuffer(base64.b64decode(entry["embedding"]), dtype).astype("f4")
         np.testing.assert_allclose(found, golden[0], atol=0.1)
+        for path, fields in (("/v1/embeddings", {}), ("/pooling", {"task": "token_embed"})):
+            form["encoding_format"] = "bytes"
+            named = await post(app, path, input=TEXTS[:2], **form, **fields)
+            about = json.loads(named.headers["metadata"])
+            assert named.headers["content-type"] == "application/octet-stream"
+            assert about["model"] == "tiny" and about["usage"]["prompt_tokens"] == len(IDS) + 2
+            for index, part in enumerate(about["data"]):
+                assert (part["index"], part["embed_dtype"], part["endianness"]) == (index, name, order or "native")
+                rows = np.frombuffer(named.body[part["start"] : part["end"]], dtype).reshape(part["shape"])
+                last = rows.astype("f4").reshape(-1, SIZE)[-1]
+                np.testing.assert_allclose(last, golden[index], atol=0.1)
+            assert part["end"] == len(named.body)
+            form["encoding_format"] = "bytes_only"
+            bare = await post(app, path, input=TEXTS[:2], **form, **fields)
+            assert bare.body == named.body and "metadata" not in bare.headers
     answer = await post(app, "/pooling", input=TEXTS[0], task="embed")
     (entry,) = answer.json["data"]
     assert entry["object"] == "pooling" and answer.json["id"].startswith("pool-")
@@ -338,14 +354,15 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
         ("/v1/embeddings", {}, "input", "input is missing"),
         ("/v1/embeddings", {"input": "w5", "dimensions": 5}, "dimensions", "dimensions is 5; allowed: 4, 8"),
-        ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float', 'base64'"),
         ("/pooling", {"input": "w5", "endianness": "big"}, "endianness", "with encoding_format"),
         ("/rerank", {"query": "w5", "documents": ["w6"], "max_tokens_per_doc": -5}, "max_tokens_per_doc", "from 0"),
         ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
         ("/v1/embeddings", {"input": "w5", "prompt_name": "x"}, "prompt_name", "'query', 'document'"),
-        ("/v2/embed", {}, "texts", "texts is missing; give one of texts and inputs"),
+        ("/v2/embed", {}, "texts", "texts is missing; give one of texts, images and inputs"),
         ("/v2/embed", {"texts": [""]}, "texts", "texts is empty"),
-        ("/v2/embed", {"texts": ["w5"], "images": ["data:,"]}, "images", "but it is not supported"),
+        ("/v2/embed", {"texts": ["w5"], "images": ["data:,"]}, "texts", "texts and images are given"),
+        ("/v2/embed", {"images": ["data:,"]}, "images", "image"),
         ("/v2/embed", {"texts": ["w5"], "input_type": "x"}, "input_type", "Unsupported input_type 'x'"),
         ("/v2/embed", {"texts": ["w5 " * 97], "truncate": "NONE"}, "texts", "prompt is too long: 98 tokens"),
         ("/v2/embed", {"texts": ["w5"] * 9}, "texts", "texts holds 9 prompts; allowed: 1 to 8"),
@@ -357,7 +374,8 @@ async def test_other_paths_stay(app, scoring_app):
             "inputs",
             "allowed: objects with `content` alone",
         ),
-        ("/v2/embed", {"inputs": [{"content": [PICTURE]}]}, "inputs", "allowed: objects with `content` alone"),
+        ("/v2/embed", {"inputs": [{"content": [PICTURE]}]}, "inputs", "image"),
+        ("/v2/embed", {"inputs": [{"content": [{"type": "file"}]}]}, "inputs", "allowed: objects with `content` alone"),
         ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": 5}]}]}, "inputs", "text"),
         ("/v2/embed", {"texts": ["w5 w6"], "truncate": "NONE", "max_tokens": 2}, "max_tokens", "input has 3"),
         ("/v2/embed", {"texts": ["w5"], "output_dimension": 5}, "output_dimension", "allowed: 4, 8"),
@@ -407,6 +425,16 @@ async def test_a_conversation_is_one_prompt(scoring_app, classifier, monkeypatch
         expected = (await post(scoring_app, "/classify", input=text, add_special_tokens=False)).json
         found = (await post(scoring_app, "/classify", messages=messages, **fields)).json
         assert found["data"] == expected["data"] and found["usage"] == expected["usage"]
+    # Several conversations are several prompts; /v1/embeddings takes them under input, too.
+    one, two = messages, messages[1:]
+    many = (await post(scoring_app, "/classify", messages=[one, two])).json
+    each = [(await post(scoring_app, "/classify", messages=talk)).json for talk in (one, two)]
+    assert [entry["probs"] for entry in many["data"]] == [entry["data"][0]["probs"] for entry in each]
+    for given, asked in ((one, one), ([one, two], [one, two])):
+        body, beside = protocol.EmbeddingRequest(input=given), protocol.EmbeddingRequest(input="w5")
+        assert (body.messages, body.input, beside.messages) == (asked, None, None)
+    crowd = await post(scoring_app, "/classify", messages=[one] * 9)
+    assert crowd.status == 400 and "messages holds 9 prompts; allowed: 1 to 8" in crowd.error["message"]
     cut = (await post(scoring_app, "/classify", messages=messages, truncate_prompt_tokens=1)).json
     assert cut["usage"]["prompt_tokens"] == 1
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]

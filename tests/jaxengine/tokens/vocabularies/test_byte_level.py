@@ -11,6 +11,8 @@ from tokenizers import pre_tokenizers
 from transformers import GPT2Tokenizer, RobertaTokenizer, WhisperTokenizer
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+from jaxengine.tokens import hf_tokenizer
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row
 
@@ -69,9 +71,13 @@ def write(folder: Path, first: tuple[str, ...], files: dict[str, Any], merges: s
         ),
     ],
 )
-def test_ids_are_those_of_transformers(tmp_path, kind, first, files):
+def test_ids_are_those_of_transformers(tmp_path, kind, first, files, monkeypatch):
     folder = write(tmp_path / str(len([*tmp_path.iterdir()])), first, files)
-    ours, theirs = Tokenizer.from_hf_folder(folder), kind.from_pretrained(folder)
+    read = list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_tokenizer, "read_object", lambda folder, name: read.append(name) or read_object(folder, name))
+        ours, theirs = Tokenizer.from_hf_folder(folder), kind.from_pretrained(folder)
+    assert len(read) == len({*read})  # each file once
     ends = kind is not WhisperTokenizer  # whose prompts are written token by token
     for text in TEXTS:
         ids = theirs(text, add_special_tokens=ends).input_ids
