@@ -184,6 +184,7 @@ _MODULES = {
     "AyaVisionForConditionalGeneration": "cohere_vision",
     "Cohere2VisionForConditionalGeneration": "cohere_vision",
     "InternVLForConditionalGeneration": "internvl",
+    "Idefics2ForConditionalGeneration": "idefics2",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",

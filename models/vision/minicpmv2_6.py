@@ -142,9 +142,7 @@ class Resampler(nnx.Module):
         self.query_norm, self.patch_norm, self.last_norm = (
             LayerNorm(out_size, _EPS, source=f"{RESAMPLER}.ln_{name}", build=build) for name in ("q", "kv", "post")
         )
-        parts = (
-            part._replace(group=self.head_dim) for part in parts_of(f"{RESAMPLER}.attn.in_proj", *[out_size] * 3)
-        )
+        parts = (part._replace(group=self.head_dim) for part in parts_of(f"{RESAMPLER}.attn.in_proj", *[out_size] * 3))
         self.q, self.k, self.v = (
             Linear(out_size, (part,), axes=("embed", heads), bias=True, build=build) for part in parts
         )

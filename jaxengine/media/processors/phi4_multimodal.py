@@ -36,8 +36,8 @@ _NUMBERED = re.compile(r"<\|image_(\d+)\|>")
 
 
 class Phi4MultimodalProcessor(UnitProcessor):
-    """Processor of Phi4MultimodalForCausalLM, and base of Phi-3-vision's. In a prompt either the placeholder token stands
-    for an image, or the text <|image_1|> for the first, <|image_2|> for the second, and so on.
+    """Processor of Phi4MultimodalForCausalLM, and base of Phi-3-vision's. In a prompt either the placeholder token
+    stands for an image, or the text <|image_1|> for the first, <|image_2|> for the second, and so on.
 
     Attributes:
       limit_name: name of the setting, and of the option, that limits the number of tiles.
@@ -113,8 +113,9 @@ class Phi4MultimodalProcessor(UnitProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower: the whole, then its tiles line by line.
 
-        options: mm_processor_kwargs, of which the one named limit_name overrides the limit of tiles. most: limit of patches; None
-        for no limit. Raises RequestError for other options and values, extreme aspect ratios, and more patches.
+        options: mm_processor_kwargs, of which the one named limit_name overrides the limit of tiles. most: limit of
+        patches; None for no limit. Raises RequestError for other options and values, extreme aspect ratios, and more
+        patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
