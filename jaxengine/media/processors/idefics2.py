@@ -111,8 +111,8 @@ class Idefics2Processor(UnitProcessor):
         return [*([around] + [self.image_id] * latents) * (item.num_rows // latents), around]
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Return (token_ids, owners) of an expanded prompt with one token between images that follow each other. owners:
-        as in UnitProcessor.joined.
+        """Return (token_ids, owners) of an expanded prompt, with one token between images that follow each other.
+        owners: as in UnitProcessor.joined.
         """
         around = self._around
         kept = [

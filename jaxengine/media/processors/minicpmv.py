@@ -97,6 +97,8 @@ class MiniCPMVProcessor(GridProcessor):
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
         texts = _read_marks(Path(folder))
+        # Between two rows of slices.
+        self._line_break: list[int] = tokenizer.encode("\n", add_special_tokens=False)
         self.marks = {name: tokenizer.encode(text, add_special_tokens=False) for name, text in texts.items()}
         if self.has_canvas and any(len(ids) != 1 for ids in self.marks.values()):
             raise ModelFileError(folder, f"marks of images must be one token each: {', '.join(texts.values())}")
@@ -194,10 +196,12 @@ class MiniCPMVProcessor(GridProcessor):
             grids = [self._grid(crops.whole), *[self._grid(crops.each)] * math.prod(crops.slices)]
         else:
             # With n + 1 slices, a slice has at most 1 / n of the image's aspect ratio: n in one row are possible, too.
-            each = {n + 1: self._largest_crop(MAX_ASPECT_RATIO / n) for n in range(1, self.most_slices)}
+            ratios = {n + 1: MAX_ASPECT_RATIO / n for n in range(1, self.most_slices)}
+            each = {n: _largest_grid(self.resolution, self.factor, self.tower.patch_size, ratios[n]) for n in ratios}
+            whole = _largest_grid(self.resolution, self.factor, self.tower.patch_size, MAX_ASPECT_RATIO)
             count = max(each, key=lambda n: n * math.prod(each[n]), default=0)
             crops = Crops((0, 0), (0, 0), (min(count, 1), count))
-            grids = [self._largest_crop(MAX_ASPECT_RATIO), *[each.get(count, (0, 0))] * count]
+            grids = [whole, *[each.get(count, (0, 0))] * count]
         made = [self.processed(np.empty((math.prod(grid), 0), np.float32), (1, *grid)) for grid in grids]
         return self._joined(made, crops.slices)
 
@@ -287,11 +291,6 @@ class MiniCPMVProcessor(GridProcessor):
             out += [token] * (height * width) + marks[f"{kind}_end_token"]
         return Frame(tuple(spans), tuple(grids), columns)
 
-    @property
-    def _line_break(self) -> list[int]:
-        """Token ids of the text between two rows of slices."""
-        return self.tokenizer.encode("\n", add_special_tokens=False)
-
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return (height, width) in patches of a crop of `size` pixels."""
         return size[0] // self.tower.patch_size, size[1] // self.tower.patch_size
@@ -317,19 +316,20 @@ class MiniCPMVProcessor(GridProcessor):
             width = int(height * ratio)
         return _rounded(height, self.factor), _rounded(width, self.factor)
 
-    def _largest_crop(self, ratio: float) -> tuple[int, int]:
-        """Return a grid, (height, width) in patches, with at least as many patches as that of any crop whose sides have
-        at most this ratio.
 
-        Before rounding to multiples of `factor`, a crop of some height has at most the width that makes `resolution`
-        squared.
-        """
-        longest = math.sqrt(ratio * _SLACK)
-        heights = np.arange(max(1, int(self.resolution / longest)), int(longest * self.resolution) + 1)
-        sides = np.stack([heights, self.resolution**2 // heights])
-        units = np.maximum(np.rint(sides / self.factor).astype(np.int64), 1)  # as _rounded
-        high, wide = units[:, units.prod(axis=0).argmax()].tolist()
-        return self._grid((high * self.factor, wide * self.factor))
+def _largest_grid(resolution: int, factor: int, patch: int, ratio: float) -> tuple[int, int]:
+    """Return a grid, (height, width) in patches of `patch` pixels, with at least as many patches as that of any crop
+    whose sides have at most this ratio. resolution, factor: attributes of MiniCPMVProcessor.
+
+    Before rounding to multiples of `factor`, a crop of some height has at most the width that makes `resolution`
+    squared.
+    """
+    longest = math.sqrt(ratio * _SLACK)
+    heights = np.arange(max(1, int(resolution / longest)), int(longest * resolution) + 1)
+    sides = np.stack([heights, resolution**2 // heights])
+    units = np.maximum(np.rint(sides / factor).astype(np.int64), 1)  # as _rounded
+    high, wide = units[:, units.prod(axis=0).argmax()].tolist()
+    return high * factor // patch, wide * factor // patch
 
 
 def _rounded(length: float, divisor: int) -> int:
