@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
@@ -160,12 +161,19 @@ class Resampler(nnx.Module):
             product(states).reshape(*is_key.shape, -1, self.head_dim)
             for product, states in ((self.k, x + positions), (self.v, x))
         )
-        scores = jnp.einsum("qnh,usnh->unqs", q, k, preferred_element_type=jnp.float32) * self.head_dim**-0.5
-        # Not -inf: padding may have no key at all.
-        scores = jnp.where(is_key[:, None, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        o = jnp.einsum("unqs,usnh->uqnh", weights, v, preferred_element_type=jnp.float32).astype(x.dtype)
+        # Scores exist for one crop at a time.
+        o = lax.map(lambda unit: _read(q, *unit), (k, v, is_key))
         return self.outward(self.last_norm(self.out(o.reshape(len(is_key) * len(q), -1))))
+
+
+def _read(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array) -> jax.Array:
+    """Return the attention output [Q, N, H] of queries q [Q, N, H] to the keys and values [S, N, H] of which
+    bool[S] are seen, with sums in float32.
+    """
+    scores = jnp.einsum("qnh,snh->nqs", q, k, preferred_element_type=jnp.float32) * q.shape[2] ** -0.5
+    # Not -inf: padding may have no key at all.
+    weights = jax.nn.softmax(jnp.where(is_key, scores, jnp.finfo(jnp.float32).min), axis=-1).astype(v.dtype)
+    return jnp.einsum("nqs,snh->qnh", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
 
 
 def _sinusoids(row: jax.Array, column: jax.Array, size: int) -> jax.Array:

@@ -17,8 +17,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
 _WHITE = 255
-# The placeholder's text, and texts that stand for the image of a number, from 1.
-_PLACEHOLDER = re.compile(r"<\|image(?:_\d+)?\|>")
+# Texts that stand for the image of a number, from 1.
+_NUMBERED = r"<\|image_\d+\|>"
 # Of published models.
 _IMAGE_TOKEN = 32044
 
@@ -86,7 +86,8 @@ class Phi3VisionProcessor(Phi4MultimodalProcessor):
         from 1.
         """
         check_numbers(text)
-        pieces, plain = _PLACEHOLDER.split(text), self.tokenizer.encode(text, add_special_tokens=False)
+        pieces = re.split(f"{re.escape(self.placeholder('image'))}|{_NUMBERED}", text)
+        plain = self.tokenizer.encode(text, add_special_tokens=False)
         if len(pieces) == 1 or len(token_ids) < len(plain) or list(token_ids[len(token_ids) - len(plain) :]) != plain:
             return list(token_ids)
         found = list(self.tokenizer.encode(pieces[0]))
