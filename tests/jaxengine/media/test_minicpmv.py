@@ -195,7 +195,7 @@ def test_prompts_of_2_6(resampled_folder):
     for rows, grid in ((5, None), (6, (1, 8, 8))):
         with pytest.raises(RequestError, match="must be 6, of one that is not cut, without a grid; got"):
             made.grid_of(rows, grid)
-    with pytest.raises(RequestError, match="makes 80. patches of pixels; at most 256"):
+    with pytest.raises(RequestError, match="makes 660 patches of pixels; at most 256"):
         made.process("image", picture(1, 90, 90), {"max_slice_nums": 4}, 256)
 
 
