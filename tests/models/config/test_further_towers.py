@@ -20,7 +20,7 @@ GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
 PHI3, MINICPM = NAMED["microsoft/Phi-3.5-vision-instruct"], NAMED["openbmb/MiniCPM-V-2_6"]
 _XD = HUNYUAN["rope_scaling"]
-EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2 = (
+EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2 = (
     json.loads((FOLDER / name / "config.json").read_text())
     for name in (
         "exaone4_5_vision",
@@ -28,6 +28,7 @@ EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2 = (
         "granite4_plain_vision",
         "llava_next_video_vision",
         "ovis2_vision",
+        "idefics2_vision",
     )
 )
 
@@ -245,6 +246,19 @@ PIXTRAL: dict[str, Any] = {
         (PHI3, "img_processor", {"layer_idx": 25}, "layer_idx must be an integer from -25 to 24"),
         (PHI3, "img_processor", {"patch_size": 16}, "image_size must be such that it divides the 21 patches of"),
         (PHI3, "embd_layer", {"hd_transform_order": "glb_sub"}, 'hd_transform_order must be "sub_glb" or absent'),
+        (IDEFICS2, "perceiver_config", {"hidden_size": 48}, "hidden_size must be 64 or absent, got 48"),
+        (
+            IDEFICS2,
+            "perceiver_config",
+            {"resampler_n_latents": 1025},
+            "resampler_n_latents must be an integer from 1 to",
+        ),
+        (
+            IDEFICS2,
+            "perceiver_config",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads must be a divisor of resampler_",
+        ),
         (OVIS2, "vision_config", {"tokenize_function": "st_argmax"}, 'tokenize_function must be "softmax" or absent'),
         (OVIS2, "vision_config", {"num_visual_indicator_tokens": 4}, "num_visual_indicator_tokens must be 5 or absent"),
         (OVIS2, "vision_config", {"hidden_stride": 3}, "hidden_stride must be such that it divides the 4 patches of"),
