@@ -35,5 +35,6 @@ class Idefics2ForConditionalGeneration(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)
         if text.text("model_type", _MISTRAL) == _MISTRAL:
-            fields = ConfigFields({**fields.raw, "text_config": text.with_defaults(**_DEFAULTS).raw})
-        return read_text(fields, _MISTRAL) | {"tower": read_idefics2(fields)}
+            text = text.with_defaults(**_DEFAULTS)
+            fields = ConfigFields({**fields.raw, "text_config": text.raw})
+        return read_text(fields, _MISTRAL) | {"tower": read_idefics2(fields, text)}

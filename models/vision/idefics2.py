@@ -16,7 +16,6 @@ from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -70,12 +69,12 @@ class Idefics2TowerConfig(TowerConfig):
         return Idefics2Tower(self, hidden_size, build)
 
 
-def read_idefics2(fields: ConfigFields) -> Idefics2TowerConfig:
-    """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, for a perceiver of
+def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConfig:
+    """Return the tower's configuration from a config.json and its text part, with the defaults of both. Raises ModelConfigError for wrong fields, for a perceiver of
     another hidden size than the text's, and for heads of keys that do not divide those of queries.
     """
     vit = read_vit(fields.with_defaults(vision_config={}).part("vision_config", **_DEFAULTS))
-    text, found = text_fields(fields), fields.with_defaults(perceiver_config={}).part("perceiver_config")
+    found = fields.with_defaults(perceiver_config={}).part("perceiver_config")
     found.require(hidden_size=text.integer("hidden_size"))
     sizes = {}
     for (name, most), default in zip(_LIMITS.items(), (64, 3, 16, 96), strict=True):
