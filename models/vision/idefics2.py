@@ -70,8 +70,10 @@ class Idefics2TowerConfig(TowerConfig):
 
 
 def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConfig:
-    """Return the tower's configuration from a config.json and its text part, with the defaults of both. Raises ModelConfigError for wrong fields, for a perceiver of
-    another hidden size than the text's, and for heads of keys that do not divide those of queries.
+    """Return the tower's configuration from a config.json and its text part, with the defaults of both.
+
+    Raises ModelConfigError for wrong fields, for a perceiver of another hidden size than the text's, and for heads of
+    keys that do not divide those of queries.
     """
     vit = read_vit(fields.with_defaults(vision_config={}).part("vision_config", **_DEFAULTS))
     found = fields.with_defaults(perceiver_config={}).part("perceiver_config")
