@@ -116,10 +116,11 @@ class Idefics2Processor(UnitProcessor):
         """
         around = self._around
         kept = [
-            index == 0 or (token, token_ids[index - 1]) != (around, around) or min(owners[index - 1 : index + 1]) < 0
+            index
             for index, token in enumerate(token_ids)
+            if not index or (token, token_ids[index - 1]) != (around, around) or min(owners[index - 1 : index + 1]) < 0
         ]
-        return tuple([each for each, keep in zip(listed, kept, strict=True) if keep] for listed in (token_ids, owners))
+        return [token_ids[index] for index in kept], [owners[index] for index in kept]
 
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids of a prompt `text` in which, as in transformers, a space stands between an image and

@@ -45,7 +45,7 @@ def test_sizes_and_refusals(tmp_path):
         item = made.process("image", np.zeros((*size, 3), np.uint8), {})
         assert (item.columns >= 0).sum() == patches and item.num_rows == 6, size
     assert len(made.with_options({"do_image_splitting": True}).largest("image").patches) == 5 * made.tower.unit
-    with pytest.raises(RequestError, match=r"do_image_splitting must be false for an image of 9x1 pixels, got True"):
+    with pytest.raises(RequestError, match=r"do_image_splitting must be false for an image of 9x1 pixels, got 'True'"):
         made.process("image", np.zeros((1, 9, 3), np.uint8), {"do_image_splitting": True})
     with pytest.raises(RequestError, match="embeddings of an image of this model must be 6, those of one tile"):
         made.grid_of(12, None)
