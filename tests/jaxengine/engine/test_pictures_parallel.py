@@ -36,7 +36,6 @@ REFUSED = {
         [
             *((name, "tp 2, weights") for name in ("glm46v_vision", "glm46v_moe_vision", "minicpmv4_6_untied_vision")),
             ("glm46v_vision", "tp 2, data"),
-            ("idefics2_odd_vision", "tp 2, weights"),
         ],
         "^tensor_parallel_size is 2; allowed: 1 for this model",
     ),
