@@ -174,6 +174,19 @@ class GridProcessor:
         return np.asarray([at for at, _, _ in named], np.int64), [(modality, n) for _, modality, n in named]
 
 
+def learned_places(count: int, side: int) -> np.ndarray:
+    """Return the index of each of `count` patches along a side among the `side` learned positions there, i64[count]:
+    patches are spread evenly over them.
+
+    Computed in float32 as by the code that SigLIP over images of any shape was published with (that of Idefics2), whose
+    rounding decides at some borders.
+    """
+    borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
+    share = np.float32(1) / np.float32(max(count, 1))
+    spots = np.minimum(np.arange(count, dtype=np.float32) * share, np.float32(1 - 1e-6))
+    return np.searchsorted(borders, spots, side="right")
+
+
 def check_ratio(height: int, width: int) -> None:
     """Raise RequestError for an image of this size, in pixels, if one side is more than MAX_ASPECT_RATIO times the
     other.

@@ -85,30 +85,47 @@ class MiniCPMVProcessor(GridProcessor):
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         super().__init__(model_config)
         self.tokenizer = tokenizer
-        self.token_ids = {"image": ConfigFields(config_json).integer("image_token_id", minimum=0)}
+        self.token_ids = {"image": self.read_token(Path(folder), ConfigFields(config_json))}
         self.check_token_ids(model_config)
         self.has_canvas = any(layer.rope is not None and layer.rope.sections for layer in model_config.attention)
         path, found = read_settings(Path(folder), IMAGES)
         try:
-            self.pixels = Pixels.read(found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3))
-            self._read_crops(found)
+            settings = found.with_defaults(**self.defaults_of(found))
+            self.pixels = Pixels.read(settings)
+            self.check_tower(settings)
+            self._read_crops(settings)
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
         texts = _read_marks(Path(folder))
+        # Between two rows of slices.
+        self._line_break: list[int] = tokenizer.encode("\n", add_special_tokens=False)
         self.marks = {name: tokenizer.encode(text, add_special_tokens=False) for name, text in texts.items()}
         if self.has_canvas and any(len(ids) != 1 for ids in self.marks.values()):
             raise ModelFileError(folder, f"marks of images must be one token each: {', '.join(texts.values())}")
         about = f"{self.resolution} {self.slices} {self.most_slices} {self.enlarges}"
         self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"
 
-    def _read_crops(self, fields: ConfigFields) -> None:
-        """Read and set how images are cut. Raises ModelConfigError for settings that are out of range or do not fit the
-        tower.
+    def read_token(self, folder: Path, fields: ConfigFields) -> int:
+        """Return the placeholder token: `image_token_id` of config.json, `fields`. folder: of the checkpoint, for
+        subclasses. Raises ModelConfigError if it is missing or invalid.
         """
+        del folder
+        return fields.integer("image_token_id", minimum=0)
+
+    def defaults_of(self, fields: ConfigFields) -> Mapping[str, Any]:
+        """Return the defaults of settings that `fields` lack."""
+        del fields
+        return {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+    def check_tower(self, fields: ConfigFields) -> None:
+        """Raise ModelConfigError for settings that do not fit the tower."""
         joined = self.tower.joined_after is not None
         fields.require(patch_size=self.tower.patch_size)
         if fields.text(_MODE, "16x" if joined else "4x") != ("16x" if joined else "4x"):
             raise fields.fail(_MODE, "that of config.json")
+
+    def _read_crops(self, fields: ConfigFields) -> None:
+        """Read and set how images are cut. Raises ModelConfigError for settings that are out of range."""
         self.resolution = fields.integer("scale_resolution", 448)
         if self.resolution > _MOST_RESOLUTION:
             raise fields.fail("scale_resolution", f"1 to {_MOST_RESOLUTION}")
@@ -156,13 +173,17 @@ class MiniCPMVProcessor(GridProcessor):
         crops = self._crops(value.shape[0], value.shape[1], self._limit(options))
         (rows, columns), (height, width) = crops.slices, crops.each
         grids = [(1, *self._grid(crops.whole)), *[(1, *self._grid(crops.each))] * (rows * columns)]
-        check_room(modality, sum(math.prod(grid) for grid in grids), most)
+        check_room(modality, sum(map(self.num_patches, grids)), most)
         made = [self.pixels.resized(value, *crops.whole)]
         if rows:
             fine = self.pixels.resized(value, rows * height, columns * width)
             cut = fine.reshape(rows, height, columns, width, 3).swapaxes(1, 2)
             made += list(cut.reshape(-1, height, width, 3))
         return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in made], crops.slices)
+
+    def num_patches(self, grid: tuple[int, int, int]) -> int:
+        """Return the number of patches that a crop of this grid, (1, height, width) in patches, takes in the tower."""
+        return math.prod(grid)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return an image with at least as many patches as any, or one of `size`, (height, width) in pixels, with
@@ -175,10 +196,12 @@ class MiniCPMVProcessor(GridProcessor):
             grids = [self._grid(crops.whole), *[self._grid(crops.each)] * math.prod(crops.slices)]
         else:
             # With n + 1 slices, a slice has at most 1 / n of the image's aspect ratio: n in one row are possible, too.
-            each = {n + 1: self._largest_crop(MAX_ASPECT_RATIO / n) for n in range(1, self.most_slices)}
+            ratios = {n + 1: MAX_ASPECT_RATIO / n for n in range(1, self.most_slices)}
+            each = {n: _largest_grid(self.resolution, self.factor, self.tower.patch_size, ratios[n]) for n in ratios}
+            whole = _largest_grid(self.resolution, self.factor, self.tower.patch_size, MAX_ASPECT_RATIO)
             count = max(each, key=lambda n: n * math.prod(each[n]), default=0)
             crops = Crops((0, 0), (0, 0), (min(count, 1), count))
-            grids = [self._largest_crop(MAX_ASPECT_RATIO), *[each.get(count, (0, 0))] * count]
+            grids = [whole, *[each.get(count, (0, 0))] * count]
         made = [self.processed(np.empty((math.prod(grid), 0), np.float32), (1, *grid)) for grid in grids]
         return self._joined(made, crops.slices)
 
@@ -200,14 +223,15 @@ class MiniCPMVProcessor(GridProcessor):
         return made._replace(patches=made.patches[order], columns=np.ascontiguousarray(made.columns[:, order]))
 
     def _joined(self, crops: Sequence[Processed], slices: tuple[int, int]) -> Processed:
-        """Return the item of an image's crops, whose columns "segment" become the crops' numbers.
+        """Return the item of an image's crops, whose columns "segment", if there are any, become the crops' numbers.
 
         slices: (rows, columns) of slices, (0, 0) for none. The item's grid is that of all slices together, or of the
         whole image without slices.
         """
         columns = [crop.columns.copy() for crop in crops]
-        for number, each in enumerate(columns):
-            each[self.tower.columns.index("segment")] = number
+        if "segment" in self.tower.columns:
+            for number, each in enumerate(columns):
+                each[self.tower.columns.index("segment")] = number
         count = sum(crop.num_rows for crop in crops)
         patches = np.concatenate([crop.patches for crop in crops])
         (_, height, width), (rows, wide) = crops[-1].grid, slices if slices[0] else (1, 1)
@@ -256,7 +280,7 @@ class MiniCPMVProcessor(GridProcessor):
         if self.numbers:
             counted = self.tokenizer.encode(str(number), add_special_tokens=False)
             out += [*marks["image_id_start_token"], *counted, *marks["image_id_end_token"]]
-        columns = self.merged(item)[2] // grids[1][1] if len(grids) > 1 else 0
+        columns = item.grid[2] // item.crops[1][1] if len(grids) > 1 else 0
         spans = []
         for index, (height, width) in enumerate(grids):
             kind = "slice" if index else "image"
@@ -266,11 +290,6 @@ class MiniCPMVProcessor(GridProcessor):
             spans.append((len(out), len(out) + height * width))
             out += [token] * (height * width) + marks[f"{kind}_end_token"]
         return Frame(tuple(spans), tuple(grids), columns)
-
-    @property
-    def _line_break(self) -> list[int]:
-        """Token ids of the text between two rows of slices."""
-        return self.tokenizer.encode("\n", add_special_tokens=False)
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return (height, width) in patches of a crop of `size` pixels."""
@@ -298,19 +317,20 @@ class MiniCPMVProcessor(GridProcessor):
             width = int(height * ratio)
         return _rounded(height, self.factor), _rounded(width, self.factor)
 
-    def _largest_crop(self, ratio: float) -> tuple[int, int]:
-        """Return a grid, (height, width) in patches, with at least as many patches as that of any crop whose sides have
-        at most this ratio.
 
-        Before rounding to multiples of `factor`, a crop of some height has at most the width that makes `resolution`
-        squared.
-        """
-        longest = math.sqrt(ratio * _SLACK)
-        heights = np.arange(max(1, int(self.resolution / longest)), int(longest * self.resolution) + 1)
-        sides = np.stack([heights, self.resolution**2 // heights])
-        units = np.maximum(np.rint(sides / self.factor).astype(np.int64), 1)  # as _rounded
-        high, wide = units[:, units.prod(axis=0).argmax()].tolist()
-        return self._grid((high * self.factor, wide * self.factor))
+def _largest_grid(resolution: int, factor: int, patch: int, ratio: float) -> tuple[int, int]:
+    """Return a grid, (height, width) in patches of `patch` pixels, with at least as many patches as that of any crop
+    whose sides have at most this ratio. resolution, factor: attributes of MiniCPMVProcessor.
+
+    Before rounding to multiples of `factor`, a crop of some height has at most the width that makes `resolution`
+    squared.
+    """
+    longest = math.sqrt(ratio * _SLACK)
+    heights = np.arange(max(1, int(resolution / longest)), int(longest * resolution) + 1)
+    sides = np.stack([heights, resolution**2 // heights])
+    units = np.maximum(np.rint(sides / factor).astype(np.int64), 1)  # as _rounded
+    high, wide = units[:, units.prod(axis=0).argmax()].tolist()
+    return high * factor // patch, wide * factor // patch
 
 
 def _rounded(length: float, divisor: int) -> int:

@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.grids import check_ratio, learned_places
 from jaxengine.media.processors.settings import check_options, check_pictures
 from jaxengine.media.processors.tiles import tilings
 from jaxengine.media.processors.units import UnitProcessor, integer_option, read_size
@@ -36,12 +36,15 @@ _NUMBERED = re.compile(r"<\|image_(\d+)\|>")
 
 
 class Phi4MultimodalProcessor(UnitProcessor):
-    """Processor of Phi4MultimodalForCausalLM. In a prompt either the placeholder token stands for an image, or the text
-    <|image_1|> for the first, <|image_2|> for the second, and so on.
+    """Processor of Phi4MultimodalForCausalLM, and base of Phi-3-vision's. In a prompt either the placeholder token
+    stands for an image, or the text <|image_1|> for the first, <|image_2|> for the second, and so on.
 
     Attributes:
+      limit_name: name of the setting, and of the option, that limits the number of tiles.
       max_tiles: largest number of an image's tiles, not counting the whole.
     """
+
+    limit_name: ClassVar[str] = "dynamic_hd"
 
     defaults = {
         "resample": int(Image.Resampling.BICUBIC),
@@ -53,17 +56,21 @@ class Phi4MultimodalProcessor(UnitProcessor):
     max_tiles: int
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limit of tiles, `dynamic_hd`. Raises ModelConfigError for one above _MAX_TILES, for sizes
-        other than the tower's, and for a filter of the whole image other than bicubic.
+        """Read and set the limit of tiles. Raises ModelConfigError for one out of range, for sizes other than the
+        tower's, and for a filter of the whole image other than bicubic.
         """
         if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
         fields.require(resample=int(Image.Resampling.BICUBIC), patch_size=self.patch)
-        self.max_tiles = fields.integer("dynamic_hd")
-        if self.max_tiles > _MAX_TILES:
-            raise fields.fail("dynamic_hd", f"from 1 to {_MAX_TILES}")
+        self.read_limit(fields)
         # Of the canvas; the whole is scaled down after normalisation.
         self.pixels = replace(self.pixels, resample=int(Image.Resampling.BILINEAR))
+
+    def read_limit(self, fields: ConfigFields) -> None:
+        """Read and set the limit of tiles. Raises ModelConfigError for one that is not from 1 to _MAX_TILES."""
+        self.max_tiles = fields.integer(self.limit_name)
+        if self.max_tiles > _MAX_TILES:
+            raise fields.fail(self.limit_name, f"from 1 to {_MAX_TILES}")
 
     def placeholder_id(self) -> int:
         """Return `image_token_id` of config.json's vision_config, or else the published models' token. Raises
@@ -76,7 +83,7 @@ class Phi4MultimodalProcessor(UnitProcessor):
         return found
 
     def option_names(self) -> tuple[str, ...]:
-        return ("dynamic_hd",)
+        return (self.limit_name,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose limit of tiles, and so its largest image, is overridden by an engine's options. Raises
@@ -106,8 +113,9 @@ class Phi4MultimodalProcessor(UnitProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower: the whole, then its tiles line by line.
 
-        options: mm_processor_kwargs, of which `dynamic_hd` overrides the limit of tiles. most: limit of patches; None
-        for no limit. Raises RequestError for other options and values, extreme aspect ratios, and more patches.
+        options: mm_processor_kwargs, of which the one named limit_name overrides the limit of tiles. most: limit of
+        patches; None for no limit. Raises RequestError for other options and values, extreme aspect ratios, and more
+        patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -115,19 +123,29 @@ class Phi4MultimodalProcessor(UnitProcessor):
         check_ratio(height, width)
         rows, columns = self.tiling(height, width, self._limit(options))
         check_room(modality, (1 + rows * columns) * self.tower.unit, most)
-        side, patch = self.side, self.patch
-        fitted = self._fitted(value, rows * side, columns * side)
-        canvas = np.full((rows * side, columns * side, 3), _WHITE, np.uint8)
-        canvas[: len(fitted), : fitted.shape[1]] = fitted
+        side = self.side
+        canvas, used = self.canvas(value, rows, columns)
         pixels = self.pixels.normalized(canvas)
         tiles = pixels.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
         patches = self._cut_values(np.concatenate([_scaled(pixels, side)[None], tiles]))
+        return self._arranged(patches, (rows, columns), used)
+
+    def canvas(self, picture: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, tuple[int, int]]:
+        """Return an image, uint8[H, W, 3], fitted into rows and columns of tiles, uint8[rows * side, columns * side, 3]
+        with white margins at the right and at the bottom; and (lines, columns) of patches that are not margin.
+
+        Raises RequestError for an image that would become too narrow.
+        """
+        side, patch = self.side, self.patch
+        fitted = self._fitted(picture, rows * side, columns * side)
+        canvas = np.full((rows * side, columns * side, 3), _WHITE, np.uint8)
+        canvas[: len(fitted), : fitted.shape[1]] = fitted
         # A patch of the margin is one that is white throughout.
         lines, width = (
             total * (side // patch) - (total * side - used) // patch
             for total, used in zip((rows, columns), fitted.shape[:2], strict=True)
         )
-        return self._arranged(patches, (rows, columns), (lines, width))
+        return canvas, (lines, width)
 
     def tiling(self, height: int, width: int, most: int) -> tuple[int, int]:
         """Return the (rows, columns) of tiles that cover an image of height x width pixels as it is; if these are more
@@ -152,13 +170,8 @@ class Phi4MultimodalProcessor(UnitProcessor):
         token_ids: token ids of the whole text, with or without special tokens at its beginning, which are kept; those
         that are not of `text` are returned unchanged. Raises RequestError for numbers that do not count from 1.
         """
-        numbers = [int(number) for number in _NUMBERED.findall(text)]
-        if not numbers:
+        if not check_numbers(text):
             return list(token_ids)
-        if numbers != list(range(1, len(numbers) + 1)):
-            shown = ", ".join(map(str, numbers[:10]))
-            problem = f"<|image_1|>, <|image_2|>, ... must count from 1 in a prompt, got {shown}"
-            raise RequestError(problem, param="prompt")
         plain = self.tokenizer.encode(text, add_special_tokens=False)
         before = len(token_ids) - len(plain)
         if before < 0 or list(token_ids[before:]) != plain:
@@ -188,7 +201,7 @@ class Phi4MultimodalProcessor(UnitProcessor):
 
     def _limit(self, options: Mapping[str, Any]) -> int:
         """Return the limit of tiles with these options. Raises RequestError for an invalid one."""
-        return integer_option(options, "dynamic_hd", self.max_tiles, _MAX_TILES)
+        return integer_option(options, self.limit_name, self.max_tiles, _MAX_TILES)
 
     def _fitted(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
         """Return uint8[H, W, 3] scaled to the largest size within height x width pixels. Raises RequestError if a side
@@ -243,23 +256,30 @@ class Phi4MultimodalProcessor(UnitProcessor):
         whole = numbers.size + 1 + np.arange(lines * (lines + 1), dtype=np.int32).reshape(lines, lines + 1)
         out[0] = [*whole[:, :lines].ravel(), *whole[:, lines], numbers.size]
         count = numbers.size + 1 + whole.size
-        return Processed(patches, places.reshape(1, -1), out.ravel(), count, (1, rows * grid, columns * grid))
+        placed_by = places.reshape(1, -1)[: len(tower.columns)]
+        return Processed(patches, placed_by, out.ravel(), count, (1, rows * grid, columns * grid))
+
+
+def check_numbers(text: str) -> int:
+    """Return how many numbered placeholder texts a prompt has. Raises RequestError for numbers that do not count from
+    1.
+    """
+    numbers = [int(number) for number in _NUMBERED.findall(text)]
+    if numbers != list(range(1, len(numbers) + 1)):
+        shown = ", ".join(map(str, numbers[:10]))
+        problem = f"<|image_1|>, <|image_2|>, ... must count from 1 in a prompt, got {shown}"
+        raise RequestError(problem, param="prompt")
+    return len(numbers)
 
 
 def _places(used: tuple[int, int], grid: int) -> np.ndarray:
     """Return the learned position of each patch of a unit, i32[grid * grid]; -1 for the margin.
 
-    used: (lines, columns) of patches that are not margin, whose coordinates are stretched over the unit. Computed in
-    float32 as the model's own code does it, whose rounding decides at some borders.
+    used: (lines, columns) of patches that are not margin, which are spread over the learned positions of the unit.
     """
-    borders = np.arange(1 / grid, 1.0, 1 / grid).astype(np.float32)
     found = np.full((grid, grid), -1, np.int32)
-    spots = []
-    for count in used:
-        share = np.float32(1) / np.float32(max(count, 1))
-        spot = np.minimum(np.arange(count, dtype=np.float32) * share, np.float32(1 - 1e-6))
-        spots.append(np.searchsorted(borders, spot, side="right"))
-    found[: used[0], : used[1]] = spots[0][:, None] * grid + spots[1]
+    rows, columns = (learned_places(count, grid) for count in used)
+    found[: used[0], : used[1]] = rows[:, None] * grid + columns
     return found.ravel()
 
 

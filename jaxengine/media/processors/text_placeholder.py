@@ -1,4 +1,4 @@
-"""Base of processors whose placeholder is a text that need not be a token."""
+"""Bases of processors whose placeholder is a text that need not be a token."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from jaxengine.media.processors.tiles import TilesProcessor
 from jaxengine.models.params.errors import ModelFileError
 
 
-class TextPlaceholderProcessor(TilesProcessor):
-    """Base class of a TilesProcessor in whose prompts a text stands for an image: the text's tokens are replaced by one
-    token, image_id.
+class TextPlaceholder:
+    """Part of a processor in whose prompts a text stands for an image: the text's tokens are replaced by one token.
+
+    Attributes:
+      tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer.
+      image_id: the token.
     """
 
+    tokenizer: Any
+    image_id: Any
     _placeholder: str
     _written: list[int]
 
@@ -39,23 +44,30 @@ class TextPlaceholderProcessor(TilesProcessor):
         """
         return with_one_token(text, token_ids, self._placeholder, self.image_id, self.tokenizer)
 
+    def with_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Return a prompt's token ids with image_id in place of the tokens of each placeholder text."""
+        found, count, at = list[int](), len(self._written), 0
+        while at < len(token_ids):
+            written = list(token_ids[at : at + count]) == self._written
+            found.append(self.image_id if written else token_ids[at])
+            at += count if written else 1
+        return found
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around it."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+class TextPlaceholderProcessor(TextPlaceholder, TilesProcessor):
+    """Base class of a TilesProcessor in whose prompts a text stands for an image."""
+
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the expanded prompt of UnitProcessor.expand, after replacing the tokens of each placeholder text by
         image_id.
 
         Raises RequestError for another number of items than placeholders.
         """
-        found, count, at = list[int](), len(self._written), 0
-        while at < len(token_ids):
-            written = list(token_ids[at : at + count]) == self._written
-            found.append(self.image_id if written else token_ids[at])
-            at += count if written else 1
-        return super().expand(found, items)
-
-    def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        tokenizer: Any = self.tokenizer
-        return tokenizer.encode(text, add_special_tokens=False)
+        return super().expand(self.with_tokens(token_ids), items)
 
 
 def with_one_token(text: str, token_ids: Sequence[int], placeholder: str, token: int, tokenizer: Any) -> list[int]:

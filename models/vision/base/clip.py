@@ -97,18 +97,20 @@ class ClipEncoder(nnx.Module):
         norm = LayerNorm(size, vit.norm_eps, source=f"{tower}.post_layernorm", build=build) if with_last_norm else None
         self.last_norm = norm
 
-    def __call__(self, patches: jax.Array, places: jax.Array | None = None) -> jax.Array:
-        """Return the hidden states of patches f32[U * N, F] of U units, N being vit.num_patches, after each of the
-        wanted numbers of layers, concatenated and without the class token: [U * N, D * numbers].
+    def __call__(self, patches: jax.Array, places: jax.Array | None = None, unit: int | None = None) -> jax.Array:
+        """Return the hidden states of patches f32[U * N, F] of U units after each of the wanted numbers of layers,
+        concatenated and without the class token: [U * N, D * numbers].
 
         Each unit is encoded by itself.
 
         places: i32[U * N], the learned position of each patch, of SigLIP only; a patch with -1 has that of 0, and none
-        attends to it. None for all patches in order.
+        attends to it. None for all patches in order. unit: N, the number of patches of a unit; None for
+        vit.num_patches, without which `places` must be given.
         """
-        vit, num_units, is_key = self.vit, len(patches) // self.vit.num_patches, None
+        vit, is_key, unit = self.vit, None, unit or self.vit.num_patches
+        num_units = len(patches) // unit
         with jax.named_scope("patches"):
-            x = self.patches(patches).reshape(num_units, vit.num_patches, vit.hidden_size)
+            x = self.patches(patches).reshape(num_units, unit, vit.hidden_size)
             if vit.has_class_token:
                 first = jnp.broadcast_to(self.class_token[...], (num_units, 1, vit.hidden_size))
                 x = jnp.concatenate([first, x], axis=1)
@@ -122,5 +124,5 @@ class ClipEncoder(nnx.Module):
         states = run_layers(self.layers, x, num_units, self.wanted, is_key)
         if self.last_norm is not None:
             states = [self.last_norm(state) for state in states]
-        joined = jnp.concatenate(states, axis=-1).reshape(num_units, vit.num_positions, -1)
+        joined = jnp.concatenate(states, axis=-1).reshape(num_units, unit + vit.has_class_token, -1)
         return joined[:, vit.has_class_token :].reshape(len(patches), -1)

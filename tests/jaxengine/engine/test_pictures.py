@@ -212,7 +212,9 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
     (pool,) = llm.core.engine.scheduler.extension("pictures").rows
     processor = llm.core.inputs.media.processor
     grids = any(kind.__name__ == "GridProcessor" for kind in type(processor).__mro__)
-    most, unit = np.inf if grids else processor.most_given, processor.tower.unit  # squares of one picture
+    grids &= not hasattr(processor.tower, "num_queries")  # whose crops have as many rows, whatever their shape
+    most = np.inf if grids else getattr(processor, "most_given", 1)  # squares of one picture
+    unit = processor.tower.unit
     made = {
         name: [processor.process("image", each, {}) for each in prompt["multi_modal_data"].get("image", ())]
         for name, prompt in case.prompts.items()

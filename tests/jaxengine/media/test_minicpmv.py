@@ -147,6 +147,96 @@ def test_embeddings_are_one_crop(processor):
         processor.grid_of(4, None)
 
 
+RESAMPLED = "minicpmv2_6_vision"
+
+
+@pytest.fixture(scope="module")
+def resampled_folder(tmp_path_factory):
+    return whole_checkpoint(RESAMPLED, tmp_path_factory.mktemp("resampled"))
+
+
+def test_crops_of_2_6_are_those_of_the_published_code(resampled_folder, tmp_path):
+    """Each of them a unit, with padding; none is larger than a unit."""
+    other = whole_checkpoint("minicpmv4_5_vision", tmp_path)
+    for name, folder in ((RESAMPLED, resampled_folder), ("minicpmv4_5_vision", other)):
+        made = opened(folder)
+        queries, unit = made.tower.num_queries, made.tower.unit
+        with np.load(golden_path(name)) as golden:
+            sizes = golden["sizes"].tolist()
+        for height, width, rows, columns, *grids in sizes:
+            item = made.process("image", picture(1, height, width), {})
+            place, row, column = item.columns.reshape(3, -1, unit)
+            assert len(place) == 1 + rows * columns and item.num_rows == queries * len(place)
+            shown = [each.max(axis=1)[[0, -1]] + 1 for each in (row, column)]
+            assert np.stack(shown, axis=1).ravel().tolist() == grids
+            assert ((place >= 0).sum(axis=1) == (row.max(axis=1) + 1) * (column.max(axis=1) + 1)).all()
+            assert not item.patches.reshape(len(place), unit, -1)[place < 0].any()
+            assert len(item.patches) == len(made.largest("image", (height, width)).patches)
+        assert len(made.largest("image").patches) == (1 + made.most_slices) * unit
+        one = made.with_options({"max_slice_nums": 1})
+        assert len(one.largest("image").patches) == unit
+        for size in product((1, 2, 3, 7, 16, 29, 31, 32, 33, 45, 200, 391, 400), repeat=2):
+            if max(size) <= 200 * min(size):  # what is too large for a unit cannot be padded
+                assert len(made.largest("image", size).patches) % unit == 0
+
+
+def test_prompts_of_2_6(resampled_folder):
+    """A text stands for an image, whatever is beside it; what is given as embeddings is one crop."""
+    made = opened(resampled_folder)
+    text = "a(<image>./</image>)b"
+    plain = made.tokenizer.encode(text)
+    assert made.placeholder("image") == "(<image>./</image>)"
+    assert made.encode(text, plain) == [plain[0], 261, plain[-1]]
+    item = made.process("image", picture(1, 32, 32), {})
+    given = item._replace(columns=item.columns[:0], crops=())
+    prompts = [made.expand(plain, {"image": [each]}) for each in (item, given)]
+    assert prompts[0].token_ids == prompts[1].token_ids and prompts[0].token_ids.count(261) == 6
+    assert made.grid_of(6, None) == (1, 8, 8)
+    for rows, grid in ((5, None), (6, (1, 8, 8))):
+        with pytest.raises(RequestError, match="must be 6, of one that is not cut, without a grid; got"):
+            made.grid_of(rows, grid)
+    with pytest.raises(RequestError, match="makes 660 patches of pixels; at most 256"):
+        made.process("image", picture(1, 90, 90), {"max_slice_nums": 4}, 256)
+
+
+@each_row(
+    "file, changes, problem",
+    [
+        ("preprocessor_config.json", {"slice_mode": False}, "slice_mode must be true or absent"),
+        ("preprocessor_config.json", {"image_feature_size": 64}, "image_feature_size must be 6 or absent"),
+        ("preprocessor_config.json", {"scale_resolution": 64}, "scale_resolution must be 32, as in slice_config"),
+        ("preprocessor_config.json", {"norm_mean": [0, 1]}, "image_mean must be three numbers"),
+        ("tokenizer_config.json", {"unk_token": "ab"}, "unk_token must be one token, got 'ab'"),
+    ],
+)
+def test_settings_of_2_6_that_do_not_fit_are_refused(resampled_folder, file, changes, problem):
+    path = resampled_folder / file
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | changes))
+    try:
+        with pytest.raises(ModelFileError, match=problem):
+            opened(resampled_folder)
+    finally:
+        path.write_text(before)
+
+
+@each_row(
+    "changes, problem",
+    [
+        ({"version": 2.5}, "version must be 2.6, 4.0, 4.5, got 2.5"),
+        ({"version": None}, "version must be 2.6, 4.0, 4.5, got None"),
+        ({"query_num": 1025}, "query_num must be an integer from 1 to 1024"),
+        ({"slice_config": {"patch_size": 14}}, "patch_size must be 4"),
+        ({"slice_config": {"scale_resolution": 1 << 20}}, "scale_resolution must be from patch_size 4 to 4096"),
+        ({"hidden_size": 120}, "hidden_size must be a multiple of 4 and of its number of heads"),
+    ],
+)
+def test_towers_of_2_6_that_there_are_not_are_refused(resampled_folder, changes, problem):
+    raw = read_config_json(resampled_folder) | changes
+    with pytest.raises(ModelFileError, match=problem):
+        read_folder(resampled_folder, raw)
+
+
 LFM2 = "lfm2_vl_vision"
 
 

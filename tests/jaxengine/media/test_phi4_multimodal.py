@@ -1,4 +1,4 @@
-"""Texts that stand for images in prompts of Phi-4-multimodal."""
+"""Texts that stand for images in prompts of Phi-4-multimodal and of Phi-3-vision, and tilings of the latter."""
 
 from __future__ import annotations
 
@@ -35,3 +35,47 @@ def test_numbered_placeholders_of_phi4(tmp_path, monkeypatch):
     assert made.expand(plain, {"image": [item, item]}).token_ids == [3, *token, 4, *token]
     with pytest.raises(RequestError, match=r"must count from 1 in a prompt, got 2, 1"):
         made.encode("<|image_2|><|image_1|>", plain)
+
+
+def test_texts_around_images_of_phi3(tmp_path, monkeypatch):
+    """Each is tokenized by itself, as a text of its own, with what begins one; numbered or not, images count from 1."""
+    made: Any = processor(tmp_path, "phi3_v_vision")
+    begin, kept = 1, re.compile(r"<\|image\|>|<\|image_\d\|>|w\d+")
+    written = {"<|image_1|>": [90, 91], "<|image_2|>": [90, 92], "<|image|>": [127]}
+
+    class Words:
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            own = [token for part in kept.findall(text) for token in written.get(part) or [int(part[1:])]]
+            return [*([begin] if add_special_tokens else []), *own]
+
+        def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+            return ["<|image|>" for _ in token_ids]
+
+    monkeypatch.setattr(made, "tokenizer", Words())
+    for text in ("w3<|image_1|>w4<|image_2|>", "w3<|image|>w4<|image|>"):
+        for token_ids in (made.tokenizer.encode(text), made.tokenizer.encode(text, add_special_tokens=False)):
+            assert made.encode(text, token_ids) == [begin, 3, 127, begin, 4, 127, begin]
+    assert made.encode("w3", [3]) == [3] and made.encode("w3<|image|>", [8]) == [8]
+    with pytest.raises(RequestError, match=r"must count from 1 in a prompt, got 2"):
+        made.encode("<|image_2|>", [90, 92])
+
+
+def test_tilings_of_phi3(tmp_path):
+    """As many tiles along the longer side as fit, with margins along the other; never more than the limit."""
+    made: Any = processor(tmp_path, "phi3_v_vision")
+    assert made.largest("image").num_rows == 5 * 2 * (2 + 1) + 1 + 6
+    for height, width, most, tiles in (
+        (30, 75, 5, (1, 2)),
+        (75, 30, 5, (2, 1)),
+        (24, 24, 4, (2, 2)),
+        (24, 24, 3, (1, 1)),
+        (10, 100, 16, (1, 10)),
+        (200, 1000, 16, (2, 8)),
+    ):
+        assert made.tiling(height, width, most) == tiles, (height, width)
+    with pytest.raises(RequestError, match="too narrow: 190x1 pixels leave no side"):
+        made.process("image", picture(0)[:1].repeat(3, axis=1)[:, :190], {"num_crops": 1})
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs\.num_crops must be an integer from 1 to 64"):
+        made.with_options({"num_crops": 65})
+    with pytest.raises(RequestError, match="has 'dynamic_hd'; this model has num_crops"):
+        made.process("image", picture(0), {"dynamic_hd": 2})

@@ -18,8 +18,9 @@ NAMED = {name: row.config for row in read_names() for name in row.names}
 ERNIE, HUNYUAN = NAMED["baidu/ERNIE-4.5-VL-28B-A3B-PT"], NAMED["tencent/HunyuanOCR"]
 GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
+PHI3, MINICPM = NAMED["microsoft/Phi-3.5-vision-instruct"], NAMED["openbmb/MiniCPM-V-2_6"]
 _XD = HUNYUAN["rope_scaling"]
-EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2 = (
+EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2 = (
     json.loads((FOLDER / name / "config.json").read_text())
     for name in (
         "exaone4_5_vision",
@@ -27,6 +28,7 @@ EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2 = (
         "granite4_plain_vision",
         "llava_next_video_vision",
         "ovis2_vision",
+        "idefics2_vision",
     )
 )
 
@@ -135,6 +137,37 @@ def test_phi4_multimodal():
         assert names.is_unused(stored)
 
 
+def test_phi3_vision():
+    """The published file, which names CLIP and does not state its sizes, and names of its tensors."""
+    tower: Any = read_hf(PHI3).tower
+    assert (tower.vit.grid, tower.lines, tower.unit, tower.merge, tower.num_used_layers) == (24, 12, 628, 4, 23)
+    names = model_for_hf("Phi3VForCausalLM").checkpoint_names
+    begin = "model.vision_embed_tokens"
+    for stored in (f"{begin}.img_projection.2.bias", f"{begin}.glb_GN", f"{begin}.img_processor.vision_model.x"):
+        assert names.renamed(stored) == stored.removeprefix("model.")
+
+
+def test_minicpmv_2_6():
+    """The published file, whose language model is told by a version, and names of its tensors."""
+    config = read_hf(MINICPM)
+    tower: Any = config.tower
+    assert (tower.unit, tower.merge, tower.num_queries, tower.vit.grid) == (1216, 19, 64, 70)
+    assert config.attention[0].bias and not config.attention[0].qk_norm
+    assert read_hf(MINICPM | {"version": "2.6", "vision_config": MINICPM["vision_config"]}) == config
+    llama, qwen3 = (read_hf(MINICPM | {"version": version}).attention[0] for version in (4.0, 4.5))
+    assert not llama.bias and not llama.qk_norm and qwen3.qk_norm
+    names = model_for_hf("MiniCPMV").checkpoint_names
+    for stored, ours in (
+        ("llm.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("llm.lm_head.weight", "lm_head.weight"),
+        ("vpm.encoder.layers.0.mlp.fc1.bias", "vpm.encoder.layers.0.mlp.fc1.bias"),
+        ("resampler.attn.in_proj_bias", "resampler.attn.in_proj.bias"),
+        ("resampler.proj", "resampler.proj.weight"),
+    ):
+        assert names.renamed(stored) == ours and not names.is_unused(stored)
+    assert names.is_unused("apm.conv1.weight")
+
+
 # mistral-community/pixtral-12b without the hidden states that its own file names.
 PIXTRAL: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
@@ -207,6 +240,25 @@ PIXTRAL: dict[str, Any] = {
             'image_embd_layer.hd_transform_order must be "sub_glb" or absent',
         ),
         (PHI4, "embd_layer", {"image_embd_layer": {"crop_size": 336}}, "image_embd_layer.crop_size must be 448 or abs"),
+        (PHI3, "img_processor", {"type_feature": "cls_patch"}, 'type_feature must be "patch" or absent'),
+        (PHI3, "img_processor", {"image_dim_out": 1152}, "image_dim_out must be 1024 or absent, got 1152"),
+        (PHI3, "img_processor", {"num_img_tokens": 576}, "num_img_tokens must be 144 or absent, got 576"),
+        (PHI3, "img_processor", {"layer_idx": 25}, "layer_idx must be an integer from -25 to 24"),
+        (PHI3, "img_processor", {"patch_size": 16}, "image_size must be such that it divides the 21 patches of"),
+        (PHI3, "embd_layer", {"hd_transform_order": "glb_sub"}, 'hd_transform_order must be "sub_glb" or absent'),
+        (IDEFICS2, "perceiver_config", {"hidden_size": 48}, "hidden_size must be 64 or absent, got 48"),
+        (
+            IDEFICS2,
+            "perceiver_config",
+            {"resampler_n_latents": 1025},
+            "resampler_n_latents must be an integer from 1 to",
+        ),
+        (
+            IDEFICS2,
+            "perceiver_config",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads must be a divisor of resampler_",
+        ),
         (OVIS2, "vision_config", {"tokenize_function": "st_argmax"}, 'tokenize_function must be "softmax" or absent'),
         (OVIS2, "vision_config", {"num_visual_indicator_tokens": 4}, "num_visual_indicator_tokens must be 5 or absent"),
         (OVIS2, "vision_config", {"hidden_stride": 3}, "hidden_stride must be such that it divides the 4 patches of"),

@@ -1,0 +1,40 @@
+"""Idefics2 (Laurençon et al. 2024, arXiv:2405.02246): Mistral with a vision tower that gives each image, and each
+quarter of one, the same number of embeddings.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llava import FLATTENED, TEXTS, read_text
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.idefics2 import CONNECTOR, TOWER, read_idefics2
+
+_MISTRAL = "mistral"
+# transformers' defaults of fields that a file with a Mistral lacks.
+_DEFAULTS: dict[str, Any] = {**TEXTS[_MISTRAL][1], "max_position_embeddings": 4096 * 8, "rms_norm_eps": 1e-5}
+
+
+class Idefics2ForConditionalGeneration(LlamaForCausalLM):
+    """Mistral, or another model with Llama's layers, with a vision tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(
+            ("model.text_model.", "model."),
+            *((f"model.{part}.", f"{part}.") for part in (TOWER, CONNECTOR)),
+        ),
+        tower=(f"{TOWER}.", f"{CONNECTOR}."),
+        flattened=FLATTENED,
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields)
+        if text.text("model_type", _MISTRAL) == _MISTRAL:
+            text = text.with_defaults(**_DEFAULTS)
+            fields = ConfigFields({**fields.raw, "text_config": text.raw})
+        return read_text(fields, _MISTRAL) | {"tower": read_idefics2(fields, text)}

@@ -1,0 +1,46 @@
+"""MiniCPM-V 2.6, 4.0 and 4.5 (Yao et al. 2024, arXiv:2408.01800): Qwen2, Llama and Qwen3 with a vision tower over an
+image and its slices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llava import FLATTENED, TEXTS
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.minicpmv2_6 import RESAMPLER, TOWER, read_resampled
+
+# The language model by `version`, a key of TEXTS.
+_TEXTS = {"2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
+
+
+class MiniCPMV(LlamaForCausalLM):
+    """A model with Llama's layers and a vision tower. The fields of the language model are those of the whole
+    config.json.
+    """
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(
+            ("llm.model.", "model."),
+            ("llm.lm_head.", "lm_head."),
+            (f"{RESAMPLER}.attn.in_proj_", f"{RESAMPLER}.attn.in_proj."),
+            (f"{RESAMPLER}.proj", f"{RESAMPLER}.proj.weight"),
+        ),
+        # Of towers that checkpoints for speech have, and of positions that the tower computes.
+        unused=("apm.", "audio", "tts", f"{RESAMPLER}.pos_embed"),
+        tower=(f"{TOWER}.", f"{RESAMPLER}."),
+        transposed=(f"{RESAMPLER}.proj.weight",),
+        flattened=FLATTENED,
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        kind = _TEXTS.get(str(fields.value("version", None)))
+        if kind is None:
+            raise fields.fail("version", ", ".join(_TEXTS))
+        family, defaults = TEXTS[kind]
+        text = fields.with_defaults(**defaults)
+        return family.read_hf(text) | {"tower": read_resampled(text)}
