@@ -27,7 +27,7 @@ class Gemma2Layer(nnx.Module):
     """Layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, build: Build):
-        """Create the four norms, whose weights are stored as their difference to 1, and a gated MLP with a tanh GELU."""
+        """Create four norms, whose weights are stored as their difference to one, and a gated MLP with a tanh GELU."""
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> OffsetRMSNorm:
