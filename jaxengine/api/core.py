@@ -44,7 +44,8 @@ class EngineCore:
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
       owner: the process that may use the engine.
-      dead: error that ends every later request and step, once a step has failed or after `shutdown`; None before.
+      dead: error that ends every later request and step, once a step has failed, and after `interrupted` or
+        `shutdown`; None before.
     """
 
     def __init__(
@@ -95,6 +96,12 @@ class EngineCore:
         self._processor = make_processor(self.inputs)
         profiler = self.config.profiler_config
         self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
+
+    def interrupted(self) -> None:
+        """Mark the engine as dead, because a call was interrupted anywhere in its work: buffers may be lost, and
+        requests half recorded.
+        """
+        self.dead = self.dead or EngineDeadError("the engine was interrupted in the middle of a call; create a new one")
 
     def shutdown(self, reason: str | None = None) -> None:
         """End the engine and its other processes, if it has any, and write a profile that is running. Do nothing in a

@@ -21,9 +21,12 @@ class FairLock:
     second one interrupts it at once.
     """
 
-    def __init__(self, check: Callable[[], None] = lambda: None):
-        """Make an unlocked lock. check: called before each attempt to take the lock; its errors propagate."""
-        self._check = check
+    def __init__(self, check: Callable[[], None] = lambda: None, interrupted: Callable[[], None] = lambda: None):
+        """Make an unlocked lock. check: called before each attempt to take the lock; its errors propagate. interrupted:
+        called when a thread that holds the lock is interrupted, by KeyboardInterrupt or another exception that is no
+        Exception, before the lock is released.
+        """
+        self._check, self._interrupted = check, interrupted
         self._guard = threading.Lock()
         self._is_taken = False
         # One locked Lock for each waiting thread, in order of arrival. It is released when it is that thread's turn.
@@ -45,9 +48,13 @@ class FairLock:
             raise
         self._ctrl_c = ctrl_c
 
-    def __exit__(self, *_: object) -> None:
-        """Pass the lock on to the first waiting thread, then raise a deferred Ctrl-C."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Pass the lock on to the first waiting thread, then raise a deferred Ctrl-C. kind: type of the exception that
+        ends the `with` block, None for none.
+        """
         ctrl_c, self._ctrl_c = self._ctrl_c, None
+        if kind is not None and not issubclass(kind, Exception):
+            self._interrupted()
         with self._guard:
             self._pass_on()
         if ctrl_c is not None:
@@ -63,10 +70,16 @@ class FairLock:
             mine.acquire()
             self._queue.append(mine)
         try:
-            mine.acquire()
-        except BaseException:  # Ctrl-C while waiting
+            self._wait(mine)
+        except BaseException:  # a second Ctrl-C
             self._leave(mine)
             raise
+
+    def _wait(self, mine: threading.Lock) -> None:
+        """Wait until it is this thread's turn. Of this class's methods only this one can be interrupted. mine: the
+        queue entry that the thread waits for.
+        """
+        mine.acquire()
 
     def _leave(self, mine: threading.Lock) -> None:
         """Remove this thread from the queue. If it has just been given the lock, pass the lock on instead.
@@ -116,7 +129,13 @@ class _CtrlC:
             signal.raise_signal(signal.SIGINT)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first SIGINT; call the earlier handler for further ones."""
-        if self._is_pending:
+        """Remember a SIGINT that is the first one, or that comes while the lock changes hands, which must not happen by
+        half; call the earlier handler for others.
+        """
+        if self._is_pending and (frame is None or frame.f_code not in _CHANGES):
             self._handler(number, frame)
         self._is_pending = True
+
+
+_METHODS = FairLock.__enter__, FairLock.__exit__, FairLock._take, FairLock._leave, FairLock._pass_on, _CtrlC.deliver
+_CHANGES = frozenset(method.__code__ for method in _METHODS)
