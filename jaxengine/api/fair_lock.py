@@ -48,7 +48,7 @@ class FairLock:
             raise
         self._ctrl_c = ctrl_c
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         """Pass the lock on to the first waiting thread, then raise a deferred Ctrl-C. kind: type of the exception that
         ends the `with` block, None for none.
         """
