@@ -137,5 +137,5 @@ class _CtrlC:
         self._is_pending = True
 
 
-_METHODS = FairLock.__enter__, FairLock.__exit__, FairLock._take, FairLock._leave, FairLock._pass_on, _CtrlC.deliver
-_CHANGES = frozenset(method.__code__ for method in _METHODS)
+_LOCKING = FairLock.__enter__, FairLock.__exit__, FairLock._take, FairLock._leave, FairLock._pass_on
+_CHANGES = frozenset(method.__code__ for method in (*_LOCKING, _CtrlC.defer, _CtrlC.deliver))
