@@ -187,3 +187,19 @@ def test_ctrl_c_does_not_keep_a_lock_from_the_next_thread(ctrl_c):
         lock._pass_on()
     with lock:
         pass
+
+
+def test_a_time_limit_waits_for_the_end_of_a_step():
+    """As signal.alarm sets one around a call."""
+
+    def late(*_):
+        raise TimeoutError
+
+    before, lock, done = signal.signal(signal.SIGALRM, late), FairLock(interrupted=lambda: done.append("lost")), []
+    try:
+        with pytest.raises(TimeoutError), lock:
+            signal.raise_signal(signal.SIGALRM)
+            done.append("step")
+        assert done == ["step"] and not lock._is_taken and signal.getsignal(signal.SIGALRM) is late
+    finally:
+        signal.signal(signal.SIGALRM, before)
