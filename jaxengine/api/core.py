@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.owner import Owner
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -44,8 +45,8 @@ class EngineCore:
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
       owner: the process that may use the engine.
-      dead: error that ends every later request and step, once a step has failed, and after `interrupted` or
-        `shutdown`; None before.
+      dead: error that ends every later request and step, once a step has failed, or a call was interrupted
+        (`engine_lock`), or after `shutdown`; None before.
     """
 
     def __init__(
@@ -96,12 +97,6 @@ class EngineCore:
         self._processor = make_processor(self.inputs)
         profiler = self.config.profiler_config
         self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
-
-    def interrupted(self) -> None:
-        """Mark the engine as dead, because a call was interrupted anywhere in its work: buffers may be lost, and
-        requests half recorded.
-        """
-        self.dead = self.dead or EngineDeadError("the engine was interrupted in the middle of a call; create a new one")
 
     def shutdown(self, reason: str | None = None) -> None:
         """End the engine and its other processes, if it has any, and write a profile that is running. Do nothing in a
@@ -277,3 +272,14 @@ class EngineCore:
         """
         self.engine.finish(request, reason, text)
         self.engine.record_finish(request, reason, num_tokens)
+
+
+def engine_lock(core: EngineCore) -> FairLock:
+    """Return a lock for calls of `core`. A call that is interrupted while it holds the lock, by a second Ctrl-C for
+    instance, marks the engine as dead: buffers may be lost, and requests half recorded.
+    """
+
+    def interrupted() -> None:
+        core.dead = core.dead or EngineDeadError("the engine was interrupted in the middle of a call; create a new one")
+
+    return FairLock(core.check_process, interrupted)

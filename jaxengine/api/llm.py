@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
-from jaxengine.api.core import EngineCore
-from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.core import EngineCore, engine_lock
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.owner import pickle_error
 from jaxengine.api.progress import count_tokens, speed_text
@@ -95,7 +94,7 @@ class LLM(WeightMethods, VllmMethods):
         refuse_idle_sleep(config.sleep_idle_seconds, "LLM")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
-        self._lock = FairLock(self._core.check_process, self._core.interrupted)
+        self._lock = engine_lock(self._core)
         self._calls: dict[str, _Call] = {}
 
     @property

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_first
-from jaxengine.api.core import EngineCore
-from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.core import EngineCore, engine_lock
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
@@ -63,7 +62,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         self._outputs: list[AnyOutput] = []
         self._errors: list[RequestError] = []
         # Held by every access to the core that changes it.
-        self._lock = FairLock(self._core.check_process, self._core.interrupted)
+        self._lock = engine_lock(self._core)
 
     @property
     def core(self) -> EngineCore:
