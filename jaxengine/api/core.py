@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.owner import Owner
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -44,7 +45,8 @@ class EngineCore:
       inputs: prepares requests for this engine.
       source: the opened model, without its weights.
       owner: the process that may use the engine.
-      dead: error that ends every later request and step, once a step has failed or after `shutdown`; None before.
+      dead: error that ends every later request and step, once a step has failed, or a call was interrupted
+        (`engine_lock`), or after `shutdown`; None before.
     """
 
     def __init__(
@@ -270,3 +272,14 @@ class EngineCore:
         """
         self.engine.finish(request, reason, text)
         self.engine.record_finish(request, reason, num_tokens)
+
+
+def engine_lock(core: EngineCore) -> FairLock:
+    """Return a lock for calls of `core`. A call that is interrupted while it holds the lock, by a second Ctrl-C for
+    instance, marks the engine as dead: buffers may be lost, and requests half recorded.
+    """
+
+    def interrupted() -> None:
+        core.dead = core.dead or EngineDeadError("the engine was interrupted in the middle of a call; create a new one")
+
+    return FairLock(core.check_process, interrupted)

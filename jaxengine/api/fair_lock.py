@@ -18,40 +18,46 @@ class FairLock:
     """Lock that serves waiters in order; a context manager, not reentrant.
 
     While the main thread holds the lock or waits for it, the first Ctrl-C is deferred until it releases the lock; a
-    second one interrupts it at once.
+    second one interrupts it at once. The same holds for SIGALRM, with which callers limit the time of a call.
     """
 
-    def __init__(self, check: Callable[[], None] = lambda: None):
-        """Make an unlocked lock. check: called before each attempt to take the lock; its errors propagate."""
-        self._check = check
+    def __init__(self, check: Callable[[], None] = lambda: None, interrupted: Callable[[], None] = lambda: None):
+        """Make an unlocked lock. check: called before each attempt to take the lock; its errors propagate. interrupted:
+        called when a thread that holds the lock is interrupted, by KeyboardInterrupt or another exception that is no
+        Exception, before the lock is released.
+        """
+        self._check, self._interrupted = check, interrupted
         self._guard = threading.Lock()
         self._is_taken = False
         # One locked Lock for each waiting thread, in order of arrival. It is released when it is that thread's turn.
         self._queue: deque[threading.Lock] = deque()
-        self._ctrl_c: _CtrlC | None = None
+        self._deferred: tuple[_Deferred, ...] = ()
 
     def __enter__(self) -> None:
-        """Call `check`, then wait for the lock in order of arrival. Ctrl-C is deferred until `__exit__`.
+        """Call `check`, then wait for the lock in order of arrival. Ctrl-C and SIGALRM are deferred until `__exit__`.
 
-        Raises the errors of `check`, and KeyboardInterrupt at a second Ctrl-C.
+        Raises the errors of `check`, and KeyboardInterrupt at a second Ctrl-C, or what the handler of a second SIGALRM
+        raises.
         """
         self._check()
-        ctrl_c = _CtrlC.defer()
+        deferred = _defer()
         try:
             self._take()
-        except BaseException:  # a second Ctrl-C
-            if ctrl_c is not None:
-                ctrl_c.deliver()
+        except BaseException:  # a second signal
+            _deliver(deferred)
             raise
-        self._ctrl_c = ctrl_c
+        self._deferred = deferred
 
-    def __exit__(self, *_: object) -> None:
-        """Pass the lock on to the first waiting thread, then raise a deferred Ctrl-C."""
-        ctrl_c, self._ctrl_c = self._ctrl_c, None
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        """Pass the lock on to the first waiting thread, then raise a deferred signal. kind: type of the exception that
+        ends the `with` block, None for none.
+        """
+        deferred, self._deferred = self._deferred, ()
+        if kind is not None and not issubclass(kind, Exception):
+            self._interrupted()
         with self._guard:
             self._pass_on()
-        if ctrl_c is not None:
-            ctrl_c.deliver()
+        _deliver(deferred)
 
     def _take(self) -> None:
         """Acquire the lock after all threads that already wait. If interrupted, leave the queue and re-raise."""
@@ -63,10 +69,16 @@ class FairLock:
             mine.acquire()
             self._queue.append(mine)
         try:
-            mine.acquire()
-        except BaseException:  # Ctrl-C while waiting
+            self._wait(mine)
+        except BaseException:  # a second signal
             self._leave(mine)
             raise
+
+    def _wait(self, mine: threading.Lock) -> None:
+        """Wait until it is this thread's turn. Of this class's methods only this one can be interrupted. mine: the
+        queue entry that the thread waits for.
+        """
+        mine.acquire()
 
     def _leave(self, mine: threading.Lock) -> None:
         """Remove this thread from the queue. If it has just been given the lock, pass the lock on instead.
@@ -87,36 +99,49 @@ class FairLock:
             self._is_taken = False
 
 
-class _CtrlC:
-    """Deferral of Ctrl-C: the first SIGINT is remembered, further ones are passed to the earlier handler."""
+class _Deferred:
+    """Deferral of a signal: the first one is remembered, further ones are passed to the earlier handler.
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]):
-        """Remember nothing yet. handler: the earlier handler of SIGINT."""
-        self._handler, self._is_pending = handler, False
+    Attributes:
+      number: the signal.
+      handler: its earlier handler.
+      is_pending: whether one has been remembered.
+    """
 
-    @classmethod
-    def defer(cls) -> _CtrlC | None:
-        """Start to defer SIGINT, and return the object whose `deliver` ends the deferral.
+    def __init__(self, number: int, handler: Callable[[int, FrameType | None], Any]):
+        """Remember nothing yet."""
+        self.number, self.handler, self.is_pending = number, handler, False
 
-        Returns None if SIGINT cannot be deferred: outside the main thread, or if it has no Python handler.
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal that is the first one, or that comes while the lock changes hands, which must not happen by
+        half; call the earlier handler for others.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return None
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):
-            return None
-        ctrl_c = cls(handler)
-        signal.signal(signal.SIGINT, ctrl_c._handle)
-        return ctrl_c
+        if self.is_pending and (frame is None or frame.f_code not in _CHANGES):
+            self.handler(number, frame)
+        self.is_pending = True
 
-    def deliver(self) -> None:
-        """Restore the earlier handler, and raise SIGINT if one was remembered."""
-        signal.signal(signal.SIGINT, self._handler)
-        if self._is_pending:
-            signal.raise_signal(signal.SIGINT)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first SIGINT; call the earlier handler for further ones."""
-        if self._is_pending:
-            self._handler(number, frame)
-        self._is_pending = True
+def _defer() -> tuple[_Deferred, ...]:
+    """Start to defer SIGINT and SIGALRM until `_deliver`, those that have a Python handler. None outside of the main
+    thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+    deferred = tuple(_Deferred(number, handler) for number, handler in handlers.items() if callable(handler))
+    for each in deferred:
+        signal.signal(each.number, each.handle)
+    return deferred
+
+
+def _deliver(deferred: tuple[_Deferred, ...]) -> None:
+    """Restore the earlier handlers, then raise the remembered signals, if any. A handler's exception ends this."""
+    for each in deferred:
+        signal.signal(each.number, each.handler)
+    for each in deferred:
+        if each.is_pending:
+            signal.raise_signal(each.number)
+
+
+_LOCKING = FairLock.__enter__, FairLock.__exit__, FairLock._take, FairLock._leave, FairLock._pass_on
+_CHANGES = frozenset(function.__code__ for function in (*_LOCKING, _defer, _deliver))

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
-from jaxengine.api.core import EngineCore
-from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.core import EngineCore, engine_lock
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.owner import pickle_error
 from jaxengine.api.progress import count_tokens, speed_text
@@ -63,8 +62,8 @@ class LLM(WeightMethods, VllmMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting
-    threads. A step that fails ends all running calls, and every later one, with EngineDeadError, which is also raised
-    in a fork of the engine's process.
+    threads. A step that fails, or is interrupted by a second Ctrl-C, ends all running calls, and every later one, with
+    EngineDeadError, which is also raised in a fork of the engine's process.
 
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
@@ -95,7 +94,7 @@ class LLM(WeightMethods, VllmMethods):
         refuse_idle_sleep(config.sleep_idle_seconds, "LLM")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
-        self._lock = FairLock(self._core.check_process)
+        self._lock = engine_lock(self._core)
         self._calls: dict[str, _Call] = {}
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_first
-from jaxengine.api.core import EngineCore
+from jaxengine.api.core import EngineCore, engine_lock
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(WeightMethods, VllmMethods):
-    """Engine without a loop: `step` runs one step for all requests that were added. Only one thread may use it at a
-    time.
+    """Engine without a loop: `step` runs one step for all requests that were added. Only one thread may run steps.
+
+    Ctrl-C is raised once a running call has done its work, and the engine goes on; a second one interrupts the call at
+    once, and ends every later one with EngineDeadError.
 
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded model.
@@ -60,7 +61,8 @@ class LLMEngine(WeightMethods, VllmMethods):
         # Outputs that `step` has not returned yet, because it raises the errors of the same steps first.
         self._outputs: list[AnyOutput] = []
         self._errors: list[RequestError] = []
-        self._lock = threading.RLock()
+        # Held by every access to the core that changes it.
+        self._lock = engine_lock(self._core)
 
     @property
     def core(self) -> EngineCore:
@@ -102,13 +104,15 @@ class LLMEngine(WeightMethods, VllmMethods):
         if arrival_time is not None:
             options = replace(options, arrival=options.arrival - (time.time() - arrival_time))
         prompt = self.core.inputs.make_ready(prompt)
-        self.core.add(self.core.inputs.prepare(prompt, params, request_id=request_id, options=options))
+        with self._lock:
+            self.core.add(self.core.inputs.prepare(prompt, params, request_id=request_id, options=options))
         return request_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End one or several requests, which will have no further output. Unknown ids are ignored."""
-        for each in [request_ids] if isinstance(request_ids, str) else request_ids:
-            self.core.abort(each)
+        with self._lock:
+            for each in [request_ids] if isinstance(request_ids, str) else request_ids:
+                self.core.abort(each)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work left, outputs to return, or errors to raise."""
@@ -127,9 +131,9 @@ class LLMEngine(WeightMethods, VllmMethods):
             step only if there are neither.
           EngineDeadError: the engine has failed or was shut down.
         """
-        if not self._outputs and not self._errors:
-            self._outputs = self.core.step()
-            self._errors = [error for _, error in self.core.pop_rejected()]
+        with self._lock:
+            if not self._outputs and not self._errors:
+                self._step()
         if self._errors:
             raise self._errors.pop(0)
         outputs, self._outputs = self._outputs, []
@@ -141,7 +145,8 @@ class LLMEngine(WeightMethods, VllmMethods):
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counters, gauges and histograms, each with a name and its values."""
-        return self.core.metrics.collect()
+        with self._lock:
+            return self.core.metrics.collect()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter unless it is loaded already, and return True. Raises RequestError or ModelFileError, with
@@ -152,10 +157,11 @@ class LLMEngine(WeightMethods, VllmMethods):
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload the adapter with this lora_int_id, so that no new request uses it. Returns whether there was one."""
-        for each in self.core.utility("adapters"):
-            if each["number"] == lora_id:
-                self.core.utility("unload_adapter", each["name"])
-                return True
+        with self._lock:
+            for each in self.core.utility("adapters"):
+                if each["number"] == lora_id:
+                    self.core.utility("unload_adapter", each["name"])
+                    return True
         return False
 
     def list_loras(self) -> set[int]:
@@ -164,19 +170,22 @@ class LLMEngine(WeightMethods, VllmMethods):
 
     def reset_mm_cache(self) -> None:
         """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
-        self.core.utility("reset_mm_cache")
+        with self._lock:
+            self.core.utility("reset_mm_cache")
 
     def start_profile(self) -> None:
         """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
         a profile is already running.
         """
-        self.core.utility("start_profile")
+        with self._lock:
+            self.core.utility("start_profile")
 
     def stop_profile(self) -> None:
         """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
         running or it cannot be written.
         """
-        self.core.utility("stop_profile")
+        with self._lock:
+            self.core.utility("stop_profile")
 
     def _step(self) -> None:
         """Run one step for a method that needs it; the next calls of `step` return its outputs and raise its errors."""
@@ -189,4 +198,6 @@ class LLMEngine(WeightMethods, VllmMethods):
 
         Device memory is freed once nothing refers to the engine.
         """
-        self.core.shutdown()
+        if self._core.owner.is_here:
+            with self._lock:
+                self._core.shutdown()

@@ -28,7 +28,7 @@ def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
     if config.num_state_snapshots:
         from jaxengine.scheduler.extensions.snapshots import SnapshotOptions
 
-        options.append(SnapshotOptions())
+        options.append(SnapshotOptions(config.whole_pictures))
     if config.enable_lora:
         from jaxengine.scheduler.extensions.adapters import AdapterOptions
 

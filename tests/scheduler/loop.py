@@ -27,7 +27,7 @@ def scheduler_config(*, pictures=None, num_adapters=0, **options) -> SchedulerCo
     drafts = {name: options.pop(name) for name in DRAFTS if name in options}
     extensions = [] if pictures is None else [pictures]
     if options.get("num_snapshots"):
-        extensions.append(SnapshotOptions())
+        extensions.append(SnapshotOptions(pictures is not None and pictures.whole))
     if num_adapters:
         extensions.append(AdapterOptions(num_adapters))
     if options.get("widths"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
 
 from jaxengine import LLM, AsyncLLM, ConfigError, EngineArgs, LLMEngine, RequestError, RequestOutputKind, SamplingParams
+from jaxengine.api.fair_lock import FairLock
 
 PROMPTS = [[5, 6, 7], [8] * 20, [9, 10]]
 
@@ -82,12 +84,36 @@ def test_a_wrong_request_ends_alone_and_no_output_is_lost():
             return [("one", RequestError("first")), ("two", RequestError("second"))]
 
     engine = object.__new__(LLMEngine)
-    engine._core, engine._outputs, engine._errors = Core(), [], []
+    engine._core, engine._outputs, engine._errors, engine._lock = Core(), [], [], FairLock()
     for said in ("first", "second"):
         with pytest.raises(RequestError, match=said):
             engine.step()
         assert engine.has_unfinished_requests()
     assert engine.step() == ["output"] and not engine.has_unfinished_requests()
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step(engine, monkeypatch):
+    """It comes once the step's results are kept, and the next steps return them."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine.add_request("alone", {"prompt_token_ids": PROMPTS[0]}, params)
+    alone = run(engine)[0]["alone"][-1].outputs[0].token_ids
+    engine.add_request("interrupted", {"prompt_token_ids": PROMPTS[0]}, params)
+    execute = engine.core.runner.execute
+
+    def interrupted(step):
+        signal.raise_signal(signal.SIGINT)
+        return execute(step)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.core.runner, "execute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    outputs, errors = run(engine)
+    assert not errors and outputs["interrupted"][-1].outputs[0].token_ids == alone
 
 
 def test_an_id_is_used_once(engine):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,34 +127,79 @@ def test_turns_go_by_arrival():
         order.append(5)
 
 
-def test_ctrl_c_in_a_step_leaves_an_engine_that_answers(make_llm, monkeypatch):
-    llm = make_llm()
-    monkeypatch.setattr(signal, "SIGINT", signal.SIGUSR1)  # so that a failure is one test's
-    heard = []
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """SIGUSR1 in place of SIGINT, so that a failure is one test's, with the handler that SIGINT has."""
+    monkeypatch.setattr(signal, "SIGINT", signal.SIGUSR1)
 
     def interrupt(*_):
-        heard.append(True)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR1, interrupt)
+    yield partial(signal.raise_signal, signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is interrupt
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_in_a_step_leaves_an_engine_that_answers(make_llm, monkeypatch, ctrl_c):
+    llm = make_llm()
+    alone = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    (stage,) = llm.core.engine.runner.stages
+
+    def interrupted(compiled):
+        def call(*arguments):
+            results = compiled(*arguments)
+            ctrl_c()  # the pool has been given away, and its successor is kept nowhere
+            return results
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "_forwards", {size: interrupted(each) for size, each in stage._forwards.items()})
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert llm._calls == {}
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
+
+
+def test_a_second_ctrl_c_in_a_step_ends_the_engine(make_llm, monkeypatch, ctrl_c):
+    """Later calls say so, and do not run on buffers that the step has lost."""
+    llm = make_llm()
+    core = llm.core
+    with monkeypatch.context() as patch:
+        patch.setattr(core.engine, "step", lambda: (ctrl_c(), ctrl_c()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        with pytest.raises(EngineDeadError, match="interrupted in the middle of a call"):
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    core.dead = None  # nothing was lost this time
+    while core.has_unfinished:
+        core.step()
+
+
+def test_ctrl_c_does_not_keep_a_lock_from_the_next_thread(ctrl_c):
+    lock = FairLock()
+    with pytest.raises(KeyboardInterrupt), lock:
+        lock._queue.append(SimpleNamespace(release=ctrl_c))  # another one comes while the lock is passed on
+        ctrl_c()
+    assert not lock._queue
+    with lock._guard:
+        lock._pass_on()
+    with lock:
+        pass
+
+
+def test_a_time_limit_waits_for_the_end_of_a_step():
+    """As signal.alarm sets one around a call."""
+
+    def late(*_):
+        raise TimeoutError
+
+    before, lock, done = signal.signal(signal.SIGALRM, late), FairLock(interrupted=lambda: done.append("lost")), []
     try:
-        alone = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-        (stage,) = llm.core.engine.runner.stages
-
-        def interrupted(compiled):
-            def call(*arguments):
-                results = compiled(*arguments)
-                signal.raise_signal(signal.SIGUSR1)  # the pool has been given away, and its successor is kept nowhere
-                return results
-
-            return call
-
-        with monkeypatch.context() as patch:
-            patch.setattr(stage, "_forwards", {size: interrupted(each) for size, each in stage._forwards.items()})
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert heard and llm._calls == {}
-        assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
-        assert signal.getsignal(signal.SIGUSR1) is interrupt
+        with pytest.raises(TimeoutError), lock:
+            signal.raise_signal(signal.SIGALRM)
+            done.append("step")
+        assert done == ["step"] and not lock._is_taken and signal.getsignal(signal.SIGALRM) is late
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGALRM, before)

@@ -254,8 +254,10 @@ def test_a_second_tower_has_a_limit_of_its_own():
     assert EncoderRows(30, 16).reach(together, 0, 30) == 30, "one tower's limit is that of all items"
 
 
-def test_whole_pictures_in_a_crowd():
-    rng, loop = np.random.default_rng(0), SeeingLoop(whole=True, num_pages=20)
+@pytest.mark.parametrize("num_snapshots", [0, 4])
+def test_whole_pictures_in_a_crowd(num_snapshots):
+    """Nor is one split where a state is to be saved."""
+    rng, loop = np.random.default_rng(0), SeeingLoop(whole=True, num_pages=20, num_snapshots=num_snapshots)
     requests = []
     for index in range(60):
         length = int(rng.integers(2, 50))
