@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.requests.params.lora import LoRARequest
+from jaxengine.requests.params.lora import LoRARequest, one_for_each
 
 if TYPE_CHECKING:
     # API processes use this module too, without jax.
@@ -54,3 +54,19 @@ def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoR
             if not store.known(name, path, number):
                 store.add(name, path, number, weights)
     return name
+
+
+def load_each(
+    core: EngineCore,
+    lock: AbstractContextManager[Any],
+    count: int,
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+) -> list[str | None]:
+    """Load the adapters of `count` prompts and return their names, None for a prompt without one.
+
+    lora_request: one for all, one per prompt, or None for none. Raises the errors of `load_first`, and RequestError for
+    a sequence of another length.
+    """
+    if lora_request is None:
+        return [None] * count
+    return [load_first(core, lock, each) for each in one_for_each(count, lora_request)]

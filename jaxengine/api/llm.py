@@ -13,12 +13,11 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxengine.api import scoring
-from jaxengine.api.adapters import load_first
+from jaxengine.api.adapters import load_each
 from jaxengine.api.core import EngineCore, engine_lock
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.owner import pickle_error
-from jaxengine.api.progress import count_tokens, speed_text
+from jaxengine.api.pooling_methods import PoolingMethods
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
@@ -27,17 +26,11 @@ from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.output.speed import count_tokens, speed_text
 from jaxengine.requests.params.lora import LoRARequest, one_for_each
 from jaxengine.requests.params.options import RequestOptions, options_for, params_for
-from jaxengine.requests.params.prepared import Prompt, is_token_ids
+from jaxengine.requests.params.prepared import Prompt, as_batch
 from jaxengine.requests.params.sampling_params import SamplingParams
-from jaxengine.requests.pooling.outputs import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringRequestOutput,
-)
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -58,7 +51,7 @@ class _Call:
     error: RequestError | None = None
 
 
-class LLM(WeightMethods, VllmMethods):
+class LLM(PoolingMethods, WeightMethods, VllmMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting
@@ -161,11 +154,9 @@ class LLM(WeightMethods, VllmMethods):
           ModelFileError: an adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
-        loras: list[str | None] = [None] * len(batch)
-        if lora_request is not None:
-            loras = [load_first(self.core, self._lock, each) for each in one_for_each(len(batch), lora_request)]
+        loras = load_each(self.core, self._lock, len(batch), lora_request)
         options = options_for(len(batch), priority, client, loras)
         return self._answer(batch, params, options, use_tqdm)
 
@@ -188,7 +179,7 @@ class LLM(WeightMethods, VllmMethods):
         at once like a prompt; needs enable_trace_replay. Raises RequestError, also if logprobs_mode asks for logits,
         ModelFileError for an adapter, and EngineDeadError.
         """
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
         if lora_request is not None:
             loras = one_for_each(len(batch), lora_request)
@@ -209,7 +200,7 @@ class LLM(WeightMethods, VllmMethods):
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
         one = params.token_params()
         with self._lock:
-            first = [inputs.prepare(prompt, one).requests[0] for prompt in _as_batch(prompts)]
+            first = [inputs.prepare(prompt, one).requests[0] for prompt in as_batch(prompts)]
         if any(request.media is not None for request in first):
             raise RequestError("beam search takes prompts of text or tokens, not images", param="multi_modal_data")
         prompt_ids = [request.prompt_token_ids.tolist() for request in first]
@@ -221,112 +212,6 @@ class LLM(WeightMethods, VllmMethods):
                 if search.prompts:
                     search.advance([candidates(next(answers)) for _ in search.prompts])
         return [search.result(inputs.tokenizer) for search in searches]
-
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | ProgressFactory = True,
-        pooling_task: str | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts. For a
-        task that pools each token it is f32[n, N], one vector for each token.
-
-        prompts, use_tqdm: as for `generate`. pooling_params: one for all or one per prompt; None for the model's
-        defaults. truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of
-        pooling_params. Raises RequestError for an invalid prompt or parameter, a result that is not finite, or a model
-        that generates text, and EngineDeadError.
-        """
-        batch = _as_batch(prompts)
-        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
-        outputs = self._answer(batch, params, [RequestOptions()] * len(batch), use_tqdm)
-        for output in outputs:
-            output.check()
-        return outputs
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | ProgressFactory = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors are those of
-        `encode`; it also raises RequestError for a model that does not embed.
-        """
-        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
-        outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
-        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
-
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | ProgressFactory = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-    ) -> list[ClassificationRequestOutput]:
-        """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors are those
-        of `encode`; it also raises RequestError for a model that does not classify.
-        """
-        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
-        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
-        return [ClassificationRequestOutput.from_base(output) for output in outputs]
-
-    def reward(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        /,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | ProgressFactory = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
-        pooling_params.use_activation is True. Arguments and errors are those of `encode`.
-        """
-        batch = _as_batch(prompts)
-        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
-        for each in params:
-            each.use_activation = bool(each.use_activation)
-        return self.encode(prompts, params, use_tqdm=use_tqdm)
-
-    def score(
-        self,
-        data_1: Any,
-        data_2: Any,
-        /,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | ProgressFactory = True,
-        pooling_params: PoolingParams | None = None,
-        chat_template: str | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """Score pairs of texts and return a score, `outputs.score`, for each pair, in the order of data_2. A text is a
-        str, or of an embedding model {"content": parts of a message}, with images.
-        One text in data_1, alone or in a list, is paired with each of data_2; two lists of equal length one by one.
-        A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
-        a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
-        similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
-
-        chat_template: None for the engine's option; if that is None too, for the model's own if its files say that it
-        takes messages, else the texts are concatenated, by an encoder's tokenizer or as they are. Raises RequestError
-        for an empty text, numbers of texts that do not match, a classifier with several labels, a model that generates
-        text, a template given to an embedding model, or a result that is not finite; raises EngineDeadError.
-        """
-        inputs = self.core.inputs
-        pairs = scoring.pairs_of(data_1, data_2, inputs.media_reader)
-        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
-        if scoring.reads_apart(model := inputs.require_pooling()):
-            scoring.refuse_template(chat_template)
-            roles = scoring.role_params(model, pooling_params)
-            return scoring.compare(pairs, roles, inputs, lambda texts, params: self.encode(texts, params, **options))
-        with self._lock:
-            prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
-        return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]
 
     def chat(
         self,
@@ -487,13 +372,3 @@ class LLM(WeightMethods, VllmMethods):
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:
                     self.core.abort(request_id)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """Return several prompts unchanged, and a single prompt in a list. Raises RequestError for anything else."""
-    batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
-    if not isinstance(batch, (Sequence, np.ndarray)):
-        allowed = "a string, a list of token ids, a dict, or a list of them"
-        problem = f"prompts must be {allowed}, got {type(prompts).__name__}"
-        raise RequestError(problem, param="prompts", value=prompts)
-    return batch

@@ -298,7 +298,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     """Return one line with counts and rates of tokens. seconds: time in which the outputs were generated."""
-    from jaxengine.api.progress import count_tokens, speed_text
+    from jaxengine.requests.output.speed import count_tokens, speed_text
 
     prompt, generated = count_tokens(outputs)
     return (

@@ -1,0 +1,154 @@
+"""Methods of `LLM` for pooling models: embeddings, labels, rewards and scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.api import scoring
+from jaxengine.api.adapters import load_each
+from jaxengine.requests.params.lora import LoRARequest
+from jaxengine.requests.params.options import options_for
+from jaxengine.requests.params.prepared import Prompt, as_batch
+from jaxengine.requests.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from jaxengine.requests.pooling.params import PoolingParams
+
+if TYPE_CHECKING:
+    from jaxengine.api.core import EngineCore
+
+ProgressFactory = Callable[..., Any]
+
+
+class PoolingMethods(ABC):
+    """Methods that pool, for an engine whose steps are run by the calling threads."""
+
+    _lock: AbstractContextManager[Any]
+    _answer: Callable[..., list[Any]]
+
+    @property
+    @abstractmethod
+    def core(self) -> EngineCore:
+        """The engine."""
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts. For a
+        task that pools each token it is f32[n, N], one vector for each token.
+
+        prompts, use_tqdm, lora_request: as for `generate`. pooling_params: one for all or one per prompt; None for the
+        model's defaults. truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of
+        pooling_params. Raises RequestError for an invalid prompt or parameter, a result that is not finite, or a model
+        that generates text, and EngineDeadError.
+        """
+        batch = as_batch(prompts)
+        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
+        loras = load_each(self.core, self._lock, len(batch), lora_request)
+        outputs = self._answer(batch, params, options_for(len(batch), None, None, loras), use_tqdm)
+        for output in outputs:
+            output.check()
+        return outputs
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors are those of
+        `encode`; it also raises RequestError for a model that does not embed.
+        """
+        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        options["lora_request"] = lora_request
+        outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors are those
+        of `encode`; it also raises RequestError for a model that does not classify.
+        """
+        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        options["lora_request"] = lora_request
+        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
+        pooling_params.use_activation is True. Arguments and errors are those of `encode`.
+        """
+        batch = as_batch(prompts)
+        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
+        for each in params:
+            each.use_activation = bool(each.use_activation)
+        return self.encode(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts and return a score, `outputs.score`, for each pair, in the order of data_2. A text is a
+        str, or of an embedding model {"content": parts of a message}, with images.
+        One text in data_1, alone or in a list, is paired with each of data_2; two lists of equal length one by one.
+        A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
+        a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
+        similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
+
+        chat_template: None for the engine's option; if that is None too, for the model's own if its files say that it
+        takes messages, else the texts are concatenated, by an encoder's tokenizer or as they are. Raises RequestError
+        for an empty text, numbers of texts that do not match, a classifier with several labels, a model that generates
+        text, a template given to an embedding model, or a result that is not finite; raises EngineDeadError.
+        """
+        inputs = self.core.inputs
+        pairs = scoring.pairs_of(data_1, data_2, inputs.media_reader)
+        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        options["lora_request"] = lora_request
+        if scoring.reads_apart(model := inputs.require_pooling()):
+            scoring.refuse_template(chat_template)
+            roles = scoring.role_params(model, pooling_params)
+            return scoring.compare(pairs, roles, inputs, lambda texts, params: self.encode(texts, params, **options))
+        with self._lock:
+            prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
+        return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]
