@@ -132,17 +132,17 @@ ROWS = {
 INTERPRETED_ROWS = pytest.mark.thorough("interpreted")
 
 
-def recorded_on(platform: str, source: Path, folder: Path) -> Path:
+def recorded_on(platform: str, source: Path, folder: Path, executables: Any) -> Path:
     """A folder with a step as an engine on such a card would record it: pages in its layout, and what its kernels give.
 
-    source: folder of the CPU's step of the same inputs.
+    source: folder of the CPU's step of the same inputs. executables: where compiled steps are kept.
     """
     shutil.copytree(source, folder)
     about, step = read_about(folder), find_step(folder, 3)
     way, _ = ROWS[platform]
     backend = choose_backend(way, platform)
     with backend.context():
-        stage = open_stage(about, backend, layers=True, compile_cache_dir="")
+        stage = open_stage(about, backend, layers=True, compile_cache_dir=executables)
         arrays = {**step.arrays, **run_step(stage, step, "cpu")}
     pool = stage.programs.kv_shapes(2)
     for name in ("pages/data", "after/pages/data"):
@@ -160,10 +160,12 @@ def test_every_platform_has_a_row():
 @pytest.mark.parametrize(
     "platform", [pytest.param(name, marks=() if way == "xla" else INTERPRETED_ROWS) for name, (way, _) in ROWS.items()]
 )
-def test_a_step_of_each_platform_gives_the_same_bits_and_a_changed_one_is_named(record, again, tmp_path, platform):
+def test_a_step_of_each_platform_gives_the_same_bits_and_a_changed_one_is_named(
+    record, again, tmp_path, executables_dir, platform
+):
     way, dtype = ROWS[platform]
     own = {} if dtype == "float32" else {"dtype": dtype}
-    folder = recorded_on(platform, record("llama", **LAYERS, **own), tmp_path / "steps")
+    folder = recorded_on(platform, record("llama", **LAYERS, **own), tmp_path / "steps", executables_dir)
     report = again(folder, 3, way)
     assert (report.status, report.first) == (SAME, None), report.lines
     count = re.match("([0-9]+) arrays compared, ([0-9]+) with all bits equal", report.lines[3])
