@@ -31,8 +31,12 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Return the GELU of x in its tanh approximation: `gelu_pytorch_tanh` in configurations."""
-    return jax.nn.gelu(x, approximate=True)
+    """Return the GELU of x in its tanh approximation, x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 *
+    x**3), in x's dtype: `gelu_pytorch_tanh` in configurations.
+    """
+    # (1 + tanh(u)) / 2 is the logistic function of 2 u, which keeps its digits where tanh(u) is near -1.
+    scale = 2 * math.sqrt(2 / math.pi)
+    return x * jax.nn.sigmoid(x * (scale + 0.044715 * scale * x * x))
 
 
 def relu_squared(x: jax.Array) -> jax.Array:

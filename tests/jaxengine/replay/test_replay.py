@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.commands.cli import main
-from jaxengine.models.kernel_rows import PLATFORMS, layout_of
+from jaxengine.models.kernel_rows import INTERPRETED, PLATFORMS, layout_of
 from jaxengine.records.folder import ENGINE_FILE, find_step, read_about, step_files
 from jaxengine.records.step_file import RecordError, num_bytes, write_step
 from jaxengine.replay.backends import choose_backend
@@ -120,26 +120,70 @@ def test_other_kernels_agree_within_the_tolerance(record, again, backend, option
     assert report.status == SAME, report.lines
 
 
-@pytest.mark.thorough("interpreted")
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_interpreted_kernels_give_the_same_bits(record, again, tmp_path, platform):
-    """A step as an engine on such a card would record it: pages in its layout, and what its kernels give."""
-    folder = Path(shutil.copytree(record("llama", **LAYERS), tmp_path / "steps"))
+# For each platform beside the CPU how its kernels run here, and the dtype of the step. Mosaic GPU kernels attend in 16
+# bits alone, by wgmma, which jax does not interpret; in float32 plain XLA attends in their place, as on the card.
+ROWS = {
+    "gpu_xla": ("xla", "float32"),
+    "gpu_triton": ("interpret", "bfloat16"),
+    "gpu": ("interpret", "float32"),
+    "gpu_blackwell": ("interpret", "float32"),
+    "tpu": ("interpret", "float32"),
+}
+INTERPRETED_ROWS = pytest.mark.thorough("interpreted")
+
+
+def recorded_on(platform: str, source: Path, folder: Path, executables: Any) -> Path:
+    """A folder with a step as an engine on such a card would record it: pages in its layout, and what its kernels give.
+
+    source: folder of the CPU's step of the same inputs. executables: where compiled steps are kept.
+    """
+    shutil.copytree(source, folder)
     about, step = read_about(folder), find_step(folder, 3)
-    backend = choose_backend("interpret", "cpu", PLATFORMS[platform].option)
+    way, _ = ROWS[platform]
+    backend = choose_backend(way, platform)
     with backend.context():
-        stage = open_stage(about, backend, layers=True, compile_cache_dir="")
+        stage = open_stage(about, backend, layers=True, compile_cache_dir=executables)
         arrays = {**step.arrays, **run_step(stage, step, "cpu")}
     pool = stage.programs.kv_shapes(2)
     for name in ("pages/data", "after/pages/data"):
         arrays[name] = converted(arrays[name], layout_of("cpu"), layout_of(platform), pool.spec, pool.data)
     write_step(step_files(folder)[3], step.about, arrays)
     (folder / ENGINE_FILE).write_text(json.dumps({**about, "platform": platform}))
-    report = again(folder, 3, "interpret")
+    return folder
+
+
+def test_every_platform_has_a_row():
+    assert {*ROWS, "cpu"} == {*PLATFORMS}
+    assert {name for name, (way, _) in ROWS.items() if way == "interpret"} == {*INTERPRETED}
+
+
+@pytest.mark.parametrize(
+    "platform", [pytest.param(name, marks=() if way == "xla" else INTERPRETED_ROWS) for name, (way, _) in ROWS.items()]
+)
+def test_a_step_of_each_platform_gives_the_same_bits_and_a_changed_one_is_named(
+    record, again, tmp_path, executables_dir, platform
+):
+    way, dtype = ROWS[platform]
+    own = {} if dtype == "float32" else {"dtype": dtype}
+    folder = recorded_on(platform, record("llama", **LAYERS, **own), tmp_path / "steps", executables_dir)
+    report = again(folder, 3, way)
     assert (report.status, report.first) == (SAME, None), report.lines
-    assert again(folder, 3, "cpu").status == SAME
+    count = re.match("([0-9]+) arrays compared, ([0-9]+) with all bits equal", report.lines[3])
+    assert count is not None and count[1] == count[2], report.lines
+    changed(folder, 3, "layers", (1, 2))
+    report = again(folder, 3, way)
+    assert (report.status, report.first) == (DIFFERS, "layer 1: hidden states after it"), report.lines
+    assert f"{int(count[1]) - 1} with all bits equal" in report.lines[3], report.lines
+    assert "1 numbers differ, by " in report.lines[4], report.lines
     with pytest.raises(RecordError, match=f"recorded on '{platform}', and this machine has 'cpu'"):
         again(folder, 3)
+
+
+@INTERPRETED_ROWS
+def test_kernels_that_jax_does_not_interpret_are_said(record, again):
+    for kernels, platform in (("hopper", "gpu"), ("blackwell", "gpu_blackwell")):
+        with pytest.raises(RecordError, match=f"jax does not interpret an operation of {platform}'s kernels"):
+            again(record("llama", **LAYERS, dtype="bfloat16"), 3, "interpret", kernels=kernels)
 
 
 def test_a_changed_bit_of_a_page_is_named(record, again, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from jaxengine.models.config.rope import Rope, RopeScaling, rope_frequencies
 from jaxengine.models.layers.attention.attention import query_temperature
 from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import MLP, GatedMLP, _rounded, relu_squared
+from jaxengine.models.layers.base.mlp import MLP, GatedMLP, _rounded, gelu_tanh, relu_squared
 from jaxengine.models.layers.base.norm import (
     HeadsRMSNorm,
     LayerNorm,
@@ -110,6 +111,16 @@ def test_mlp():
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
     kinds = {source.name for param in declared_params(mlp) for source in param.decl.sources}
     assert kinds == {"m.c_fc.weight", "m.c_fc.bias", "m.c_proj.weight", "m.c_proj.bias"}
+
+
+def test_gelu_keeps_its_digits_where_it_is_small():
+    x = np.linspace(-6, 6, 193, dtype=np.float32)
+    wide, scale = x.astype(np.float64), 2 * (2 / np.pi) ** 0.5
+    share = 1 / (1 + np.exp(-scale * (wide + 0.044715 * wide**3)))
+    slope = share + wide * share * (1 - share) * scale * (1 + 3 * 0.044715 * wide**2)
+    found, pull = jax.vjp(gelu_tanh, jnp.asarray(x))
+    np.testing.assert_allclose(found, wide * share, rtol=1e-5)
+    np.testing.assert_allclose(pull(jnp.ones(x.shape))[0], slope, rtol=1e-4)
 
 
 def test_gated_mlp():
