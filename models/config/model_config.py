@@ -62,7 +62,7 @@ class ModelConfig:
     `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind.
     `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
     predict further tokens, and those that are not read. `pooler` is None for a model that generates. Token ids are None
-    or empty if the checkpoint names none. `quantization` maps names of checkpoint modules to the storage of their
+    or empty if the checkpoint names none. `suppressed_tokens` are tokens whose logits are -inf. `quantization` maps names of checkpoint modules to the storage of their
     matrices (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
 
     `tower` is the tower of images, or of audio; None for a model without one, or if it is not used. `sound_tower` is
@@ -94,6 +94,7 @@ class ModelConfig:
     num_unread_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    suppressed_tokens: tuple[int, ...] = ()
     pooler: Pooler | None = None
     quantization: Callable[[str], Any] | None = None
     tower: TowerConfig | None = None
