@@ -88,17 +88,18 @@ class TransformerBlock(nnx.Module):
         self.input_norm = RMSNorm(2 * size, eps, source=f"{BLOCK}.input_layernorm", build=build)
         source = f"{BLOCK}.self_attn"
         out = Source(f"{source}.o_proj", size)
-        self.attention = Attention(own, 2 * size, eps=eps, source=source, build=build, out=out)
+        attention: Any = Attention(own, 2 * size, eps=eps, source=source, build=build, out=out)
         if blocks.in_attention:
             copies, names = head_copies(own, build.mesh), [f"{source}.linear_{part}_adapter" for part in "qkv"]
             up = Source("", own.num_heads * own.head_dim, group=own.head_dim)
             ups = [up._replace(name=f"{name}.1", repeat=copies if part else 1) for part, name in enumerate(names)]
             downs = [Source(f"{name}.0", blocks.rank) for name in names]
             each = [(up,) for up in ups]
-            self.attention.qkv = AddedProducts(self.attention.qkv, 2 * size, downs, each, "heads", build)
+            attention.qkv = AddedProducts(attention.qkv, 2 * size, downs, each, "heads", build)
+        self.attention = attention
         self.mlp_norm = RMSNorm(size, eps, source=f"{BLOCK}.pre_ff_layernorm", build=build)
         source, ffn = f"{BLOCK}.feed_forward", config.intermediate_size
-        self.mlp = GatedMLP(
+        mlp: Any = GatedMLP(
             size,
             ffn,
             source=source,
@@ -109,7 +110,8 @@ class TransformerBlock(nnx.Module):
         )
         name = f"{source}.gate_up_proj_adapter"
         ups = [parts_of(f"{name}.1", ffn, ffn)]
-        self.mlp.gate_up = AddedProducts(self.mlp.gate_up, size, [Source(f"{name}.0", blocks.rank)], ups, "ffn", build)
+        mlp.gate_up = AddedProducts(mlp.gate_up, size, [Source(f"{name}.0", blocks.rank)], ups, "ffn", build)
+        self.mlp = mlp
         self.out = Linear(size, (Source(f"{LAYER}.linear", size),), axes=("embed", "latent"), build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
