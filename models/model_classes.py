@@ -155,6 +155,7 @@ _MODULES = {
     "Lfm2MoeForCausalLM": "lfm2",
     "GraniteMoeHybridForCausalLM": "granite_moe_hybrid",
     "FalconH1ForCausalLM": "falcon_h1",
+    "Zamba2ForCausalLM": "zamba2",
     "NemotronHForCausalLM": "nemotron_h",
     "KimiLinearForCausalLM": "kimi_linear",
     "BailingHybridForCausalLM": "bailing_hybrid",

@@ -109,6 +109,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "tiiuae/Falcon-H1-1.5B-Instruct",
         "tiiuae/Falcon-H1-7B-Instruct",
     ),
+    "Zamba2ForCausalLM": ("Zyphra/Zamba2-1.2B-instruct", "Zyphra/Zamba2-2.7B", "Zyphra/Zamba2-7B-Instruct"),
     "NemotronHForCausalLM": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
     "KimiLinearForCausalLM": ("moonshotai/Kimi-Linear-48B-A3B-Instruct",),
     "OlmoHybridForCausalLM": ("allenai/Olmo-Hybrid-7B",),

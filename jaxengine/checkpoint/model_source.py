@@ -52,7 +52,7 @@ _GENERAL_CLASS = "TokenizersBackend"  # general tokenizer class of transformers 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of generation_config.json that vLLM applies to requests.
-GENERATION_FIELDS = (*ROWS, "max_new_tokens")
+GENERATION_FIELDS = (*ROWS, "max_new_tokens", "skip_special_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,11 +404,12 @@ def _what_to_name(path: Path) -> str:
 
 
 def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig) -> ModelConfig:
-    """Return the model with the end-of-sequence ids of generation_config.json added, and its tower with what the file
-    adds.
+    """Return the model with the end-of-sequence ids and the suppressed tokens (`suppress_tokens`) of
+    generation_config.json added, and its tower with what the file adds.
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
-    the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out.
+    the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out. A
+    model with cross-attention (Whisper) has its suppressed tokens in the rules of its transcripts instead.
     path: path of the model. Raises ModelFileError for an invalid file, and ConfigError for a generation_config that
     cannot be a folder's name.
     """
@@ -417,10 +418,13 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     fields = ConfigFields(read_object(folder, GENERATION) or {})
     try:
         ends = [end for end in fields.token_ids("eos_token_id") if end < model.vocab_size]
+        names = () if model.tower is not None and model.tower.crosses else ("suppress_tokens",)
+        suppressed = [each for name in names for each in fields.token_ids(name) if each < model.vocab_size]
         tower = None if model.tower is None else model.tower.with_generation(fields)
     except ModelConfigError as error:
         raise ModelFileError(folder / GENERATION, str(error)) from error
-    return replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *ends))), tower=tower)
+    ends, suppressed = (tuple(dict.fromkeys(each)) for each in ((*model.eos_token_ids, *ends), suppressed))
+    return replace(model, eos_token_ids=ends, suppressed_tokens=suppressed, tower=tower)
 
 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Fields of families with several hidden states of a token: Gemma 3n, whose layers predict and correct them (Baykal et
-al. 2023, arXiv:2301.13310), with other parts of its layers, and Solar, whose layers keep and mix them.
+al. 2023, arXiv:2301.13310), with other parts of its layers, Solar, whose layers keep and mix them, and Zamba 2, whose
+layers with a shared block also read the embedding.
 """
 
 from __future__ import annotations
@@ -61,3 +62,40 @@ class BlockSkips:
     def num_streams(self) -> int:
         """Number of hidden states of a token: the current one and the kept ones."""
         return 3
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """Transformer blocks of Zamba 2, of which several layers have the same one. Layers pass on the embedding with the
+    hidden state, because blocks read both.
+
+    Attributes:
+      layers: numbers of the layers that have a block, ascending.
+      count: number of different blocks, which these layers have in turn.
+      rank: inner size of the low-rank products that a layer adds to the projections of its block.
+      in_attention: whether queries, keys and values have such products, too, and not only gate and up.
+      activation: name of the activation of the blocks' MLPs.
+    """
+
+    layers: tuple[int, ...]
+    count: int
+    rank: int
+    in_attention: bool
+    activation: str
+
+    def __post_init__(self) -> None:
+        check_size("num_mem_blocks", self.count, _MOST_RANK)
+        check_size("adapter_rank", self.rank, _MOST_RANK)
+
+    @property
+    def num_streams(self) -> int:
+        """Number of hidden states of a token: the current one and the embedding."""
+        return 2
+
+    def sharing(self, layer: int) -> tuple[int, ...]:
+        """Return the numbers of the layers that have the same block as layer number `layer`, itself included; () for a
+        layer without one.
+        """
+        if layer not in self.layers:
+            return ()
+        return self.layers[self.layers.index(layer) % self.count :: self.count]

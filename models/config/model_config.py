@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxengine.models.config.altup import AltUp, BlockSkips
+from jaxengine.models.config.altup import AltUp, BlockSkips, SharedBlocks
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.declared import DeclaredForm
@@ -62,16 +62,17 @@ class ModelConfig:
     `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind.
     `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
     predict further tokens, and those that are not read. `pooler` is None for a model that generates. Token ids are None
-    or empty if the checkpoint names none. `quantization` maps names of checkpoint modules to the storage of their
-    matrices (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
+    or empty if the checkpoint names none. `suppressed_tokens` are tokens whose logits are -inf. `quantization` maps
+    names of checkpoint modules to the storage of their matrices
+    (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
 
     `tower` is the tower of images, or of audio; None for a model without one, or if it is not used. `sound_tower` is
     the tower of audio in a model that has one of images too. `encoder` has the additional fields of encoders; None for
     decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer without one;
     empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
     every token in addition to the hidden state; 0 for none. `layer_input_rows` is the number of tokens in the table of
-    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections` and `skips` are for families
-    with several hidden states per token; None for one. `declared` is for families that are rows of a table
+    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips` and `shared_blocks` are for families with
+    several hidden states per token; None for one. `declared` is for families that are rows of a table
     (jaxengine.models.families.declared_rows).
     """
 
@@ -94,6 +95,7 @@ class ModelConfig:
     num_unread_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    suppressed_tokens: tuple[int, ...] = ()
     pooler: Pooler | None = None
     quantization: Callable[[str], Any] | None = None
     tower: TowerConfig | None = None
@@ -105,6 +107,7 @@ class ModelConfig:
     altup: AltUp | None = None
     hyper_connections: HyperConnections | None = None
     skips: BlockSkips | None = None
+    shared_blocks: SharedBlocks | None = None
     declared: DeclaredForm | None = None
 
     def __post_init__(self) -> None:
@@ -196,7 +199,7 @@ class ModelConfig:
         """Number of hidden states of a token. Experts' output that is added in a later layer counts as one."""
         if self.experts is not None and self.experts.shortcut:
             return 2
-        streams = self.altup or self.hyper_connections or self.skips
+        streams = self.altup or self.hyper_connections or self.skips or self.shared_blocks
         return 1 if streams is None else streams.num_streams
 
     @property

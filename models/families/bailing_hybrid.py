@@ -16,7 +16,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import MAX_FLOAT, ConfigFields
-from jaxengine.models.config.readers.hf import FULL
+from jaxengine.models.config.readers.hf import FULL, predicting
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.glm4_moe import sigmoid_experts
@@ -170,10 +170,8 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         )
         layers = zip(shared["attention"], mixer_kinds(fields), strict=True)
         attention = (replace(each, rope=None, state=state) if kind == LINEAR else each for each, kind in layers)
-        predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
         experts = replace(sigmoid_experts(fields), limits=_limits(fields))
-        further = {"experts": experts, "num_nextn_predict_layers": predicting}
-        return shared | {"attention": tuple(attention), **further}
+        return predicting(shared) | {"attention": tuple(attention), "experts": experts}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, own, source = self.config, self.config.attention[layer], f"{LAYER}.attention"

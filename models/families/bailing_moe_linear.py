@@ -70,8 +70,7 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
         state = LinearState(heads, head_dim, groups, fields.boolean("use_qk_norm"), silu)
         layers = zip(shared["attention"], grouped_kinds(fields, 8), strict=True)
         attention = (replace(each, rope=rope, state=state) if kind == LINEAR else each for each, kind in layers)
-        unread = fields.integer("num_nextn_predict_layers", 0, minimum=0)
-        return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields), "num_unread_layers": unread}
+        return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, own, source = self.config, self.config.attention[layer], f"{LAYER}.attention"

@@ -439,7 +439,6 @@ HUB_ROWS: dict[str, Row] = {
         output_bias=False,
         choose=_pangu_form,
         experts=_pangu_experts,
-        more=lambda fields: {"num_unread_layers": fields.integer("num_nextn_predict_layers", 0, minimum=0)},
         **_RMS,
     ),
     "Step3TextForCausalLM": _STEP3,

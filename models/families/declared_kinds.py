@@ -150,7 +150,6 @@ KIND_ROWS: dict[str, Row] = {
         each_layer=_mimo_layer,
         experts=sigmoid_experts,
         suffixes=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
-        unused=("model.mtp.",),
         **BIASED,
     ),
     "MiMoV2ForCausalLM": Row(
@@ -172,7 +171,7 @@ KIND_ROWS: dict[str, Row] = {
         experts=sigmoid_experts,
         names=(("model.language_model.", "model."),),
         suffixes=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
-        unused=("model.mtp.", "visual.", "model.visual.", "audio_encoder.", "speech_embeddings.", "audio_tokenizer."),
+        unused=("visual.", "model.visual.", "audio_encoder.", "speech_embeddings.", "audio_tokenizer."),
         **BIASED,
     ),
     "MellumForCausalLM": Row(
@@ -188,7 +187,6 @@ KIND_ROWS: dict[str, Row] = {
         rope=no_rope,
         each_layer=kinds_of_ropes,
         experts=softmax_experts,
-        unused=("mtp.",),
         **BIASED,
     ),
     "LagunaForCausalLM": Row(

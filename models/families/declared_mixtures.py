@@ -243,7 +243,6 @@ _STEP = Row(
     choose=_step_form,
     each_layer=_step_layer,
     experts=shared_of_size,
-    more=lambda fields: {"num_unread_layers": fields.integer("num_nextn_predict_layers", 0, minimum=0)},
     **_UNBIASED,
 )
 

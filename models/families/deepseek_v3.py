@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import DEEPSEEK_V3, GGUFConfig, gguf_shared_experts
 from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
+from jaxengine.models.config.readers.hf import predicting
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
@@ -37,9 +38,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         fields = fields.with_defaults(**DEFAULTS)
         bias = fields.boolean("attention_bias", False)
         interleaved = fields.boolean("rope_interleave", True, null_is_false=True)
-        predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
         shared = hf_latent_fields(fields, interleaved=interleaved, bias=bias, output_bias=bias)
-        return shared | {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}
+        return predicting(shared) | {"experts": sigmoid_experts(fields)}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         layers = zip(shared["attention"], sources, strict=True)
         shared["attention"] = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
         if sources[-1] is not None:  # the MTP layer would have no selection to use
-            shared["num_nextn_predict_layers"] = 0
+            shared |= {"num_nextn_predict_layers": 0, "num_unread_layers": shared["num_nextn_predict_layers"]}
         return shared
 
     @classmethod

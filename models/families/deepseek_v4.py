@@ -144,7 +144,6 @@ class DeepseekV4ForCausalLM(Decoder):
             (".scale", ".weight_scale_inv"),
         ),
         plain=("compressor.wkv", "compressor.wgate"),
-        unused=("mtp.", "model.mtp."),
         stacked_experts=StackedExperts(modules=(NAMES.gate, NAMES.up, NAMES.down)),
         parts=_PARTS,
     )

@@ -34,7 +34,7 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        unused=("model.mtp_",), parts=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)
+        parts=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)
     )
 
     @classmethod

@@ -113,7 +113,6 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
         transposed=(".mlp.gate.weight", ".mlp.image.gate.weight"),
         further_experts="image.experts",
         tower=(f"{VISUAL}.", f"{RESAMPLER}."),
-        unused=("model.mtp_",),
     )
 
     @classmethod

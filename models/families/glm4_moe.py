@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, listed_dense
+from jaxengine.models.config.readers.hf import hf_fields, listed_dense, predicting
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
@@ -27,8 +27,7 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
             qk_norm=fields.boolean("use_qk_norm", False),
             bias=fields.boolean("attention_bias", False),
         )
-        predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
-        return shared | {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}
+        return predicting(shared) | {"experts": sigmoid_experts(fields)}
 
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import predicting, text_fields
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
 from jaxengine.models.families.qwen2_vl import with_sight, without_mrope
@@ -29,5 +29,4 @@ class GlmOcrForConditionalGeneration(Glm4ForCausalLM):
         defaults = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "eos_token_id": None}
         text = without_mrope(text.with_defaults(head_dim=size // heads, num_key_value_heads=8, **defaults))
         text = ConfigFields({**text.raw, "attention_bias": False})  # whatever it says: there are none
-        shared = with_sight(super().read_hf(text), text, fields, read_glm_ocr)
-        return shared | {"num_nextn_predict_layers": text.integer("num_nextn_predict_layers", 0, minimum=0)}
+        return predicting(with_sight(super().read_hf(text), text, fields, read_glm_ocr))

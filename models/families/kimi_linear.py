@@ -61,7 +61,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = usual_names(fields)
-        fields.require(mla_use_nope=True, num_nextn_predict_layers=0, moe_layer_freq=1, attention_bias=False)
+        fields.require(mla_use_nope=True, moe_layer_freq=1, attention_bias=False)
         # Of Kimi K3, whose text_config names this class.
         fields.require(attn_res_block_size=None, mla_use_output_gate=False, routed_expert_hidden_size=None)
         if fields.has("linear_attn_config"):

@@ -5,7 +5,7 @@ some of which return their input, read the first layer's hidden state and are ad
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 # Checkpoints count pairs of layers.
@@ -110,8 +109,6 @@ class NormOfFirst(nnx.Module):
 
 class LongcatFlashForCausalLM(Decoder):
     """Decoder of LongcatFlashLayers, two for each layer in a checkpoint."""
-
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("model.mtp.",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

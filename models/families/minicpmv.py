@@ -19,7 +19,6 @@ class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
         prefixes=(*((f"model.{part}.", f"{part}.") for part in (TOWER, MERGER)), ("model.language_model.", "model.")),
         tower=(f"{TOWER}.", f"{MERGER}."),
         flattened=(".patch_embedding.weight",),
-        unused=("mtp.",),
         squeezed=(".conv1d.weight",),
     )
     downsample_mode: ClassVar[str] = "16x"  # transformers' default

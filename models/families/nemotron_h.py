@@ -101,7 +101,6 @@ class NemotronHForCausalLM(Decoder):
             for old in ("backbone", "model")
             for module, new in (("embeddings", "embed_tokens"), ("norm_f", "norm"), ("layers", "layers"))
         ),
-        unused=("mtp.",),
         squeezed=(".conv1d.weight",),
     )
 

@@ -8,7 +8,6 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import SLIDING, hf_fields, layer_kinds, windows_by_kind
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.params.source import CheckpointNames
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
@@ -35,8 +34,6 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     """Llama with biases on q, k and v, and a sliding window for each layer or none."""
 
     gguf_architecture: ClassVar[str | None] = "qwen2"
-    # MiMo's layer that predicts the token after the next.
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("model.mtp_layers.",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with a vision tower, as it is published."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused=("mtp.",), squeezed=(".conv1d.weight",))
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(squeezed=(".conv1d.weight",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

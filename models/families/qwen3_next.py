@@ -31,7 +31,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     norm_class = OffsetRMSNorm
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("mtp.",), squeezed=(".conv1d.weight",))
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

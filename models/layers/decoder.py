@@ -185,11 +185,12 @@ class Decoder(nnx.Module):
             return self.norm(x), step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D], where n is the number of devices that share the rows. If
-        the vocabulary is padded so that devices can split it, logits of the padding are -inf.
+        """Return logits f32[R, V / n] of hidden states [R, D], where n is the number of devices that share the rows.
+        Logits of the configuration's suppressed tokens are -inf, and so are those of the padding where the vocabulary
+        is padded so that devices can split it.
         """
         with jax.named_scope("logits"):
-            return own_logits(self.token_logits(hidden), self.config.vocab_size)
+            return own_logits(self.token_logits(hidden), self.config.vocab_size, self.config.suppressed_tokens)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """Return the cache groups of the whole model. Each lists only those of its layers that are in this stage, which

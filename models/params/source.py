@@ -104,8 +104,15 @@ class CheckpointNames(NamedTuple):
         return [stem + part for stem, parts in stems.items() for part in parts]
 
     def is_unused(self, stored: str) -> bool:
-        """Return whether the checkpoint's tensor `stored` belongs to a part that is not read."""
-        return stored.startswith(self.unused) or stored.endswith(self.unused_ends)
+        """Return whether the checkpoint's tensor `stored` belongs to a part that is not read: those of the family, and
+        modules named mtp or mtp_..., which predict further tokens, whatever the family.
+        """
+        named = f".{stored}"
+        return (
+            stored.startswith(self.unused)
+            or stored.endswith(self.unused_ends)
+            or any(f".mtp{end}" in named for end in "._")
+        )
 
     def renamed(self, stored: str) -> str:
         """Return the model's name of the checkpoint's tensor or module `stored`."""

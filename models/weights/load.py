@@ -46,7 +46,7 @@ from jaxengine.models.weights.views.parts import (
     tensor_name,
 )
 from jaxengine.models.weights.views.quantized import QuantizedSource
-from jaxengine.models.weights.views.renamed import RenamedSource
+from jaxengine.models.weights.views.renamed import RenamedSource, SharedBlocksSource
 from jaxengine.models.weights.views.stacked import StackedSource, of_shapes
 
 # Tensors that some checkpoints store and no model reads: tables of rope and counts of positions, which follow from the
@@ -210,6 +210,8 @@ def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredPa
         params = declared_params(model) if params is None else params
         tensors = ((param, tensor) for param in params for tensor in param.decl.sources)
         source = JoinedRowsSource(source, names, {each.name: param.source_shape(each) for param, each in tensors})
+    if model.config.shared_blocks is not None:
+        source = SharedBlocksSource(source, model.config.shared_blocks)
     if (experts := model.config.experts) is None:
         return source
     if names.further_experts:

@@ -41,6 +41,7 @@ from jaxengine.models.weights.load import (
     load_params,
 )
 from jaxengine.models.weights.views.parts import tensor_name
+from jaxengine.models.weights.views.renamed import is_of_block
 from jaxengine.models.weights.views.stacked import BIAS, modules_in, split_stack
 
 _EXPERTS = ".experts"
@@ -234,13 +235,16 @@ def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
     experts of a layer that one tensor may have, are in one group.
 
     Keys are tensors' names, and "LAYER.experts" if one tensor may have all experts of a layer. wait: whether an
-    embedding that is also the head is left out, because a separate head tensor may come.
+    embedding that is also the head is left out, because a separate head tensor may come. Blocks that several layers
+    share are left out, too.
     """
     groups: dict[str, _Group] = {}
     params = [(index, param) for index, (model, _) in enumerate(stages) for param in declared_params(model)]
     needed = [_tensors_of(param, stages[index][0]) for index, param in params]
     is_tied = not any(HEAD in tensors for tensors in needed)
     waiting = set().union(*(tensors for tensors in needed if wait and is_tied and EMBEDDING in tensors))
+    if stages[0][0].config.shared_blocks is not None:
+        waiting |= {name for tensors in needed for name in tensors if is_of_block(name)}
     for place, tensors in zip(params, needed, strict=True):
         if not tensors or tensors & waiting:
             continue

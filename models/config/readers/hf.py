@@ -22,6 +22,8 @@ from jaxengine.models.params.files import AUTO, MISTRAL, read_object
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
+# Fields with the number of layers, after the last one, that predict further tokens. The last is MiniMax's.
+_NEXT_TOKEN_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 # ModelOpt's file of quantization settings, read if config.json has none.
 QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
@@ -197,7 +199,7 @@ def hf_fields(
     **attention: Any,
 ) -> dict[str, Any]:
     """Return the fields that families share from a config.json, as keyword arguments of ModelConfig, without the
-    architecture.
+    architecture. Layers that predict further tokens count as not read.
 
     Args:
       windows: window of each layer, or one for all; None for a layer that attends to all keys.
@@ -243,7 +245,15 @@ def hf_fields(
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", tied),
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": fields.token_ids("eos_token_id"),
+        "num_unread_layers": max(fields.integer(name, 0, minimum=0) for name in _NEXT_TOKEN_FIELDS),
     }
+
+
+def predicting(shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ModelConfig `shared`, with the layers after the last one as those of a family that reads
+    them (`num_nextn_predict_layers`).
+    """
+    return {**shared, "num_nextn_predict_layers": shared["num_unread_layers"], "num_unread_layers": 0}
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:

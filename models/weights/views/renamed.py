@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 
 import ml_dtypes
 import numpy as np
 
+from jaxengine.models.config.altup import SharedBlocks
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
+
+# A tensor of a transformer block of Zamba 2: the number of its layer, and its name in the block.
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")
+_LISTED = re.compile(r"_list\.(\d+)\.")
+
+
+def is_of_block(name: str) -> bool:
+    """Return whether a tensor belongs to a transformer block of Zamba 2."""
+    return _BLOCK.match(name) is not None
 
 
 class NamedSource(WrappedSource):
@@ -114,6 +125,30 @@ class RenamedSource(NamedSource):
     def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether the tensor's axes after the first are joined to one."""
         return len(shape) > 2 and name.endswith(self._flattened)
+
+
+class SharedBlocksSource(NamedSource):
+    """WeightSource of a checkpoint of Zamba 2, with the tensors of its blocks under each layer that has the block.
+
+    A checkpoint stores a block under the first of these layers, or also under others. Its lists of low-rank products
+    (`..._adapter_list`) have one for each layer with a block, whichever; here these are in the layer itself, without
+    the list: linear_q_adapter_list.3.0 is linear_q_adapter.0 of the fourth such layer.
+    """
+
+    def __init__(self, source: WeightSource, blocks: SharedBlocks):
+        super().__init__(source, lambda stored: None if is_of_block(stored) else stored)
+        for stored in source.names():
+            if (found := _BLOCK.match(stored)) is None:
+                continue
+            layer, name = int(found[1]), found[2]
+            layers = (layer, *blocks.sharing(layer))
+            if (listed := _LISTED.search(name)) is not None and int(listed[1]) < len(blocks.layers):
+                layers, name = (blocks.layers[int(listed[1])],), _LISTED.sub(".", name)
+            for each in layers:
+                own = f"model.layers.{each}.shared_transformer.{name}"
+                if each == layer:
+                    self._stored[own] = stored
+                self._stored.setdefault(own, stored)
 
 
 def with_prefix(source: WeightSource, names: CheckpointNames, heads: Iterable[str] = ()) -> WeightSource:

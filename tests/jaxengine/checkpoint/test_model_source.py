@@ -91,11 +91,13 @@ def test_load_format_must_fit(tmp_path):
 def test_generation_config_gives_defaults(tmp_path):
     folder = copy(tmp_path)
     path = folder / "generation_config.json"
-    path.write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "do_sample": True}))
+    given = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "skip_special_tokens": False, "do_sample": True}
+    path.write_text(json.dumps(given))
     assert open_model(EngineConfig(model=str(folder))).generation_defaults == {
         "temperature": 0.6,
         "top_p": 0.9,
         "max_tokens": 7,
+        "skip_special_tokens": False,
     }
     assert open_model(EngineConfig(model=str(folder), generation_config="vllm")).generation_defaults == {}
     path.write_text("[")
@@ -124,6 +126,18 @@ def test_ends_of_generation_config_are_the_models(tmp_path):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(ModelFileError, match="generation_config.json: eos_token_id must be"):
             ends(skip_tokenizer_init=True)
+
+
+def test_suppressed_tokens_of_generation_config_are_the_models(tmp_path):
+    folder = copy(tmp_path)
+    for given, expected in ([5, 3, 1 << 20, 5], (5, 3)), (4, (4,)), (None, ()):
+        (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": given}))
+        for source in "auto", "vllm":
+            config = EngineConfig(model=str(folder), generation_config=source)
+            assert open_model(config).config.suppressed_tokens == expected
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": ["a"]}))
+    with pytest.raises(ModelFileError, match="generation_config.json: suppress_tokens must be"):
+        open_model(EngineConfig(model=str(folder)))
 
 
 def test_defaults_of_another_folder_and_of_the_user_go_before_the_models(tmp_path):

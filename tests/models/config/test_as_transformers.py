@@ -87,6 +87,8 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("mistral4", {"q_lora_rank": 1024}),
         ("youtu", {"q_lora_rank": 1536}),
         ("granite_hybrid", {"num_local_experts": 8}),
+        ("zamba2", {**SMALL, "mamba_d_conv": 4, "mamba_expand": 2, "hidden_act": "gelu", "time_step_min": 0.001}),
+        ("zamba2_odd", {"num_mem_blocks": 1, "mamba_ngroups": 1, "use_mem_rope": False, "intermediate_size": 120}),
         (
             "recurrent_gemma",
             {"attention_window_size": 2048, "conv1d_width": 4, "logits_soft_cap": 30.0, "lru_width": 64}

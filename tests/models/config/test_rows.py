@@ -17,7 +17,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.base.mlp import SiluThenClamped
-from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.registry import build_model, model_for_hf, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
 
@@ -60,6 +60,18 @@ def test_mimo_as_published():
     first = own.attention[0]
     assert (first.window, first.num_kv_heads, first.v_head_dim, first.sinks) == (None, 2, 16, False)
     assert own.attention[1] == own.attention[2] == replace(own.attention[1], window=5, num_kv_heads=4, sinks=True)
+
+
+def test_layers_after_the_last_that_predict_tokens_are_not_read():
+    """Whatever the family, as transformers and vLLM have it; MiniMax-M2's configuration calls them modules."""
+    names = "hy_v3", "bailing_moe", "sarvam_mla", "axk1", "kimi_linear", "llama"
+    for name, field in *((name, "num_nextn_predict_layers") for name in names), ("minimax_m2", "num_mtp_modules"):
+        config, own = read_hf(recorded(name, **{field: 3})), read_hf(recorded(name, **{field: None}))
+        assert (config.num_unread_layers, own.num_unread_layers) == (3, 0), name
+        assert replace(config, num_unread_layers=0) == own
+    names = model_for_hf("Exaone4_5_ForConditionalGeneration").checkpoint_names
+    unread = ("mtp.fc.weight", "model.mtp_layers.0.mlp.up_proj.weight", "model.language_model.mtp.norm.weight")
+    assert all(map(names.is_unused, unread)) and not names.is_unused("model.layers.0.mtpx.weight")
 
 
 def test_step_as_published():
@@ -234,7 +246,7 @@ def test_baichuan_of_7_and_of_13_billion():
         ("cohere2_moe", {"expert_selection_fn": "top"}, "expert_selection_fn must be softmax or sigmoid, got 'top'"),
         ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "shared_expert_combination_strategy must be"),
         ("afmoe", {"score_func": "softmax"}, 'score_func must be "sigmoid" or absent'),
-        ("hy_v3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers must be 0 or absent"),
+        ("hy_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer >= 0"),
         ("mistral4", {"n_group": 2}, "n_group must be 1 or absent"),
         ("flex_olmo", {"clip_qkv": 3.0}, "clip_qkv must be absent"),
         ("laguna", {"gating": "none"}, "gating must be true, per-head or per-element, got 'none'"),

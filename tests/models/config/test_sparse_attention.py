@@ -48,7 +48,8 @@ def test_which_layers_of_glm_have_an_indexer():
     kinds = ["full", "full", "shared", "full", "shared", "shared", "full"]
     assert sources(indexer_types=kinds, index_topk_pattern="F") == [None, None, 1, None, 3, 3, None]
     # The layer that drafts stands after the last one: it would take a selection that no layer hands on.
-    assert read_hf(GLM | {"index_topk_freq": 3}).num_nextn_predict_layers == 0
+    shared = read_hf(GLM | {"index_topk_freq": 3})
+    assert (shared.num_nextn_predict_layers, shared.num_unread_layers) == (0, 1)
     assert read_hf(GLM | {"indexer_types": kinds}).num_nextn_predict_layers == 1
 
 

@@ -92,6 +92,22 @@ def test_falcon():
         assert isinstance(changed, StateSpace) and changed.norm == norm
 
 
+def test_zamba():
+    config = read("zamba2")
+    blocks = config.shared_blocks
+    assert blocks is not None and blocks.layers == (1, 2) and config.stream_size == 2 * config.hidden_size
+    assert [layer.attends for layer in config.attention] == [False, True, True] and config.attention[0].rope is None
+    assert config.attention[1].sm_scale == (2 * 48 / 4 / 2) ** -0.5 and config.attention[1].rope is not None
+    state = config.attention[0].state
+    assert isinstance(state, StateSpace) and (state.head_dim, state.dt_limits) == (16, (0.001, INFINITY))
+    assert config == read("zamba2", layers_block_type=["mamba", "hybrid", "hybrid"])  # as transformers 4
+    shared = read("zamba2", layers_block_type=["hybrid"] * 3).shared_blocks
+    assert shared is not None and [shared.sharing(layer) for layer in range(4)] == [(0, 2), (1,), (0, 2), ()]
+    default = read("zamba2", layers_block_type=None, num_hidden_layers=54).shared_blocks
+    assert default is not None and default.layers == (6, 12, 18, 24, 30, 36, 42, 47, 51)
+    assert read("zamba2", use_long_context=True).max_position_embeddings == 16384
+
+
 @pytest.mark.parametrize(
     ("written", "limits"),
     [([0.0, {"__float__": "Infinity"}], (0.0, INFINITY)), ([1, INFINITY], (1.0, INFINITY)), (None, (0.0, INFINITY))],
@@ -140,6 +156,11 @@ def test_limits_of_time_steps(written, limits):
         ("kimi_linear_long", {"linear_head_dim": 0}, "linear_head_dim must"),
         ("olmo_hybrid", {"linear_num_value_heads": 3}, "num_v_heads must be a multiple of num_k_heads"),
         ("jamba", {"attn_layer_period": 0}, "attn_layer_period must"),
+        ("zamba2", {"layers_block_type": None}, "layers_block_type must be a list of 3 of hybrid, mamba"),
+        ("zamba2", {"n_mamba_heads": 7}, "n_mamba_heads must be a divisor of the 96"),
+        ("zamba2", {"num_attention_heads": 5}, "hidden_size must be a number whose double"),
+        ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads must be 4 where use_shared_attention_adapter"),
+        ("zamba2", {"hidden_act": "mish"}, "hidden_act must be one of"),
         ("jamba", {"mamba_expand": 2**20}, "selective scan: channels must"),
     ],
 )

@@ -18,8 +18,10 @@ from jaxengine.models.lora import declared_pools
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.adapters.folder import read_adapter
 from jaxengine.models.weights.adapters.pools import slot_values, targets_of, with_pools
+from jaxengine.models.weights.formats.arrays import ArraySource
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.renamed import SharedBlocksSource
 from tests.fixtures.adapters import JOINED, joined_changes, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.conftest import PagedRun, forward
@@ -120,7 +122,11 @@ def stacked_experts(weights, model):
 
 
 def parts_apart(weights, model):
-    """The tensors of a checkpoint with the parts of joined ones that take adapters, under transformers' names."""
+    """The tensors of a checkpoint with the parts of joined ones that take adapters, under transformers' names. Of
+    blocks that layers share, each layer has its own."""
+    if (blocks := model.config.shared_blocks) is not None:
+        source = SharedBlocksSource(ArraySource(weights), blocks)
+        weights = {name: source.read(name) for name in source.names()}
     shapes = targets_of([model]).shapes
     for key, parts in {key: model.checkpoint_names.parts_of_rows(key) for key in weights}.items():
         if parts and all(part.removesuffix(".weight") in shapes for part in parts):

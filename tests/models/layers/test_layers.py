@@ -11,7 +11,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.rope import Rope, RopeScaling, rope_frequencies
 from jaxengine.models.layers.attention.attention import query_temperature
-from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base import embedding
+from jaxengine.models.layers.base.embedding import Embedding, own_logits
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import MLP, GatedMLP, _rounded, gelu_tanh, relu_squared
 from jaxengine.models.layers.base.norm import (
@@ -139,6 +140,17 @@ def test_embedding():
     embedding.weight.values[...] = jnp.asarray(table)
     np.testing.assert_array_equal(embedding(jnp.array([4, 0, 4])), table[[4, 0, 4]])
     np.testing.assert_allclose(embedding.logits(jnp.asarray(table[:2])), table[:2] @ table.T, rtol=1e-6)
+
+
+def test_suppressed_tokens_have_no_logits(monkeypatch):
+    logits = jnp.arange(8.0)[None]
+    assert own_logits(logits, 8).tolist() == logits.tolist()
+    assert np.flatnonzero(np.isinf(own_logits(logits, 8, (1, 6)))).tolist() == [1, 6]
+    for number, expected in enumerate(([1, 5], [1, 7])):  # the second of two devices has tokens 8 to 14, and padding
+        monkeypatch.setattr(embedding, "num_shards", lambda axis: 2)
+        monkeypatch.setattr(embedding, "shard_index", lambda axis, number=number: number)
+        monkeypatch.setattr(embedding, "exchange_tokens", lambda x, axis: x)
+        assert np.flatnonzero(np.isinf(own_logits(logits, 15, (1, 5, 9)))).tolist() == expected
 
 
 def test_declaration_must_fit_its_weight():

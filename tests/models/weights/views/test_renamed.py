@@ -10,13 +10,14 @@ import pytest
 
 from jaxengine.checkpoint.token_tasks import with_token_labels
 from jaxengine.models.build import Build
+from jaxengine.models.config.altup import SharedBlocks
 from jaxengine.models.config.pooler import LAST, Classifier, Pooler
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.load import check_source
 from jaxengine.models.weights.pooled import naming
-from jaxengine.models.weights.views.renamed import RenamedSource, with_prefix
+from jaxengine.models.weights.views.renamed import RenamedSource, SharedBlocksSource, with_prefix
 from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.drawn_weights import TENSORS as SHAPES
 from tests.models.weights.test_load import ArraySource
@@ -119,3 +120,17 @@ def test_pooling_checkpoints_of_every_base(name, family, base):
         assert {model.checkpoint_names.renamed(named(each)) for each in tensors} == {
             model.checkpoint_names.renamed(each) for each in source.names()
         }
+
+
+def test_blocks_that_layers_of_zamba_share():
+    """Layers 1, 2 and 4 have two blocks in turn; each of their low-rank products is in the list of a stored block."""
+    blocks, stem = SharedBlocks((1, 2, 4), 2, 3, True, "gelu"), "model.layers.{}.shared_transformer.{}".format
+    stored = {"model.norm.weight": 0, stem(1, "o.weight"): 1, stem(2, "o.weight"): 2}
+    stored |= {stem(1 + number % 2, f"q_list.{number}.0.weight"): 3 + number for number in range(3)}
+    expected = {"model.norm.weight": 0, stem(1, "o.weight"): 1, stem(2, "o.weight"): 2, stem(4, "o.weight"): 1}
+    expected |= {stem(layer, "q.0.weight"): 3 + number for number, layer in enumerate(blocks.layers)}
+    again = {stem(4, "o.weight"): 6, stem(4, "q_list.2.0.weight"): 5}  # the first block once more under the last layer
+    for given, changed in ({}, {}), (again, {stem(4, "o.weight"): 6}):
+        tensors = {name: np.full(1, number, np.float32) for name, number in {**stored, **given}.items()}
+        source = SharedBlocksSource(ArraySource(tensors), blocks)
+        assert {name: int(source.read(name)[0]) for name in source.names()} == expected | changed
