@@ -109,7 +109,6 @@ def test_refused_options(options, message):
     "options, message",
     (
         ({"enable_prefix_caching": False}, "enable_prefix_caching is off"),
-        ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "a draft model"),
         ({"enable_return_routed_experts": True}, "experts"),
         ({"kv_offloading_path": FILE}, "kv_offloading_path is .*; allowed: a folder that can be written"),
         (
