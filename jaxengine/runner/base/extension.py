@@ -410,9 +410,9 @@ class StageExtension:
         """
 
     def page_shapes(self, num_pages: int) -> Any:
-        """Return the abstract pool, a KVPages of `num_pages` pages of a replica, that the extension holds under the page
-        numbers of the model's pool; None for none. An extension with one has it as its attribute `pages`, which others
-        may replace between two steps.
+        """Return the abstract pool, a KVPages of `num_pages` pages of a replica, that the extension holds under the
+        page numbers of the model's pool; None for none. An extension with one has it as its attribute `pages`, which
+        others may replace between two steps.
         """
         return None
 

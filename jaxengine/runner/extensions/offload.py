@@ -349,8 +349,8 @@ class PageMover(HostExtension):
             stage.scatter_states(nothing, stage.place_states(states))
 
     def describe(self) -> str:
-        """Return text that is equal for two engines if equal keys have equal content in both, given equal weights: page
-        size, shapes, dtypes, scales, programs and meshes.
+        """Return text that is equal for two engines if equal keys have equal content in both, given equal weights of
+        the model: page size, shapes, dtypes, scales, programs, meshes, and the weights of draft models, which are read.
         """
         stages = [stage.programs for stage in self.runner.stages]
         more = [each.describe_pages() for each in self._holders()]
@@ -360,7 +360,8 @@ class PageMover(HostExtension):
             for scale in (stage.pages.k_scale, stage.pages.v_scale)
             if scale is not None
         ]
-        shapes = [(pool.page_shape, str(pool.page_dtype), each.state_rows) for each in self._stages for pool in each.pools]
+        pools = [(pool, each.state_rows) for each in self._stages for pool in each.pools]
+        shapes = [(pool.page_shape, str(pool.page_dtype), state_rows) for pool, state_rows in pools]
         own = self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]
         return repr((*own, more) if more else own)
 

@@ -9,15 +9,16 @@ import asyncio
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.requests.run_in_thread import with_media
-from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.base.prompts import PromptEncoder
-from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.base.prompts import PromptEncoder, check_token_ids
+from jaxengine.server.http.chat.protocol import FORWARDED, ChatRequest
 from jaxengine.tokens.chat_template import OWN_NAMES
 
 _NUM_THREADS = 4
@@ -42,14 +43,17 @@ class ChatRenderer:
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
         """Render a conversation; return the prompt that EngineClient.stream takes: text, token ids, cache salt, images
-        and videos.
+        and videos. A request without media that has `forwarded_ids` is not rendered: these are its token ids.
 
         Token ids are truncated if the request has truncate_prompt_tokens; the text is not. Raises RequestError for a
         conversation that cannot be rendered, that has no tokens or more than max_model_len - 1, or whose images cannot
         be used; OverloadedError if too many templates, texts or images wait.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
-        text, whole = await self._encode(body, messages)
+        if body.forwarded_ids is not None and not parts:
+            text, whole = await self._decode(body.forwarded_ids)
+        else:
+            text, whole = await self._encode(body, messages)
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
         self._verify_tokens(ids)
         if parts and len(ids) < len(whole):
@@ -89,6 +93,18 @@ class ChatRenderer:
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
         return text, ids
+
+    async def _decode(self, token_ids: Any) -> tuple[str, list[int]]:
+        """Return (text, ids) of a request's `forwarded_ids`; a thread decodes them, special tokens included. Raises
+        RequestError unless they are a list of one or more ids of the model's vocabulary.
+        """
+        name = f"kv_transfer_params.{FORWARDED}"
+        if not isinstance(token_ids, list) or set(map(type, token_ids)) != {int}:
+            problem = f"{name} is {show_value(token_ids)}; allowed: a list of at least one token id"
+            raise RequestError(problem, param=name, value=token_ids)
+        check_token_ids(name, token_ids, self._inputs.model_config.vocab_size)
+        decode = partial(self._inputs.require_tokenizer().decode, token_ids, skip_special_tokens=False)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, decode), token_ids
 
     def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
         """Return the text of a conversation, rendered with the chat template. Raises RequestError for fields that the

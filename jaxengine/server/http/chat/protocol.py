@@ -16,6 +16,7 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1000
 MAX_NAME_CHARS = 256
+FORWARDED = "prompt_token_ids"  # field of kv_transfer_params
 
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
@@ -120,6 +121,7 @@ class ChatRequest(TextRequest, ConversationRequest):
     mm_processor_kwargs: TemplateVariables | None = None
     return_prompt_text: bool | None = None
     _text_forms: Mapping[str, Mapping[str, str]] = PrivateAttr(default_factory=dict)
+    _forwarded_ids: Any = PrivateAttr(None)
 
     @classmethod
     def of(cls, fields: dict[str, Any], text_forms: Mapping[str, Mapping[str, str]] | None = None) -> ChatRequest:
@@ -142,10 +144,19 @@ class ChatRequest(TextRequest, ConversationRequest):
         """
         return self._text_forms
 
+    @property
+    def forwarded_ids(self) -> Any:
+        """Token ids of the conversation that are to be used instead of `messages`, not checked: those that a router got
+        from the prefilling engine and gave as kv_transfer_params.prompt_token_ids, as for vLLM. None without them, and
+        with echo. `kv_transfer_params` does not have them.
+        """
+        return None if self.echo else self._forwarded_ids
+
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        """Return this request after checking it. Raises RequestError for fields that contradict each other, tools
-        included (`_check_tools`), for no messages, and for numbers out of range.
+        """Return this request after checking it and taking `forwarded_ids` from kv_transfer_params. Raises RequestError
+        for fields that contradict each other, tools included (`_check_tools`), for no messages, and for numbers out of
+        range.
         """
         if not self.messages:
             raise RequestError(f"messages is empty; allowed: 1 to {MAX_MESSAGES}", param="messages")
@@ -164,6 +175,9 @@ class ChatRequest(TextRequest, ConversationRequest):
                 "continue_final_message cannot be combined with add_generation_prompt", param="continue_final_message"
             )
         self._check_tools()
+        if self.kv_transfer_params and FORWARDED in self.kv_transfer_params:
+            self.kv_transfer_params = dict(self.kv_transfer_params)
+            self._forwarded_ids = self.kv_transfer_params.pop(FORWARDED)
         return self
 
     def _check_tools(self) -> None:

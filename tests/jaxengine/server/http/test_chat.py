@@ -156,6 +156,24 @@ async def test_prompt_logprobs(app):
     assert (await post(app, PATH, **fields)).json["prompt_logprobs"] is None
 
 
+async def test_token_ids_of_the_prefilling_engine(recorder):
+    """They replace the rendered conversation, unless its text is needed; the engine gets the other parameters."""
+    app = create_app(recorder, ServerConfig())
+    asked = {"messages": HI, "max_tokens": 2, "return_token_ids": True, "return_prompt_text": True}
+    own, given = {"do_remote_prefill": False}, [5, 6, 7]
+    for more, ids in (({}, given), ({"truncate_prompt_tokens": 2}, given[1:]), ({"echo": True}, None)):
+        transfer = {**own, "prompt_token_ids": given}
+        answer = (await post(app, PATH, **asked, **more, kv_transfer_params=transfer)).json
+        prompt, params, *_ = recorder.calls[-1]
+        expected = recorder.inputs.chat_prompt(HI)["prompt_token_ids"] if ids is None else ids
+        assert prompt["prompt_token_ids"] == answer["prompt_token_ids"] == expected
+        assert params.extra_args == {"kv_transfer_params": own}
+    assert recorder.inputs.tokenizer.decode(given, skip_special_tokens=False) == recorder.calls[-2][0]["prompt"]
+    for wrong in ([], "5", [5, True], [[5]], [1 << 40], [-1], 5):
+        refused = await post(app, PATH, messages=HI, kv_transfer_params={"prompt_token_ids": wrong})
+        assert refused.status == 400 and refused.error["param"] == "kv_transfer_params.prompt_token_ids"
+
+
 async def test_what_the_engine_is_asked(recorder):
     app = create_app(recorder, ServerConfig(request_timeout=30))
     await post(app, PATH, messages=HI, max_completion_tokens=3, max_tokens=4, request_id="mine", cache_salt="s")
