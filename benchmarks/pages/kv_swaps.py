@@ -40,6 +40,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "state": ("qwen3_next", _SMALL | {"num_state_snapshots": 8}),
     "codes": ("llama", _SMALL | {"kv_cache_dtype": "int8"}),
     "drafts": ("llama", _SMALL | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "draft model": (
+        "llama",
+        _SMALL | {"speculative_config": {"method": "draft_model", "model": "llama", "num_speculative_tokens": 3}},
+    ),
     "adapters": ("llama", _SMALL | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "pictures": (_PICTURES, _SMALL | {"max_model_len": 96, "skip_tokenizer_init": False}),
     "tp 2": ("llama", _SMALL | {"tensor_parallel_size": 2}),
@@ -95,6 +99,8 @@ class _Pair:
         model, own = KINDS[kind]
         self._kind = kind
         path = picture_checkpoints.whole_checkpoint(model, folder) if model == _PICTURES else checkpoint(model)
+        if "model" in (drafts := own.get("speculative_config", {})):
+            own = own | {"speculative_config": drafts | {"model": str(checkpoint(drafts["model"]))}}
         common = engine_options(
             model=str(path),
             skip_tokenizer_init=True,

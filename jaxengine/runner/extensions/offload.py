@@ -142,7 +142,7 @@ class PageCopies(StageExtension):
     def _pool(self, owner: Any, label: str, kv: Any, num_pages: int) -> _Pool:
         """Return the _Pool of abstract KVPages `kv` with `num_pages` pages of a replica."""
         spec = kv_partition(kv).data
-        rows_per_page = len(kv.data) // self._shape.num_ranks // num_pages
+        rows_per_page = kv.data.shape[0] // self._shape.num_ranks // num_pages
         return _Pool(owner, label, kv.data, num_pages, rows_per_page, PartitionSpec(spec[0], None, *spec[1:]))
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
