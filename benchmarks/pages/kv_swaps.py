@@ -151,8 +151,8 @@ class _Pair:
         max_tokens = 10 + block % 4 * 7
         self._restored.clear()
         if self._kind == "pictures":
-            processor: Any = self.tiers.core.inputs.media.processor
-            prompts: list[Any] = seen_of(block, count, processor.placeholder("image"))
+            media: Any = self.tiers.core.inputs.media
+            prompts: list[Any] = seen_of(block, count, media.processor.placeholder("image"))
         else:
             prompts = [{"prompt_token_ids": each} for each in prompts_of(block, count)]
         loras = [self._adapters[index % len(self._adapters)] for index in range(count)]
