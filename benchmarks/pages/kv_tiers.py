@@ -10,6 +10,7 @@ host's memory is the device's: what is computed less is shown there, not what a 
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from argparse import Namespace
@@ -17,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines import engine_options
+from benchmarks.engines import engine_options, write_config
 from benchmarks.harness import Option, shared
 from benchmarks.recorder import Recorder
 from jaxengine import LLM, SamplingParams
 
 OPTIONS = {
     "model": Option("", "a checkpoint; the default model if it is not given"),
-    "conversations": Option(12),
+    "hidden_size": Option(0, "of a Llama of eight layers that is measured instead, with dummy weights"),
+    "conversations": Option(24),
     "turns": Option(10),
     "said": Option(24, "tokens that a user adds in each turn"),
     "answered": Option(8, "tokens of an answer"),
@@ -79,7 +81,9 @@ def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[di
     options = engine_options(
         dtype="float32", max_model_len=length, max_num_seqs=args.at_once, max_num_batched_tokens=64
     ) | {"block_size": args.page_size, "num_gpu_blocks_override": pages, "skip_tokenizer_init": True}
-    with LLM(**options, **({"model": args.model} if args.model else {}), **tiers) as llm:
+    options |= {"model": args.model} if args.model else {}
+    options |= {"load_format": "dummy"} if args.hidden_size else {}
+    with LLM(**options, **tiers) as llm:
         found = talk(llm, args)
         metrics = {each.name: each.value for each in llm.get_metrics() if "kv_offload" in each.name}
         texts, compiled = found.pop("texts"), llm.core.runner.compiles.count
@@ -104,9 +108,13 @@ def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[di
 def run(args: Namespace, recorder: Recorder) -> None:
     if args.tiny:
         args.conversations, args.turns, args.said, args.answered, args.page_size = 4, 3, 9, 3, 4
-    row, texts = measure("none", args, None)
-    recorder.add(row)
-    recorder.add(measure("host", args, texts, kv_offloading_size=4.0)[0])
-    with tempfile.TemporaryDirectory() as folder:
+    recorder.notes["load average"] = os.getloadavg()[0]  # of a machine that others may use
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as model:
+        if args.hidden_size:
+            write_config(model, (args.hidden_size, 3 * args.hidden_size, 8, 8, 8, 1024, 4096))
+            args.model = model
+        row, texts = measure("none", args, None)
+        recorder.add(row)
+        recorder.add(measure("host", args, texts, kv_offloading_size=4.0)[0])
         # Host memory for a few pages, so that most come from files.
         recorder.add(measure("disk", args, texts, kv_offloading_size=0.01, kv_offloading_path=folder)[0])

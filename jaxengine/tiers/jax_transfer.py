@@ -13,6 +13,7 @@ import secrets
 import struct
 import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 
 import jax
@@ -94,9 +95,17 @@ class JaxTransport(TcpTransport):
             if not isinstance(error, TimeoutError):  # the connection is broken
                 self._connections.pop(address, None)
             self.rest(source)
-            raise ConnectionError(f"{address}: {error}") from None
+            raise ConnectionError(f"{address}: {error}{self._advice(address)}") from None
         own = zip(pages.items(), found, strict=True)
         return {key: block for (key, (_, digest)), block in own if _digest(block) == digest}
+
+    def _advice(self, address: str) -> str:
+        """Return text to append to the error about the transfer server at `address`: that it may be on another host,
+        which cannot reach this engine's. "" if this engine's address is not a loopback address, or both are.
+        """
+        own, other = (ip_address(each.rpartition(":")[0].strip("[]")) for each in (self._server.address(), address))
+        is_alone = own.is_loopback and not other.is_loopback
+        return f"; if it is on another host, it cannot reach this engine's kv_ip, {own}" if is_alone else ""
 
     def _wait(self, arrays: Sequence[Any]) -> None:
         """Wait until all jax arrays in `arrays` have come or failed. Raises TimeoutError after `patience` seconds.

@@ -44,7 +44,8 @@ class KVHandover:
       kv_load_failure_policy: whether a request whose pages do not arrive is recomputed or fails: one of POLICIES.
       transport: how pages are sent, one of TRANSPORTS.
       kv_ip, kv_port: where a producer listens, also the address that its answers give to consumers; port 0 for any free
-        one. With "jax" a consumer listens at kv_ip, too, at any free port. Not used with "folder".
+        one. With "jax" a consumer listens at kv_ip, too, at any free port, and producers must reach it there. Not used
+        with "folder".
       shared_storage_path: folder that all engines share. Only with "folder".
       kv_lease_duration: seconds for which a producer keeps pages for a consumer.
       engine_id: name of this engine.
@@ -101,7 +102,8 @@ def read_handover(top: Mapping[str, Any], extra: Mapping[str, Any]) -> KVHandove
 
     top: kv_transfer_config. extra: its kv_connector_extra_config. The caller has checked the names of their keys.
     Raises ConfigError, which names the field, for a value that is not allowed, without kv_role, for transport "folder"
-    without shared_storage_path, and for shared_storage_path with another transport.
+    without shared_storage_path, for shared_storage_path with another transport, and for transport "jax" without kv_ip:
+    an engine that listens at the default address cannot get pages from another host.
     """
     given = {name: top[name] for name in AT_TOP if top.get(name) is not None}
     given |= {name: extra[name] for name in IN_EXTRA if extra.get(name) is not None}
@@ -113,4 +115,7 @@ def read_handover(top: Mapping[str, Any], extra: Mapping[str, Any]) -> KVHandove
     if (found.transport == FOLDER) != (found.shared_storage_path is not None):
         allowed = "the name of a folder with transport 'folder', and None with another"
         raise ConfigError(f"{_NAME}.shared_storage_path", found.shared_storage_path, allowed)
+    if found.transport == JAX and "kv_ip" not in given:
+        allowed = f"{_FIELDS['kv_ip'][1]}, with transport 'jax' on each engine; 127.0.0.1 if all are on one host"
+        raise ConfigError(f"{_NAME}.kv_ip", None, allowed)
     return found

@@ -252,8 +252,8 @@ def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str 
 
 
 def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for an engine whose pages cannot be kept outside of its devices (without prefix caching, with a
-    draft model or returned experts, a pooling model, one without keys and values), and for a folder that cannot be
+    """Raise ConfigError for an engine whose pages cannot be kept outside of its devices (without prefix caching, with
+    returned experts, a pooling model, one without keys and values), and for a folder that cannot be
     written.
 
     options: options of the engine, resolved, by name. Does nothing without kv_offloading_size and kv_transfer_config.
@@ -262,10 +262,8 @@ def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
     if options["kv_offloading_size"] is None and transfer is None:
         return
     name = memory_option(transfer)
-    speculation = options["speculative_config"]
     for why, is_so in (
         ("enable_prefix_caching is off, which names pages", not options["enable_prefix_caching"]),
-        ("a draft model keeps pages of its own", speculation is not None and speculation.has_model),
         ("enable_return_routed_experts keeps experts by page", options["enable_return_routed_experts"]),
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
         (f"{model.architecture} keeps no keys and values", not model.attending),

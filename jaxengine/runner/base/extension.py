@@ -409,6 +409,19 @@ class StageExtension:
         model's leaves.
         """
 
+    def page_shapes(self, num_pages: int) -> Any:
+        """Return the abstract pool, a KVPages of `num_pages` pages of a replica, that the extension holds under the
+        page numbers of the model's pool; None for none. An extension with one has it as its attribute `pages`, which
+        others may replace between two steps.
+        """
+        return None
+
+    def describe_pages(self) -> str:
+        """Return text that is equal for two engines if their pools of `page_shapes` have equal content, given equal
+        model weights and tokens; "" without such a pool.
+        """
+        return ""
+
     def allocate(self) -> None:
         """Allocate the extension's arrays; called again after `release`."""
 

@@ -2,7 +2,8 @@
 
 Pages to offload are gathered into an array of their own, in the order of the steps, and copied to the host while later
 steps run. Pages to load are first sent to the devices, and written into the pool once they have arrived. The programs
-exist in a few sizes, all compiled at start-up.
+exist in a few sizes, all compiled at start-up. A page's content includes what extensions hold under its number, as
+draft models hold keys and values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxengine.models.cache import kv_partition, page_bytes_of_group, rows_per_page
+from jaxengine.models.cache import kv_partition, page_bytes_of_group
 from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageExtension, StageShape
 from jaxengine.runner.base.memory import workspace_bytes
 from jaxengine.runner.base.program import Program, program_on
@@ -41,7 +42,7 @@ class OffloadExtension(DeviceExtension):
         as may be in transit at once.
         """
         page = page_bytes_of_group(self.shape.groups, platform=self.shape.platform.name)
-        return {"pages on their way": (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page}
+        return {"pages on their way": bytes_on_their_way(page)}
 
     def at_stage(self, stage: Any) -> StageExtension:
         return PageCopies(stage)
@@ -50,11 +51,59 @@ class OffloadExtension(DeviceExtension):
         return PageMover(runner)
 
 
-class PageCopies(StageExtension):
-    """Stage extension with the programs that copy rows of one stage's pool and states.
+def bytes_on_their_way(page_bytes: int) -> int:
+    """Return the bytes on one device of the arrays in which pages of a pool are copied, as many as may be in transit at
+    once. page_bytes: bytes of the pool's page on one device.
+    """
+    return (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page_bytes
+
+
+class _Pool(NamedTuple):
+    """Pool of a stage: the model's, or that of an extension under the same page numbers.
 
     Attributes:
-      page_shape, page_dtype: one page of a replica, over all devices and layers of a group.
+      owner: has the pool as its attribute `pages`, a KVPages.
+      label: text that distinguishes the names of its programs.
+      data: the pool's array, abstract.
+      num_pages: pages of a replica. rows_per_page: rows of a replica's part of the pool that a page takes.
+      spec: PartitionSpec of the array of some pages' contents, [replicas * n, *page_shape].
+    """
+
+    owner: Any
+    label: str
+    data: Any
+    num_pages: int
+    rows_per_page: int
+    spec: PartitionSpec
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Shape of a page of a replica, over all devices and layers of a group."""
+        return self.rows_per_page, *self.data.shape[1:]
+
+    @property
+    def page_dtype(self) -> np.dtype:
+        """Dtype of a page."""
+        return np.dtype(self.data.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of a replica, over all devices."""
+        return int(np.prod(self.page_shape)) * self.page_dtype.itemsize
+
+    def page_rows(self, ids: jax.Array) -> jax.Array:
+        """Return i32[n, rows of a page], the indices of the rows of a device's pool that the pages `ids`, i32[n], take.
+        For no page (-1) they are the index after the last row.
+        """
+        rows = jnp.arange(self.rows_per_page)[None] * self.num_pages + ids[:, None]
+        return jnp.where(ids[:, None] < 0, self.rows_per_page * self.num_pages, rows)
+
+
+class PageCopies(StageExtension):
+    """Stage extension with the programs that copy rows of one stage's pools and states.
+
+    Attributes:
+      pools: the stage's pools, the model's first; set by `plan_pool`.
       state_rows: shape and dtype of one row of each array of states.
     """
 
@@ -64,7 +113,6 @@ class PageCopies(StageExtension):
         """Store the shapes of pages and states; nothing is compiled. stage: the StageRunner."""
         self._stage = stage
         self._shape: StageShape = stage.programs.shape
-        self._rows_per_page = rows_per_page(self._shape.groups)
         self._compiled: dict[str, tuple[Program, Any]] = {}
         state = stage.programs.state_shapes.slots.sections.get(STATES, ())
         self._states = jax.tree.leaves(state) if self._shape.config.num_state_snapshots else []
@@ -84,12 +132,18 @@ class PageCopies(StageExtension):
         return max((workspace_bytes(own.memory_analysis()) for _, own in self._compiled.values()), default=0)
 
     def plan_pool(self, num_pages: int) -> None:
-        """Store the number of pages, and set `page_shape` and `page_dtype`."""
-        self._num_pages = num_pages
-        kv = self._stage.programs.kv_shapes(num_pages)
-        self._data, spec = kv.data, kv_partition(kv).data
-        self._spec = PartitionSpec(spec[0], None, *spec[1:])
-        self.page_shape, self.page_dtype = (self._rows_per_page, *kv.data.shape[1:]), np.dtype(kv.data.dtype)
+        """Set `pools`, of `num_pages` pages of a replica each."""
+        found = [(self._stage, "", self._stage.programs.kv_shapes(num_pages))]
+        for each in self._stage.extensions.values():
+            if (kv := each.page_shapes(num_pages)) is not None:
+                found.append((each, f" for {each.name}", kv))
+        self.pools = [self._pool(owner, label, kv, num_pages) for owner, label, kv in found]
+
+    def _pool(self, owner: Any, label: str, kv: Any, num_pages: int) -> _Pool:
+        """Return the _Pool of abstract KVPages `kv` with `num_pages` pages of a replica."""
+        spec = kv_partition(kv).data
+        rows_per_page = kv.data.shape[0] // self._shape.num_ranks // num_pages
+        return _Pool(owner, label, kv.data, num_pages, rows_per_page, PartitionSpec(spec[0], None, *spec[1:]))
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
         if not self._compiled:
@@ -100,24 +154,32 @@ class PageCopies(StageExtension):
         if not self._compiled:  # enforce_eager
             self._compile()
 
-    def gather(self, ids: np.ndarray) -> jax.Array:
+    def gather(self, ids: np.ndarray) -> list[jax.Array]:
         """Dispatch the copying of pages i32[replicas * n], -1 for none, and return the array [replicas * n,
-        *page_shape] of their contents. The content is undefined for -1. n: one of SIZES.
+        *page_shape] of their contents in each pool. The content is undefined for -1. n: one of SIZES.
         """
         size = len(ids) // self._shape.num_ranks
-        return self._launched(self._compiled[f"gather {size}"][1](self._stage.pages.data, ids))
+        return [
+            self._launched(self._compiled[f"gather {size}{pool.label}"][1](pool.owner.pages.data, ids))
+            for pool in self.pools
+        ]
 
-    def place(self, pages: np.ndarray) -> jax.Array:
-        """Send pages [replicas * n, *page_shape] to the devices; return the array for `scatter`. Thread-safe."""
-        return jax.device_put(pages, self._pages(len(pages) // self._shape.num_ranks).sharding)
+    def place(self, pages: Sequence[np.ndarray]) -> list[jax.Array]:
+        """Send pages to the devices, [replicas * n, *page_shape] of each pool; return the arrays for `scatter`.
+        Thread-safe.
+        """
+        size = len(pages[0]) // self._shape.num_ranks
+        own = zip(pages, self.pools, strict=True)
+        return [jax.device_put(each, self._pages(pool, size).sharding) for each, pool in own]
 
-    def scatter(self, ids: np.ndarray, pages: jax.Array) -> None:
+    def scatter(self, ids: np.ndarray, pages: Sequence[jax.Array]) -> None:
         """Dispatch the writing of the contents `pages`, from `place`, to the pages `ids`, i32[replicas * n], -1 for
-        none. The stage's pool is donated, and replaced. n: one of SIZES.
+        none. The pools are donated, and replaced. n: one of SIZES.
         """
         size = len(ids) // self._shape.num_ranks
-        kv = self._stage.pages
-        self._stage.pages = replace(kv, data=self._launched(self._compiled[f"scatter {size}"][1](kv.data, ids, pages)))
+        for pool, own in zip(self.pools, pages, strict=True):
+            kv, write = pool.owner.pages, self._compiled[f"scatter {size}{pool.label}"][1]
+            pool.owner.pages = replace(kv, data=self._launched(write(kv.data, ids, own)))
 
     def gather_states(self, ids: np.ndarray) -> list[jax.Array]:
         """Dispatch the copying of one snapshot of each replica, `ids` i32[replicas], -1 for none; return arrays
@@ -153,44 +215,39 @@ class PageCopies(StageExtension):
         devices = self._shape.mesh.devices
         return jax.block_until_ready(arrays) if devices.size > 1 and devices.flat[0].platform == "cpu" else arrays
 
-    def _pages(self, size: int) -> Any:
-        """Return the abstract array of the contents of `size` pages of each replica."""
-        return self._shape.shape((self._shape.num_ranks * size, *self.page_shape), self.page_dtype, self._spec)
+    def _pages(self, pool: _Pool, size: int) -> Any:
+        """Return the abstract array of the contents of `size` pages of each replica in a pool."""
+        return self._shape.shape((self._shape.num_ranks * size, *pool.page_shape), pool.page_dtype, pool.spec)
 
     def _compile(self) -> None:
         """Compile or load the programs that copy pages, in all SIZES, and states, if there are any."""
-        programs = [each for size in SIZES for each in (self._gather(size), self._scatter(size))]
+        sizes = [(pool, size) for pool in self.pools for size in SIZES]
+        programs = [each for own in sizes for each in (self._gather(*own), self._scatter(*own))]
         if self._states:
             programs += [self._gather_states(), self._scatter_states()]
         names = {f"{each.name} of {self._stage.programs.model.stage}": each for each in programs}
         self._compiled = {own.name: (own, self._stage.compiled(own._replace(name=name))) for name, own in names.items()}
 
-    def _pool_rows(self, ids: jax.Array) -> jax.Array:
-        """Return i32[n, rows of a page], the indices of the rows of a device's pool that the pages `ids`, i32[n], take.
-        For no page (-1) they are the index after the last row.
-        """
-        rows = jnp.arange(self._rows_per_page)[None] * self._num_pages + ids[:, None]
-        return jnp.where(ids[:, None] < 0, self._rows_per_page * self._num_pages, rows)
-
-    def _gather(self, size: int) -> Program:
+    def _gather(self, pool: _Pool, size: int) -> Program:
         """Return the program (pool, pages i32[replicas * size]) -> contents of these pages; undefined for -1."""
 
         def gather(data: jax.Array, ids: jax.Array) -> jax.Array:
-            return jnp.take(data, self._pool_rows(ids), axis=0, mode="clip")
+            return jnp.take(data, pool.page_rows(ids), axis=0, mode="clip")
 
-        arguments = self._data, self._shape.rows(size, np.int32)
-        return program_on(self._shape.mesh, f"gather {size}", gather, arguments, self._pages(size), ())
+        arguments = pool.data, self._shape.rows(size, np.int32)
+        name = f"gather {size}{pool.label}"
+        return program_on(self._shape.mesh, name, gather, arguments, self._pages(pool, size), ())
 
-    def _scatter(self, size: int) -> Program:
+    def _scatter(self, pool: _Pool, size: int) -> Program:
         """Return the program (pool, pages i32[replicas * size], their contents) -> the pool with these pages written,
         none for -1. The pool is donated.
         """
 
         def scatter(data: jax.Array, ids: jax.Array, pages: jax.Array) -> jax.Array:
-            return data.at[self._pool_rows(ids)].set(pages, mode="drop")
+            return data.at[pool.page_rows(ids)].set(pages, mode="drop")
 
-        arguments = self._data, self._shape.rows(size, np.int32), self._pages(size)
-        return program_on(self._shape.mesh, f"scatter {size}", scatter, arguments, self._data, (0,))
+        arguments = pool.data, self._shape.rows(size, np.int32), self._pages(pool, size)
+        return program_on(self._shape.mesh, f"scatter {size}{pool.label}", scatter, arguments, pool.data, (0,))
 
     def _gather_states(self) -> Program:
         """Return the program (arrays of states, snapshots i32[replicas]) -> the rows of these snapshots; undefined for
@@ -222,7 +279,7 @@ class Leaving(NamedTuple):
 
     Attributes:
       entries: (key, row of the arrays) of each page or state.
-      arrays: of each stage [rows, ...]; of states several for each stage.
+      arrays: of each pool of each stage [rows, ...], or of each array of states.
       size: pages of a replica in the arrays, padding included; 0 for states.
     """
 
@@ -253,7 +310,7 @@ class Coming(NamedTuple):
 
 class PageMover(HostExtension):
     """Host extension that copies pages and states of all stages. A page's content is that of all layers of a group in
-    all stages, u8[page_bytes], and a state's is u8[state_bytes].
+    all pools of all stages, u8[page_bytes], and a state's is u8[state_bytes].
     """
 
     def __init__(self, runner: Any):
@@ -264,7 +321,7 @@ class PageMover(HostExtension):
     @property
     def page_bytes(self) -> int:
         """Bytes of a page's content, over all stages."""
-        return sum(int(np.prod(each.page_shape)) * each.page_dtype.itemsize for each in self._stages)
+        return sum(pool.page_bytes for each in self._stages for pool in each.pools)
 
     @property
     def state_bytes(self) -> int:
@@ -281,10 +338,10 @@ class PageMover(HostExtension):
         """Run each program once with no page or snapshot to copy, so that nothing is changed; waits for the gathers."""
         for size in SIZES:
             nothing = np.full(self._num_ranks * size, -1, np.int32)
-            pages = [np.zeros((len(nothing), *each.page_shape), each.page_dtype) for each in self._stages]
-            for stage, own in zip(self._stages, pages, strict=True):
+            for stage in self._stages:
+                pages = [np.zeros((len(nothing), *pool.page_shape), pool.page_dtype) for pool in stage.pools]
                 jax.block_until_ready(stage.gather(nothing))
-                stage.scatter(nothing, stage.place(own))
+                stage.scatter(nothing, stage.place(pages))
         nothing = np.full(self._num_ranks, -1, np.int32)
         for stage in self._stages:
             states = [np.zeros((self._num_ranks, *shape), dtype) for shape, dtype in stage.state_rows]
@@ -292,18 +349,26 @@ class PageMover(HostExtension):
             stage.scatter_states(nothing, stage.place_states(states))
 
     def describe(self) -> str:
-        """Return text that is equal for two engines if equal keys have equal content in both, given equal weights: page
-        size, shapes, dtypes, scales, programs and meshes.
+        """Return text that is equal for two engines if equal keys have equal content in both, given equal weights of
+        the model: page size, shapes, dtypes, scales, programs, meshes, and the weights of draft models, which are read.
         """
         stages = [stage.programs for stage in self.runner.stages]
+        more = [each.describe_pages() for each in self._holders()]
         scales = [
             np.asarray(scale).tobytes()
             for stage in self.runner.stages
             for scale in (stage.pages.k_scale, stage.pages.v_scale)
             if scale is not None
         ]
-        shapes = [(each.page_shape, str(each.page_dtype), each.state_rows) for each in self._stages]
-        return repr((self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]))
+        pools = [(pool, each.state_rows) for each in self._stages for pool in each.pools]
+        shapes = [(pool.page_shape, str(pool.page_dtype), state_rows) for pool, state_rows in pools]
+        own = self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]
+        return repr((*own, more) if more else own)
+
+    def _holders(self) -> list[StageExtension]:
+        """Return the extensions of all stages that hold something under the numbers of pages."""
+        found = [pool.owner for each in self._stages for pool in each.pools]
+        return [each for each in found if isinstance(each, StageExtension)]
 
     def save(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
         """Dispatch the copying of pages to the host, as they are after the newest dispatched step; return the copies in
@@ -316,7 +381,8 @@ class PageMover(HostExtension):
             parts = [own[first : first + SIZES[-1]] for own in ranks]
             size = next(size for size in SIZES if size >= max(map(len, parts)))
             entries, ids = self._rows(parts, size)
-            found.append(_sent(Leaving(entries, [stage.gather(ids) for stage in self._stages], size)))
+            arrays = [array for stage in self._stages for array in stage.gather(ids)]
+            found.append(_sent(Leaving(entries, arrays, size)))
         return found
 
     def save_states(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
@@ -341,12 +407,13 @@ class PageMover(HostExtension):
         size = next(size for size in SIZES if size >= len(blocks))
         first, arrays, offset = rank * size, [], 0
         for stage in self._stages:
-            pages = np.zeros((self._num_ranks * size, *stage.page_shape), stage.page_dtype)
-            count = pages[0].nbytes
-            for row, (_, block) in enumerate(blocks, first):
-                _bytes(pages[row])[:] = block[offset : offset + count]
-            arrays.append(stage.place(pages))
-            offset += count
+            own = []
+            for pool in stage.pools:
+                own.append(pages := np.zeros((self._num_ranks * size, *pool.page_shape), pool.page_dtype))
+                for row, (_, block) in enumerate(blocks, first):
+                    _bytes(pages[row])[:] = block[offset : offset + pool.page_bytes]
+                offset += pool.page_bytes
+            arrays.append(stage.place(own))
         return Coming(rank, [key for key, _ in blocks], jax.block_until_ready(arrays), size)
 
     def send_state(self, rank: int, key: bytes, block: np.ndarray) -> Coming:

@@ -109,7 +109,6 @@ def test_refused_options(options, message):
     "options, message",
     (
         ({"enable_prefix_caching": False}, "enable_prefix_caching is off"),
-        ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "a draft model"),
         ({"enable_return_routed_experts": True}, "experts"),
         ({"kv_offloading_path": FILE}, "kv_offloading_path is .*; allowed: a folder that can be written"),
         (
@@ -163,7 +162,8 @@ def test_pages_for_other_engines():
         (nixl({"transport": "folder"}), "shared_storage_path is None"),
         (nixl({"shared_storage_path": "/tmp"}), "shared_storage_path is '/tmp'"),
         (nixl() | {"cluster_key_file": None}, "connects engines by a key"),
-        (nixl({"transport": "jax"}) | {"cluster_key_file": None}, "connects engines by a key"),
+        (nixl({"transport": "jax"}, kv_ip="::1") | {"cluster_key_file": None}, "connects engines by a key"),
+        (nixl({"transport": "jax"}), "kv_ip is None; allowed: the name or address of this host"),
         (nixl() | {"kv_offloading_size": 1}, "say the same"),
     ),
 )

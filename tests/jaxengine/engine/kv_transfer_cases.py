@@ -36,7 +36,8 @@ def connector(role: str, transport: str, folder: Path, **more: Any) -> dict[str,
     extra = {"transport": transport, "kv_lease_duration": 60}
     if transport == "folder":
         extra["shared_storage_path"] = str(folder / "pages")
-    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_port": 0, "kv_connector_extra_config": extra}
+    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_ip": "127.0.0.1", "kv_port": 0}
+    config["kv_connector_extra_config"] = extra
     return {"cluster_key_file": str(key), "kv_transfer_config": {**config, "kv_buffer_size": 5e7, **more}}
 
 

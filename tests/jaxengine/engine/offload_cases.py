@@ -36,10 +36,13 @@ def poison(data: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def poison_pages(llm: LLM, ranks: list[np.ndarray]) -> None:
-    """NaN in these pages of each replica, i32[n]."""
+    """NaN in these pages of each replica, i32[n], and in what a draft model keeps under their numbers."""
     num_pages = llm.core.runner.plan.num_pages
-    for stage in llm.core.runner.stages:
-        size = len(stage.pages.data)
+    stages = llm.core.runner.stages
+    more = [each for stage in stages for each in stage.extensions.values() if each.page_shapes(num_pages) is not None]
+    holder: Any
+    for holder in (*stages, *more):
+        size = len(holder.pages.data)
         places = size // len(ranks) // num_pages
         rows = np.full(size, size, np.int32)
         found = [
@@ -48,7 +51,7 @@ def poison_pages(llm: LLM, ranks: list[np.ndarray]) -> None:
         ]
         joined = np.concatenate(found)
         rows[: len(joined)] = joined
-        stage.pages = replace(stage.pages, data=poison(stage.pages.data, rows))
+        holder.pages = replace(holder.pages, data=poison(holder.pages.data, rows))
 
 
 class Poisoned:

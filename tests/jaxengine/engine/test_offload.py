@@ -37,6 +37,16 @@ def test_tokens_are_those_of_an_engine_without(make_llm, plain_tokens):
     assert found["hits"] > 400 and found["compilations"] == 0
 
 
+def test_a_draft_model_finds_its_pages(make_llm, plain_tokens):
+    """One that is the model itself is always right, unless it reads what it has not written."""
+    chosen = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 2}
+    llm = make_llm(**SMALL, speculative_config=chosen)
+    found, drafts = passes(llm), llm.core.engine.extensions.by_name["drafts"].stats
+    assert found["tokens"] == plain_tokens and found["equal"] == [True, True]
+    assert found["hits"] > 400 and found["compilations"] == 0
+    assert drafts.num_tokens == drafts.accepted.sum() > 64
+
+
 KINDS = {
     "windows": ("gemma2", {"num_gpu_blocks_override": 90}),
     "windows of codes": ("gemma2", {"num_gpu_blocks_override": 90, "kv_cache_dtype": "int8"}),

@@ -86,7 +86,7 @@ class ServerProcess:
         return [pid for pid in found if f"server.processes.{module}".encode() in _command(pid)]
 
 
-def start_server(options: dict[str, Any], *, wait: float = 120.0, **changes: Any) -> ServerProcess:
+def start_server(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> ServerProcess:
     """Starts a server with options of EngineConfig and ServerConfig; returns when it is ready."""
     parent = Path(tempfile.mkdtemp(prefix="serve-"))
     command, errors = [sys.executable, "-m", "jaxengine", "serve"], (parent / "stderr").open("w")

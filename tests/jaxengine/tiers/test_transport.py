@@ -65,6 +65,8 @@ def test_pages_by_jax(monkeypatch):
     assert list(found) == [key(1), key(2)]
     assert (found[key(1)] == block(1, 300_000)).all() and (found[key(2)] == block(2)).all()
     assert reader.read([key(3)]) == {}
+    assert "cannot reach this engine's kv_ip, 127.0.0.1" in consumer._advice("10.0.0.1:80")
+    assert consumer._advice("[::1]:80") == ""
 
     by_tcp = TcpTransport(SECRET, "model", ("127.0.0.1", 0))  # the same key, but another form of answers
     by_tcp.offer(key(1), block(1))

@@ -327,6 +327,8 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
     if kv == "drop":
         scheduler.reset_prefix_cache()
     new.put()
+    for extension in scheduler.extensions:
+        extension.weights_replaced()
     return WeightUpdate(weights.version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
 
 

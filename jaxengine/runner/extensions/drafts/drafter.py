@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxengine.drafts.proposer import Drafts
+from jaxengine.models.cache import KVPages
+from jaxengine.models.weights.formats.arrays import on_host
 from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.extension import StageExtension
 from jaxengine.runner.base.memory import workspace_bytes
@@ -93,6 +97,28 @@ class Drafter(StageExtension):
     def plan_pool(self, num_pages: int) -> None:
         """Store the shapes of the draft model's pool, of num_pages pages of a replica, and of its states of slots."""
         self._shapes = self.programs.kept_shapes(num_pages)
+
+    def page_shapes(self, num_pages: int) -> KVPages:
+        return self.programs.pages_of(self.programs.kept_shapes(num_pages))
+
+    @property
+    def pages(self) -> KVPages:
+        """The draft model's pool as the newest step leaves it."""
+        return self.programs.pages_of(self._kept)
+
+    @pages.setter
+    def pages(self, pages: KVPages) -> None:
+        """Replace the draft model's pool with one of the same shapes."""
+        self._kept = self.programs.with_pages(self._kept, pages)
+
+    def describe_pages(self) -> str:
+        """Return the programs' description and the SHA-256, in hex, of the draft model's weights, all of which are
+        read.
+        """
+        weights = hashlib.sha256()
+        for array in self.params:
+            weights.update(np.ascontiguousarray(on_host(array)).tobytes())
+        return f"{self.programs.description} {weights.hexdigest()}"
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
         """Compile or load the programs that run before and after a bucket's forward pass. params: the target model's

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
+from jaxengine.models.cache import KVPages, abstract_kv, device_kv, page_bytes_of_group, paged_groups
 from jaxengine.models.forward_batch import StepLayout
 from jaxengine.runner.base.program import Program, abstract_params, program_on
 from jaxengine.runner.extensions.drafts.head_step import (
@@ -49,6 +49,7 @@ class DraftPrograms:
         # Its keys and values are never quantised: they are few, and need no scales.
         self._groups = model.cache_groups(config.block_size, config.dtype, hybrid=False)
         self._group = [group.window for group in paged_groups(target.groups)].index(None)
+        self._has_tiers = config.kv_offloading_bytes > 0
         self._graph, params = nnx.split(model)
         self._params_tree = jax.tree.structure(params)
         settings = self._groups, self._group, target.packer.page_size, target.platform
@@ -64,11 +65,22 @@ class DraftPrograms:
         """Bytes on one device of the arrays that the draft model holds for slots, besides its pool."""
         return 0
 
-    def weight_bytes(self, own: Sequence[Any]) -> int:
-        """Return the bytes on one device of the draft model's leaves, arrays or shapes, and of the arrays that it holds
-        for slots.
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes on one device of the arrays in which pages of the draft model's pool are copied to host memory and
+        back; 0 without tiers.
         """
-        return sum(map(part_bytes, own)) + self.slot_bytes
+        if not self._has_tiers:
+            return 0
+        from jaxengine.runner.extensions.offload import bytes_on_their_way
+
+        return bytes_on_their_way(self.page_bytes)
+
+    def weight_bytes(self, own: Sequence[Any]) -> int:
+        """Return the bytes on one device of the draft model's leaves, arrays or shapes, of the arrays that it holds for
+        slots, and of those in which its pages are copied.
+        """
+        return sum(map(part_bytes, own)) + self.slot_bytes + self.copied_bytes
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
         """Return the weights that the programs take: the draft model's leaves, and leaves of the target model if they
@@ -83,6 +95,14 @@ class DraftPrograms:
         (`num_pages`) per replica as the target's.
         """
         return abstract_kv(self._groups, num_pages, platform=self.target.platform, mesh=self.target.mesh)
+
+    def pages_of(self, kept: Any) -> KVPages:
+        """Return the pool among the arrays of `kept_shapes`, abstract or real."""
+        return kept
+
+    def with_pages(self, kept: Any, pages: KVPages) -> Any:
+        """Return the arrays of `kept_shapes` with another pool."""
+        return pages
 
     def start(self, kept: Any) -> Program:
         """Return the program () -> the initial arrays of `kept_shapes`; each device creates its own part.
@@ -170,6 +190,12 @@ class HeadPrograms(DraftPrograms):
     def kept_shapes(self, num_pages: int) -> HeadState:
         """Return the abstract HeadState: a pool of `num_pages` pages per replica, and a hidden state for each slot."""
         return HeadState(super().kept_shapes(num_pages), self._hidden)
+
+    def pages_of(self, kept: HeadState) -> KVPages:
+        return kept.kv
+
+    def with_pages(self, kept: HeadState, pages: KVPages) -> HeadState:
+        return kept._replace(kv=pages)
 
     def start(self, kept: HeadState) -> Program:
         """Return the program () -> the initial HeadState, with hidden states of zeros."""
