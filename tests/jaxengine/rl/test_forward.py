@@ -35,7 +35,7 @@ from tests.tables import each_row
 
 TOLERANCE = 1e-5  # of the largest number
 ROUNDING = float(np.finfo(np.float32).eps)  # of the norm of all gradients
-# Of gradients that float32 does not give to 1e-5, whoever computes them (docs/reinforcement_learning.md).
+# Of gradients that are farther than 1e-5 from those in float64 (docs/reinforcement_learning.md).
 TOLERANCES = {"bailing_hybrid": 1.2e-4, "bamba": 4e-5, "lara_mini": 4e-5, "gemma4": 2e-5}
 # The same of optimised programs, which add in another order.
 OPTIMISED = TOLERANCES | {"llama": 3e-5} | dict.fromkeys(("falcon_mamba", "kimi_linear", "olmo_hybrid"), 4e-5)
