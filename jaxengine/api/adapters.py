@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.requests.params.lora import LoRARequest, one_for_each
+from jaxengine.requests.params.lora import LoRARequest
 
 if TYPE_CHECKING:
     # API processes use this module too, without jax.
@@ -57,16 +57,9 @@ def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoR
 
 
 def load_each(
-    core: EngineCore,
-    lock: AbstractContextManager[Any],
-    count: int,
-    lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    core: EngineCore, lock: AbstractContextManager[Any], requests: Sequence[LoRARequest | None]
 ) -> list[str | None]:
-    """Load the adapters of `count` prompts and return their names, None for a prompt without one.
-
-    lora_request: one for all, one per prompt, or None for none. Raises the errors of `load_first`, and RequestError for
-    a sequence of another length.
+    """Load the adapters of several prompts, one for each, and return their names; None for a prompt without one. Raises
+    the errors of `load_first`.
     """
-    if lora_request is None:
-        return [None] * count
-    return [load_first(core, lock, each) for each in one_for_each(count, lora_request)]
+    return [load_first(core, lock, each) for each in requests]

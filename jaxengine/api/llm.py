@@ -28,8 +28,8 @@ from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownComp
 from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.output.speed import count_tokens, speed_text
 from jaxengine.requests.params.lora import LoRARequest, one_for_each
-from jaxengine.requests.params.options import RequestOptions, options_for, params_for
-from jaxengine.requests.params.prepared import Prompt, as_batch
+from jaxengine.requests.params.options import RequestOptions, as_batch, options_for, params_for
+from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
@@ -156,7 +156,9 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         """
         batch = as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
-        loras = load_each(self.core, self._lock, len(batch), lora_request)
+        loras: list[str | None] = [None] * len(batch)
+        if lora_request is not None:
+            loras = load_each(self.core, self._lock, one_for_each(len(batch), lora_request))
         options = options_for(len(batch), priority, client, loras)
         return self._answer(batch, params, options, use_tqdm)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.api import scoring
 from jaxengine.api.adapters import load_each
-from jaxengine.requests.params.lora import LoRARequest
-from jaxengine.requests.params.options import options_for
-from jaxengine.requests.params.prepared import Prompt, as_batch
+from jaxengine.requests.params.lora import LoRARequest, one_for_each
+from jaxengine.requests.params.options import as_batch, options_for
+from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -58,7 +58,7 @@ class PoolingMethods(ABC):
         """
         batch = as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
-        loras = load_each(self.core, self._lock, len(batch), lora_request)
+        loras = load_each(self.core, self._lock, one_for_each(len(batch), lora_request))
         outputs = self._answer(batch, params, options_for(len(batch), None, None, loras), use_tqdm)
         for output in outputs:
             output.check()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from jaxengine.requests.params.prepared import Prompt, is_token_ids
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
@@ -130,3 +133,13 @@ def params_for(count: int, params: Any) -> list[SamplingParams]:
 def copied(params: Any, **changes: Any) -> Any:
     """Return a copy of SamplingParams with `changes`. Any other object is returned as it is, for callers to refuse."""
     return params.clone_with(**changes) if isinstance(params, SamplingParams) else params
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
+    """Return several prompts unchanged, and a single prompt in a list. Raises RequestError for anything else."""
+    batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
+    if not isinstance(batch, (Sequence, np.ndarray)):
+        allowed = "a string, a list of token ids, a dict, or a list of them"
+        problem = f"prompts must be {allowed}, got {type(prompts).__name__}"
+        raise RequestError(problem, param="prompts", value=prompts)
+    return batch

@@ -88,13 +88,3 @@ class PreparedRequest:
     prompt: str | None
     params: SamplingParams | PoolingRecipe
     requests: list[Request]
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """Return several prompts unchanged, and a single prompt in a list. Raises RequestError for anything else."""
-    batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
-    if not isinstance(batch, (Sequence, np.ndarray)):
-        allowed = "a string, a list of token ids, a dict, or a list of them"
-        problem = f"prompts must be {allowed}, got {type(prompts).__name__}"
-        raise RequestError(problem, param="prompts", value=prompts)
-    return batch

@@ -6,7 +6,6 @@ from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.media.open import open_processor
-from jaxengine.runner.extensions.adapters.media_adapter import with_media_adapter
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
@@ -16,7 +15,10 @@ def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
     source: the opened target model. Raises ConfigError or ModelFileError for a draft or an adapter that is missing or
     cannot be used.
     """
-    config = with_media_adapter(config, source)
+    if source.media_adapter is not None:
+        from jaxengine.runner.extensions.adapters.media_adapter import with_media_adapter
+
+        config = with_media_adapter(config, source)
     if config.speculative_config is None:
         return config
     from jaxengine.runner.extensions.drafts.open import settle_draft
