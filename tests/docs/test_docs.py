@@ -313,6 +313,7 @@ def test_words_of_options_and_requests_exist(name):
         *REASONING_PARSERS,
         *jaxengine.__all__,
         *EngineConfig().__dict__,
+        "bytes_only",
         "finish_reason",
         "stop_reason",
     }
