@@ -237,14 +237,12 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         """
         await self.utility("stop_profile")
 
-    async def _with_adapter(
-        self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
-    ) -> AsyncIterator[RequestOutput]:
+    async def _with_adapter(self, request: LoRARequest, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Load the adapter unless it is loaded, yield the outputs, and close `outputs` at the end. Raises RequestError
         if the adapter cannot be loaded, and the errors of `outputs`.
         """
         await self.add_lora(request)
-        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], outputs)):
+        async with contextlib.aclosing(cast(AsyncGenerator[Any], outputs)):
             async for output in outputs:
                 yield output
 
@@ -257,15 +255,17 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         priority: int = 0,
         timeout: float | None = None,
         client: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """Yield the only output of a request to a pooling model: one vector, or one for each token if the task has it.
 
         pooling_params: None for the model's defaults; they are copied now. request_id: None for a generated one.
-        priority, timeout, client: see `RequestOptions`. The request starts when the iteration starts; leaving the
-        iteration early aborts it. The iteration raises RequestError, also if there is no result, and EngineDeadError.
+        priority, timeout, client: see `RequestOptions`. lora_request: see `generate`. The request starts when the
+        iteration starts; leaving that early aborts it. It raises RequestError, also without a result, EngineDeadError.
         """
-        params = copy.copy(pooling_params)
-        return checked(self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client)))
+        params, name = copy.copy(pooling_params), None if lora_request is None else lora_request.lora_name
+        outputs = checked(self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client, lora=name)))
+        return outputs if lora_request is None else self._with_adapter(lora_request, outputs)
 
     def stream(
         self,

@@ -34,7 +34,7 @@ from jaxengine.config.features.logits_processors import (
     read_processors,
     source_file,
 )
-from jaxengine.config.features.lora import LoraOptions, check_lora_model
+from jaxengine.config.features.lora import LoraOptions
 from jaxengine.config.features.pooler_config import PoolerConfig, read_hf_overrides
 from jaxengine.config.features.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.features.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
@@ -327,7 +327,6 @@ class EngineConfig(
         if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
             allowed = f"{GATHER} on CUDA devices, where XLA's ragged all-to-all is untested"
             raise ConfigError("all2all_backend", RAGGED, allowed)
-        check_lora_model(self, model.pooler is not None)
         mesh = self.mesh_layout(model)
         # Ranks that split a batch share its limits.
         max_num_seqs = -(-max_num_seqs // mesh.attn)

@@ -58,9 +58,3 @@ def check_lora(options: LoraOptions, nnodes: int) -> None:
                 raise ConfigError.because(name, f"{name} is {value!r}, but there are no adapters", "set enable_lora")
     elif nnodes > 1:
         raise ConfigError.because("enable_lora", "adapters over several processes are not supported", "leave it False")
-
-
-def check_lora_model(options: LoraOptions, pools: bool) -> None:
-    """Raise ConfigError if adapters are enabled for a pooling model. pools: whether the model is one."""
-    if options.enable_lora and pools:
-        raise ConfigError.because("enable_lora", "adapters of pooling models are not supported", "leave it False")

@@ -48,10 +48,12 @@ def case(request, encoder_folder, executables_dir):
     llm.shutdown()
 
 
-def raw(llm: LLM, prompts) -> np.ndarray:
+def raw(llm: LLM, prompts, lora_request=None) -> np.ndarray:
     """Raw outputs of the model, [N, labels]; of an embedder the normalised embeddings."""
     params = None if llm.core.inputs.pooling.task == "embed" else RAW
-    return np.stack([each.outputs.data for each in llm.encode(prompts, params, use_tqdm=False)])
+    return np.stack(
+        [each.outputs.data for each in llm.encode(prompts, params, use_tqdm=False, lora_request=lora_request)]
+    )
 
 
 def normalized(vectors: np.ndarray) -> np.ndarray:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxengine import LLM, LoRARequest, SamplingParams
+from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
-from tests.fixtures.adapters import write_adapter
+from tests.fixtures.adapters import merged, write_adapter
 from tests.jaxengine.engine.test_speculation import force
 
 OPTIONS = TINY_OPTIONS | {
@@ -50,6 +50,30 @@ def test_tokens_are_those_without_drafts(tmp_path):
             metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     assert found[0] == found[1]
     assert metrics["vllm:spec_decode_num_accepted_tokens"] > 20
+
+
+def test_vectors_of_a_pooling_model(tmp_path):
+    """As of merged weights; rows with adapters and without share a batch."""
+    adapters = [
+        LoRARequest(f"a{seed}", seed, write_adapter(tmp_path / f"a{seed}", TINY_CHECKPOINT, seed=seed))
+        for seed in (1, 2)
+    ]
+    prompts = [[5, 6, 7, 8, 9], [20, 21], [5, 6, 7, 8, 9]]
+
+    def embedded(model, lora_request=None, **options):
+        with LLM(str(model), **OPTIONS | {"runner": "pooling"} | options) as llm:
+            outputs = llm.embed(
+                [{"prompt_token_ids": each} for each in prompts], use_tqdm=False, lora_request=lora_request
+            )
+            with pytest.raises(RequestError, match="one or None for each of the 3 prompts"):
+                llm.embed([{"prompt_token_ids": each} for each in prompts], use_tqdm=False, lora_request=adapters)
+            return np.array([each.outputs.embedding for each in outputs])
+
+    found = embedded(TINY_CHECKPOINT, [adapters[0], None, adapters[1]])
+    for row, adapter in enumerate((adapters[0], None, adapters[1])):
+        model = TINY_CHECKPOINT if adapter is None else merged(tmp_path / f"m{row}", TINY_CHECKPOINT, adapter.lora_path)
+        np.testing.assert_allclose(found[row], embedded(model)[row], atol=1e-5)
+    assert np.abs(found[0] - found[2]).max() > 1e-2
 
 
 def test_adapters_on_quantised_weights(tmp_path):

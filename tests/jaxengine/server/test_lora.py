@@ -254,3 +254,38 @@ def test_an_adapter_does_not_look_like_the_model():
         assert caught.value.param == "lora_name"
     for name in ("mm", "m-1", "n", "m m", "base2"):
         refuse_models_name(name, ("base", "m"))
+
+
+@pytest.mark.thorough("another engine; test_lora_beside.py has such vectors without HTTP")
+async def test_pooling_by_name(chat_options, admin, tmp_path):
+    few = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}, "runner": "pooling"}
+    engine = AsyncLLM(**{**chat_options, **few}, enable_lora=True, max_lora_rank=8)
+    try:
+        app, request = create_app(engine, ServerConfig(**admin)), LoRARequest("a", 1, str(tmp_path / "root" / "a"))
+        async with http_client(app) as client, http_client(app, "operator") as operator:
+            (own,) = [each.outputs.data async for each in engine.encode("Hello there", lora_request=request)]
+            loaded = await operator.post(LOAD, json={"lora_name": "b", "lora_path": "b"})
+            assert loaded.status_code == 200, loaded.text
+            found = {}
+            for model in ("base", "a", "b"):
+                answer = await client.post("/v1/embeddings", json={"model": model, "input": "Hello there"})
+                assert answer.json()["model"] == model
+                found[model] = answer.json()["data"][0]["embedding"]
+            assert found["a"] == pytest.approx(own.tolist(), abs=1e-6)
+            assert found["base"] != found["a"] != found["b"]
+            for path, body in (
+                ("/pooling", {"input": "Hello"}),
+                ("/score", {"text_1": "Hello", "text_2": "there"}),
+                ("/rerank", {"query": "Hello", "documents": ["there"]}),
+                ("/v2/embed", {"texts": ["Hello"], "embedding_types": ["float"]}),
+            ):
+                assert (await client.post(path, json={**body, "model": "nobody"})).status_code == 404, path
+                kept = []
+                for model in ("base", "a"):
+                    answer = (await client.post(path, json={**body, "model": model})).json()
+                    kept.append(
+                        {name: value for name, value in answer.items() if name not in ("id", "model", "created")}
+                    )
+                assert "error" not in kept[0] and kept[0] != kept[1], path
+    finally:
+        engine.shutdown()

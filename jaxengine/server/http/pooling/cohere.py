@@ -18,7 +18,7 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, json_response
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.pooling.answers import EmbeddingsByType
 from jaxengine.server.http.pooling.protocol import CohereEmbedRequest
 from jaxengine.server.http.pooling.run import Later, PooledAnswer, PoolingServer
@@ -40,7 +40,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Return an embedding of each text, image or input in each of embedding_types. Raises RequestError,
         OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt without a result.
         """
-        check_model(body.model or None, names)
+        _, lora = await choose_model(engine, body.model, names)
         name = body.register("embd", request)
         with _cohere_names(body):
             prompts, params = await _prompts(body, server)
@@ -48,7 +48,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         async def whole() -> Response:
             """Run the prompts and return the response."""
             with _cohere_names(body):
-                found = await server.answers(prompts, params, body, name, body.options(request, config))
+                found = await server.answers(prompts, params, body, name, body.options(request, config, lora))
             _check_lengths(body, [len(each.prompt_token_ids) for each in found])
             return await asyncio.to_thread(_response, body, name, found)
 

@@ -18,7 +18,7 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, json_response
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.pooling.answers import Classified, Embedding, Listed, Pooled
 from jaxengine.server.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, InputBody, PoolingRequest
 from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer, counts
@@ -47,14 +47,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         model's. Raises RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a
         prompt without a result.
         """
-        model = check_model(body.model or None, names)
+        model, lora = await choose_model(engine, body.model, names)
         name = body.register(prefix, request)
         params = body.pooling_params(task)
         prompts = await server.prompts(body, params)
 
         async def whole() -> Response:
             """Run the prompts and return the response."""
-            given = await server.answers(prompts, params, body, name, body.options(request, config))
+            given = await server.answers(prompts, params, body, name, body.options(request, config, lora))
 
             def write() -> Response:
                 if isinstance(body, EmbeddingRequest) and body.is_binary:

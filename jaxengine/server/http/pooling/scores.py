@@ -18,7 +18,7 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, json_response
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
 from jaxengine.server.http.pooling.protocol import RerankRequest, ScoreRequest
 from jaxengine.server.http.pooling.run import PoolingServer, counts
@@ -35,7 +35,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Return the similarity or relevance of pairs of texts. Raises RequestError, EngineDeadError, and ApiError for
         an unknown model (404) or a pair without a result.
         """
-        model = check_model(body.model or None, names)
+        model, lora = await choose_model(engine, body.model, names)
         name = body.register("score", request)
         sides = body.texts()
         _check_number(sides, body, config)
@@ -43,7 +43,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         async def whole() -> Response:
             """Compute the scores and return the response."""
-            given = await _scores(server, pairs, body, name, body.options(request, config))
+            given = await _scores(server, pairs, body, name, body.options(request, config, lora))
             scores = enumerate(each.outputs.score for each in given)
             data = [{"index": index, "object": "score", "score": score} for index, score in scores]
             head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
@@ -57,7 +57,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError, also for an empty query, EngineDeadError, and ApiError for an unknown model (404) or a document
         without a result.
         """
-        model = check_model(body.model or None, names)
+        model, lora = await choose_model(engine, body.model, names)
         name = body.register("rerank", request)
         documents, reader = body.texts(), engine.inputs.media_reader
         if not body.query:
@@ -67,7 +67,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         async def whole() -> Response:
             """Compute the scores and return the response, sorted by them."""
-            given = await _scores(server, pairs, body, name, body.options(request, config))
+            given = await _scores(server, pairs, body, name, body.options(request, config, lora))
             scores = [each.outputs.score for each in given]
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
             results: list[dict[str, Any]] = []
