@@ -103,7 +103,7 @@ def test_an_engine_that_cannot_be_made_ends_its_cluster(monkeypatch):
 
     ended = []
     Opened = namedtuple("Opened", "config source")
-    source = SimpleNamespace(path="a", closing_on_error=contextlib.nullcontext)
+    source = SimpleNamespace(without_weights=lambda: None, closing_on_error=contextlib.nullcontext)
     monkeypatch.setattr(core, "Cluster", lambda config: SimpleNamespace(shutdown=ended.append))
     monkeypatch.setattr(core, "open_resolved", lambda config, *_: Opened(config, source))
     monkeypatch.setattr(core, "input_processor", lambda *_: None)
