@@ -111,7 +111,8 @@ def test_an_api_process_that_dies_before_it_is_answered_is_dropped(tmp_path, cap
     scheduler = SimpleNamespace(config=SimpleNamespace(max_num_seqs=4, num_ranks=1), **vars(running))
     extensions = SimpleNamespace(media_stats=lambda: None)
     engine = SimpleNamespace(scheduler=scheduler, extensions=extensions)
-    core: Any = SimpleNamespace(engine=engine, config=EncoderOptions(), model_path="model", has_unfinished=True)
+    source = InputSource(path=tmp_path, config=TINY, generation_defaults={})
+    core: Any = SimpleNamespace(engine=engine, config=EncoderOptions(), source=source, has_unfinished=True)
     address = f"ipc://{tmp_path}/engine"
     server = EngineServer(core, address, ServerConfig(), lambda event: None)
     try:
