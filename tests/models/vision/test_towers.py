@@ -58,8 +58,9 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     count = tower.vit.num_layers if hasattr(tower, "vit") else tower.num_layers
     assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
     behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
-    # Gemma 4's tower is followed by one product, HunyuanOCR's by small convolutions.
-    assert behind >= {"up", "down"} or behind >= {"fc1", "fc2"} or name.startswith(("gemma4", "hunyuan_vl"))
+    # Gemma 4's tower is followed by one product, HunyuanOCR's by small convolutions, MiniCPM-V's by a resampler.
+    others = "gemma4", "hunyuan_vl", "minicpmv2_6", "minicpmv4_5"
+    assert behind >= {"up", "down"} or behind >= {"fc1", "fc2"} or name.startswith(others)
     assert not split(build_model(config, Build("float32", whole_parts=("tower",))))
 
 
