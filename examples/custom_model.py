@@ -32,9 +32,10 @@ class CappedLlamaForCausalLM(LlamaForCausalLM):
 
     gguf_architecture = None  # has no GGUF files
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def token_logits(self, hidden: jax.Array) -> jax.Array:
         """Return capped logits f32[R, V] of hidden states [R, D]."""
-        return CAP * jnp.tanh(super().logits(hidden) / CAP)
+        # Not in `logits`, which makes those of padding and suppressed tokens -inf.
+        return CAP * jnp.tanh(super().token_logits(hidden) / CAP)
 
 
 def checkpoint_of(folder: Path, architecture: str, target: Path) -> Path:

@@ -67,7 +67,8 @@ class BlockSkips:
 @dataclass(frozen=True)
 class SharedBlocks:
     """Transformer blocks of Zamba 2, of which several layers have the same one. Layers pass on the embedding with the
-    hidden state, because blocks read both.
+    hidden state, because blocks read both. Each layer keeps the weights of its block itself, so that a model takes more
+    memory than its file: Zamba2-7B, whose 13 layers share 2 blocks, about half as much again.
 
     Attributes:
       layers: numbers of the layers that have a block, ascending.

@@ -72,12 +72,13 @@ class Idefics2TowerConfig(TowerConfig):
 def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConfig:
     """Return the tower's configuration from a config.json and its text part, with the defaults of both.
 
-    Raises ModelConfigError for wrong fields, for a perceiver of another hidden size than the text's, and for heads of
-    keys that do not divide those of queries.
+    The perceiver has the text's hidden size, whatever its own `hidden_size` (default: 4096) is; if they differ, its
+    norms have the text's epsilon, as in transformers. Raises ModelConfigError for wrong fields, and for heads of keys
+    that do not divide those of queries.
     """
     vit = read_vit(fields.with_defaults(vision_config={}).part("vision_config", **_DEFAULTS))
     found = fields.with_defaults(perceiver_config={}).part("perceiver_config")
-    found.require(hidden_size=text.integer("hidden_size"))
+    own = found.integer("hidden_size", 4096) == text.integer("hidden_size")
     sizes = {}
     for (name, most), default in zip(_LIMITS.items(), (64, 3, 16, 96), strict=True):
         sizes[name] = found.integer(name, default)
@@ -102,7 +103,7 @@ def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConf
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=found.number("rms_norm_eps", 1e-6),
+        norm_eps=found.number("rms_norm_eps", 1e-6) if own else text.number("rms_norm_eps", 1e-6),
     )
 
 

@@ -17,8 +17,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
 _WHITE = 255
-# Texts that stand for the image of a number, from 1.
-_NUMBERED = r"<\|image_\d+\|>"
+# Texts that stand for the image of a number, from 1, as in check_numbers.
+_NUMBERED = r"<\|image_\d{1,9}\|>"
 # Of published models.
 _IMAGE_TOKEN = 32044
 

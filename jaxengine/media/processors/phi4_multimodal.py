@@ -32,7 +32,8 @@ _WHITE = 255
 # Parameter of the cubic convolution that scales the canvas down (Keys 1981); torch has the same.
 _KEYS = -0.75
 # The text that stands for the image of this number, from 1, in the prompts of vLLM and of the model's own code.
-_NUMBERED = re.compile(r"<\|image_(\d+)\|>")
+# int() refuses numbers of thousands of digits.
+_NUMBERED = re.compile(r"<\|image_(\d{1,9})\|>")
 
 
 class Phi4MultimodalProcessor(UnitProcessor):

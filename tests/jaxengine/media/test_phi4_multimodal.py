@@ -35,6 +35,8 @@ def test_numbered_placeholders_of_phi4(tmp_path, monkeypatch):
     assert made.expand(plain, {"image": [item, item]}).token_ids == [3, *token, 4, *token]
     with pytest.raises(RequestError, match=r"must count from 1 in a prompt, got 2, 1"):
         made.encode("<|image_2|><|image_1|>", plain)
+    # More digits than int() reads: a text like any other.
+    assert made.encode(f"w3<|image_{'1' * 5000}|>", [3]) == [3]
 
 
 def test_texts_around_images_of_phi3(tmp_path, monkeypatch):
@@ -58,6 +60,7 @@ def test_texts_around_images_of_phi3(tmp_path, monkeypatch):
     assert made.encode("w3", [3]) == [3] and made.encode("w3<|image|>", [8]) == [8]
     with pytest.raises(RequestError, match=r"must count from 1 in a prompt, got 2"):
         made.encode("<|image_2|>", [90, 92])
+    assert made.encode(f"w3<|image_{'1' * 5000}|>", [3]) == [3]
 
 
 def test_tilings_of_phi3(tmp_path):

@@ -147,6 +147,15 @@ def test_phi3_vision():
         assert names.renamed(stored) == stored.removeprefix("model.")
 
 
+def test_perceivers_of_idefics2_have_the_hidden_size_of_the_text():
+    """With the text's epsilon where they name another size, or none, as in transformers."""
+    size, text = (IDEFICS2["text_config"][name] for name in ("hidden_size", "rms_norm_eps"))
+    for given, eps in ((size, 1e-3), (48, text), (None, text)):
+        perceiver = IDEFICS2["perceiver_config"] | {"hidden_size": given, "rms_norm_eps": 1e-3}
+        tower: Any = read_hf(IDEFICS2 | {"perceiver_config": perceiver}).tower
+        assert tower.norm_eps == eps
+
+
 def test_minicpmv_2_6():
     """The published file, whose language model is told by a version, and names of its tensors."""
     config = read_hf(MINICPM)
@@ -246,7 +255,6 @@ PIXTRAL: dict[str, Any] = {
         (PHI3, "img_processor", {"layer_idx": 25}, "layer_idx must be an integer from -25 to 24"),
         (PHI3, "img_processor", {"patch_size": 16}, "image_size must be such that it divides the 21 patches of"),
         (PHI3, "embd_layer", {"hd_transform_order": "glb_sub"}, 'hd_transform_order must be "sub_glb" or absent'),
-        (IDEFICS2, "perceiver_config", {"hidden_size": 48}, "hidden_size must be 64 or absent, got 48"),
         (
             IDEFICS2,
             "perceiver_config",
