@@ -23,8 +23,8 @@ class FairLock:
 
     def __init__(self, check: Callable[[], None] = lambda: None, interrupted: Callable[[], None] = lambda: None):
         """Make an unlocked lock. check: called before each attempt to take the lock; its errors propagate. interrupted:
-        called when a thread that holds the lock is interrupted, by KeyboardInterrupt or another exception that is no
-        Exception, before the lock is released.
+        called when a thread that holds the lock is interrupted, by what the handler of a second signal raises or by
+        another exception that is no Exception, before the lock is released.
         """
         self._check, self._interrupted = check, interrupted
         self._guard = threading.Lock()
@@ -53,11 +53,14 @@ class FairLock:
         ends the `with` block, None for none.
         """
         deferred, self._deferred = self._deferred, ()
-        if kind is not None and not issubclass(kind, Exception):
-            self._interrupted()
-        with self._guard:
-            self._pass_on()
-        _deliver(deferred)
+        try:
+            # A handler of SIGALRM usually raises TimeoutError, which is an Exception and may be caught in the block.
+            if any(each.has_raised for each in deferred) or (kind is not None and not issubclass(kind, Exception)):
+                self._interrupted()
+        finally:  # even if yet another signal interrupts this
+            with self._guard:
+                self._pass_on()
+            _deliver(deferred)
 
     def _take(self) -> None:
         """Acquire the lock after all threads that already wait. If interrupted, leave the queue and re-raise."""
@@ -106,18 +109,23 @@ class _Deferred:
       number: the signal.
       handler: its earlier handler.
       is_pending: whether one has been remembered.
+      has_raised: whether the earlier handler has raised an exception.
     """
 
     def __init__(self, number: int, handler: Callable[[int, FrameType | None], Any]):
         """Remember nothing yet."""
-        self.number, self.handler, self.is_pending = number, handler, False
+        self.number, self.handler, self.is_pending, self.has_raised = number, handler, False, False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal that is the first one, or that comes while the lock changes hands, which must not happen by
-        half; call the earlier handler for others.
+        half; call the earlier handler for others, and raise its exceptions.
         """
         if self.is_pending and (frame is None or frame.f_code not in _CHANGES):
-            self.handler(number, frame)
+            try:
+                self.handler(number, frame)
+            except BaseException:
+                self.has_raised = True
+                raise
         self.is_pending = True
 
 
@@ -135,9 +143,16 @@ def _defer() -> tuple[_Deferred, ...]:
 
 
 def _deliver(deferred: tuple[_Deferred, ...]) -> None:
-    """Restore the earlier handlers, then raise the remembered signals, if any. A handler's exception ends this."""
-    for each in deferred:
-        signal.signal(each.number, each.handler)
+    """Restore the earlier handlers, then raise the remembered signals, if any. A handler's exception ends this, but
+    leaves no signal deferred.
+    """
+    try:
+        for each in deferred:
+            signal.signal(each.number, each.handler)
+    except BaseException:  # of a handler that has been restored already
+        for each in deferred:
+            signal.signal(each.number, each.handler)
+        raise
     for each in deferred:
         if each.is_pending:
             signal.raise_signal(each.number)

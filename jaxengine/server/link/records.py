@@ -21,12 +21,15 @@ def packed(value: Any) -> Any:
     """Return what `unpacked` turns into an equal value: scalars as they are, and [kind, ...] for all else.
 
     value: a scalar, bytes, a path, a tuple, list, frozenset or mapping of values, or a record: a dataclass or named
-    tuple of a module's top level whose fields are values. Mappings become dicts. Raises TypeError for another value.
+    tuple of a module's top level whose fields are values. Mappings become dicts. Raises TypeError for another value,
+    and for a record of a class that its module does not have under its name, which `unpacked` could not find.
     """
     if isinstance(value, _SCALARS):
         return value
     kind = type(value)
     if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
+        if _record(kind.__module__, kind.__qualname__) is not kind:
+            raise TypeError(f"{kind.__module__}.{kind.__qualname__} is another class than that of {value!r}")
         names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else kind._fields
         return ["record", kind.__module__, kind.__qualname__, {name: packed(getattr(value, name)) for name in names}]
     if isinstance(value, Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -201,5 +202,10 @@ def test_a_time_limit_waits_for_the_end_of_a_step():
             signal.raise_signal(signal.SIGALRM)
             done.append("step")
         assert done == ["step"] and not lock._is_taken and signal.getsignal(signal.SIGALRM) is late
+        # A second one interrupts, although TimeoutError is an Exception, and even if the step catches it.
+        with pytest.raises(TimeoutError), lock, contextlib.suppress(TimeoutError):
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGALRM)
+        assert done == ["step", "lost"]
     finally:
         signal.signal(signal.SIGALRM, before)

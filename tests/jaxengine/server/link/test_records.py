@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,8 @@ def test_values_keep_their_types():
 def test_what_is_no_record_is_refused():
     with pytest.raises(TypeError, match="object object at .* cannot be part of a record"):
         packed((1, object()))
+    with pytest.raises(TypeError, match="Inner is no record"):
+        packed(make_dataclass("Inner", [])())
     for module, name in (("os", "system"), ("subprocess", "Popen"), ("jaxengine.server.link.records", "packed")):
         with pytest.raises(TypeError, match=f"{module}.{name} is no record"):
             unpacked(["record", module, name, {}])
