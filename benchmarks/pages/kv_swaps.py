@@ -203,7 +203,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
                 new |= {"requests": count, "seconds": time.monotonic() - start}
                 row = same | {name: round(row.get(name, 0) + value, 1) for name, value in new.items()}
                 # The first requests with each document find nothing.
-                is_crowded = 2 * row["restored"] > row["requests"] - _DOCUMENTS and row["swapped"] > 0
+                is_crowded = 2 * row["restored"] > max(0, row["requests"] - _DOCUMENTS) and row["swapped"] > 0
                 row["kept"] = not row["different"] and not row["compilations"] and is_crowded
                 recorder.add(row, ("kind",))
             pair.plain.shutdown()

@@ -110,7 +110,8 @@ class Orders:
 
     Attributes:
       leaving: those to copy before the next step is dispatched, which overwrites them.
-      filled: those to copy after the next step is dispatched, which may be the one that fills them.
+      filled: those to copy after the next step is dispatched, which may be the one that fills them, and before another
+        one is scheduled.
     """
 
     leaving: dict[bytes, int] = field(default_factory=dict)

@@ -369,6 +369,7 @@ class StageExtension:
       models: abstract models whose weights it has. prefix: prefix of their names in tables of weights.
       reads_message: whether its programs before a forward pass read the message, which is then sent to the devices once
         for all programs.
+      fills_after_sample: whether `after_sample` writes what its pool of `page_shapes` has of a step's tokens.
     """
 
     name: str
@@ -377,6 +378,7 @@ class StageExtension:
     models: Sequence[Any] = ()
     prefix = ""
     reads_message = False
+    fills_after_sample = False
 
     @property
     def caches(self) -> Sequence[Any]:

@@ -319,6 +319,11 @@ class PageMover(HostExtension):
         self._num_ranks = runner.num_ranks
 
     @property
+    def fills_after_sample(self) -> bool:
+        """Whether a step's pages have their content only once the step's sampler has been dispatched."""
+        return any(each.fills_after_sample for each in self._holders())
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page's content, over all stages."""
         return sum(pool.page_bytes for each in self._stages for pool in each.pools)

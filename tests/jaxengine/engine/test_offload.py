@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxengine import LLM
+from jaxengine import LLM, SamplingParams
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.offload_cases import Poisoned, over_devices, params_of, passes, prompts_of
+from tests.jaxengine.engine.test_draft_models import accepted_share
+from tests.jaxengine.engine.test_eagle3 import attending
+from tests.jaxengine.engine.test_speculation import force
+from tests.sharding.parallel_cases import OPTIONS
 
 MODELS = TINY_CHECKPOINT.parent
 SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 64, "max_num_seqs": 4, "kv_offloading_size": 0.05}
@@ -45,6 +49,35 @@ def test_a_draft_model_finds_its_pages(make_llm, plain_tokens):
     assert found["tokens"] == plain_tokens and found["equal"] == [True, True]
     assert found["hits"] > 400 and found["compilations"] == 0
     assert drafts.num_tokens == drafts.accepted.sum() > 64
+
+
+def test_a_head_finds_its_pages_in_the_folder(executables_dir, tmp_path):
+    """It is right by its keys and values alone, which it writes once the sampler has run."""
+    model, head = attending(tmp_path, 2)  # it drafts all tokens but 0 and 1
+    options = OPTIONS | {"load_format": "auto", "skip_tokenizer_init": True, "compile_cache_dir": executables_dir}
+    options |= {"model": model, "num_gpu_blocks_override": 60}
+    options |= {"kv_offloading_size": 0.05, "kv_offloading_path": str(tmp_path / "pages")}
+    options["speculative_config"] = {"method": "eagle3", "model": head, "num_speculative_tokens": 1}
+    own: Any = {"max_tokens": 20, "ignore_eos": True, "detokenize": False, "logit_bias": {0: -100.0, 1: -100.0}}
+    params = [SamplingParams(temperature=0.7 * (index % 2), seed=index, **own) for index in range(8)]
+    rng = np.random.default_rng(2)
+    prompts = [{"prompt_token_ids": [0, *rng.integers(1, 32, 40).tolist()]} for _ in params]
+    with LLM(**options) as llm:
+        offload: Any = llm.core.engine.extensions.by_name["offload"]
+        force(llm, 1)
+        expected = llm.generate(prompts, params, use_tqdm=False)  # without drafts
+        assert offload.flush()
+        llm.reset_prefix_cache()
+        force(llm, 2)
+        assert accepted_share(llm, prompts, params, expected) > 0.95
+        assert offload.orders.num_hits > 200 and llm.core.runner.compiles.count == 0
+        # With other weights of the head a page has another content.
+        before, name = offload.mover.describe(), "midlayer.self_attn.o_proj.weight"
+        tensors = load_file(f"{head}/model.safetensors")
+        llm.update_weights({name: -tensors[name]}, target="draft", strict=False)
+        assert offload.mover.describe() != before
+        llm.generate(prompts[:1], params[:1], use_tqdm=False)
+        assert offload.tiers.disk is None
 
 
 KINDS = {

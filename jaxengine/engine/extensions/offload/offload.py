@@ -79,6 +79,7 @@ class Offload(LoopExtension):
         self.orders: Orders = loop.scheduler.extension(NAME)
         self.orders.store = self.tiers
         self._most_decodes = loop.scheduler.config.max_num_seqs
+        self._fills_after_sample = self.mover.fills_after_sample
 
     def poll(self) -> Events:
         """Dispatch due copies, store copies that have arrived, install loaded pages into the pools, and set `done` to
@@ -91,7 +92,7 @@ class Offload(LoopExtension):
             return NO_EVENTS  # as in most steps
         self._something.clear()
         self._check_generation()
-        self._save()
+        self._save(filled=True)
         self.stores.keep()
         self._install()
         self.done = self._loads.take_done()
@@ -106,9 +107,9 @@ class Offload(LoopExtension):
 
     def after_forward(self, step: InFlight | None) -> Events:
         """Dispatch copies of the pages that the step fills, and start the loads that the scheduler has ordered. Returns
-        no events.
+        no events. Copies of pages that the sampler completes are left to the next `poll`.
         """
-        if self.orders.is_due:
+        if self.orders.is_due and not self._fills_after_sample:
             self._save(filled=True)
         if loads := self.orders.loads:
             for load in loads:

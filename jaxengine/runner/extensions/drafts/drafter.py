@@ -62,8 +62,15 @@ class Drafter(StageExtension):
         return self.programs.page_bytes
 
     @property
+    def fills_after_sample(self) -> bool:
+        """Whether the draft model is a head, which runs once a step's tokens have been sampled."""
+        return self.programs.fills_after_sample
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes on one device of the draft model's weights, and of the arrays that it holds for slots."""
+        """Bytes on one device of the draft model's weights, of the arrays that it holds for slots, and of those in
+        which its pages are copied.
+        """
         return self.programs.weight_bytes(self.params)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,10 @@ class DraftPrograms:
       model: the draft model, abstract.
       target: the programs of the target model.
       description: static facts that the shapes do not show; part of the key of a stored executable.
+      fills_after_sample: whether a step's keys and values are written by the program of `after`.
     """
+
+    fills_after_sample: ClassVar[bool] = False
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
         """Store the abstract draft model, split into graph and weights, and its cache groups. config: the engine's."""
@@ -169,6 +172,8 @@ class DraftPrograms:
 
 class HeadPrograms(DraftPrograms):
     """Programs of a draft head that reads the target model's hidden states, for the steps of one target on one mesh."""
+
+    fills_after_sample: ClassVar[bool] = True
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
         """Store the abstract head, the shape of its hidden states of slots, and the static parts of the target model.
