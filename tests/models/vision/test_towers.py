@@ -58,7 +58,7 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     within = [path[path[0] == "encoder" :] for path in shared]
     layers = {(*path[1:3], CLIP.get(path[3], path[3])) for path in within if path[0] == "layers"}
     tower: Any = config.tower
-    count = tower.vit.num_layers if hasattr(tower, "vit") else tower.num_layers
+    count = tower.num_layers if hasattr(tower, "num_layers") else tower.vit.num_layers
     assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
     behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
     # Gemma 4's tower is followed by one product, HunyuanOCR's by small convolutions, MiniCPM-V's by a resampler.
