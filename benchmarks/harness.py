@@ -112,7 +112,8 @@ class Option:
             parser.add_argument(flag, action="store_true", help=self.help)
             return
         several = isinstance(self.default, tuple)
-        kind = self.kind or type(self.default[0] if several and self.default else self.default or "")
+        first = next(iter(self.default), None) if several else self.default
+        kind = self.kind or (str if first is None else type(first))
         shown = "" if not self.default or self.positional else f"default: {_shown(self.default)}"
         text = f"{self.help} ({shown})" if self.help and shown else self.help or shown
         parser.add_argument(

@@ -20,9 +20,7 @@ from benchmarks.kernels.attention import machine
 from benchmarks.recorder import Recorder
 from jaxengine.results import table
 
-OPTIONS = {"num_devices": Option(0, "devices to use, a power of two; 0 for all", kind=int)} | shared(
-    budget_s=1e9, tiny=False
-)
+OPTIONS = {"num_devices": Option(0, "devices to use, a power of two; 0 for all")} | shared(budget_s=1e9, tiny=False)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,12 @@ def test_every_module_of_a_benchmark_has_options_and_a_run(capsys):
     assert main(["attentoin"]) == 2 and "attentoin" in capsys.readouterr().err
 
 
+def test_a_value_is_read_as_the_default_is():
+    found = parser_of("kv_tiers").parse_args(["--hidden-size", "64", "--model", "x"])
+    assert (found.hidden_size, found.model) == (64, "x")
+    assert parser_of("engine_gpu").parse_args(["--num-seqs", "8", "1"]).num_seqs == [8, 1]
+
+
 def test_where_rows_are_written():
     assert file_of("drafts", None) is None
     assert file_of("drafts", "") == RESULTS / "drafts.json"
