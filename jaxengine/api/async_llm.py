@@ -28,7 +28,7 @@ from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownComp
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.output.outputs import AnyOutput, RequestOutput
 from jaxengine.requests.params.lora import LoRARequest
-from jaxengine.requests.params.options import RequestOptions, copied
+from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput, checked
@@ -161,7 +161,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
           EngineDeadError: the engine has failed or was shut down.
         """
         # A copy: the caller may change the fields for another request before the iteration begins.
-        params = copied(sampling_params)
+        params = within_context(sampling_params, self.inputs.config.max_model_len)
         name = None if lora_request is None else lora_request.lora_name
         options = RequestOptions(priority, timeout, client, lora=name, session=session_id)
         outputs = self.stream(prompt, params, request_id, options)

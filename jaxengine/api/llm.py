@@ -300,7 +300,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         """Return `params_for` with its errors; params None stands for the default parameters."""
         given = self.get_default_sampling_params() if params is None else params
-        return params_for(count, given)
+        return params_for(count, given, self.core.inputs.config.max_model_len)
 
     def _answer(
         self,

@@ -20,7 +20,7 @@ from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.output.outputs import AnyOutput
 from jaxengine.requests.params.lora import LoRARequest
-from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
@@ -103,6 +103,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         options = RequestOptions(priority, lora=name)
         if arrival_time is not None:
             options = replace(options, arrival=options.arrival - (time.time() - arrival_time))
+        params = within_context(params, self.core.inputs.config.max_model_len)
         prompt = self.core.inputs.make_ready(prompt)
         with self._lock:
             self.core.add(self.core.inputs.prepare(prompt, params, request_id=request_id, options=options))

@@ -113,8 +113,9 @@ def _invalid(name: str, value: Any, text: str) -> RequestError:
     return RequestError(text, param=name, value=value)
 
 
-def params_for(count: int, params: Any) -> list[SamplingParams]:
-    """Return copies of sampling parameters that request one output at the end, one for each of `count` prompts.
+def params_for(count: int, params: Any, max_model_len: int) -> list[SamplingParams]:
+    """Return copies of sampling parameters that request one output at the end, one for each of `count` prompts, with
+    max_tokens of at most `max_model_len`.
 
     params: one for all, or a sequence. Raises RequestError for a sequence of another length. An entry that is no
     SamplingParams is returned unchanged, for the caller to refuse.
@@ -127,12 +128,19 @@ def params_for(count: int, params: Any) -> list[SamplingParams]:
             param="sampling_params",
             value=params,
         )
-    return [copied(each, output_kind=RequestOutputKind.FINAL_ONLY) for each in params]
+    return [within_context(each, max_model_len, output_kind=RequestOutputKind.FINAL_ONLY) for each in params]
 
 
-def copied(params: Any, **changes: Any) -> Any:
-    """Return a copy of SamplingParams with `changes`. Any other object is returned as it is, for callers to refuse."""
-    return params.clone_with(**changes) if isinstance(params, SamplingParams) else params
+def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
+    """Return a copy of SamplingParams with `changes`, and with a max_tokens of at most `max_model_len`, or None.
+    Another object is returned unchanged, for the caller to refuse.
+
+    No output is longer. The classes that vLLM has, too, take more, as vLLM's do; servers refuse it.
+    """
+    if not isinstance(params, SamplingParams):
+        return params
+    most = None if params.max_tokens is None else min(params.max_tokens, max_model_len)
+    return params.clone_with(max_tokens=most, **changes)
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:

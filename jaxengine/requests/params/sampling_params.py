@@ -458,9 +458,9 @@ class SamplingParams(SamplingFields):
         self, vocab_size: int, max_logprobs: int, max_model_len: int, has_tokenizer: bool, num_prompt_tokens: int = 1
     ) -> None:
         """Raise RequestError for values that this engine or prompt does not allow: more logprobs than max_logprobs (-1:
-        no limit), ids outside of the vocabulary, texts without a tokenizer, starts beyond the prompt, min_tokens or a
-        trace that does not fit after it. num_prompt_tokens: 1 if unknown. max_tokens may exceed max_model_len; the
-        output then ends with "length" where the context ends, as in vLLM.
+        no limit), ids outside of the vocabulary, texts without a tokenizer, max_tokens above max_model_len, starts
+        beyond the prompt, min_tokens or a trace that does not fit after it. num_prompt_tokens: 1 if unknown. max_tokens
+        may exceed the room after the prompt; the output then ends with "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
@@ -481,6 +481,9 @@ class SamplingParams(SamplingFields):
         for name, empty in no_text.items():
             if getattr(self, name) and not has_tokenizer:
                 raise refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
+        if (self.max_tokens or 0) > max_model_len:
+            allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
+            raise refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
         for name in ("prompt_logprob_start", "routed_experts_prompt_start"):
             if (start := getattr(self, name)) and start >= num_prompt_tokens:

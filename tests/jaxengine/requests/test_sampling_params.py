@@ -331,6 +331,7 @@ ENGINE = {"vocab_size": 100, "max_logprobs": 20, "max_model_len": 64, "has_token
         ({"logit_bias": {100: 1.0}}, {}, "logit_bias"),
         ({"stop": "x"}, {"has_tokenizer": False}, "stop"),
         ({"bad_words": ["x"]}, {"has_tokenizer": False}, "bad_words"),
+        ({"max_tokens": 65}, {}, "max_tokens"),
         ({"max_tokens": None, "min_tokens": 64}, {}, "min_tokens"),
         ({"max_tokens": None, "min_tokens": 5}, {"num_prompt_tokens": 60}, "min_tokens"),
     ],
@@ -349,7 +350,7 @@ def test_what_the_engine_cannot_do_is_refused(options, engine, field):
         ({"prompt_logprobs": -1}, {"max_logprobs": -1}),
         ({"stop_token_ids": [99], "allowed_token_ids": [0, 99], "logit_bias": {99: -1}}, {}),
         ({"stop": "x", "bad_words": ["y"]}, {}),
-        ({"max_tokens": 2**31 - 1, "min_tokens": 63}, {}),
+        ({"max_tokens": 64, "min_tokens": 63}, {}),
         ({}, {"has_tokenizer": False}),
     ],
 )

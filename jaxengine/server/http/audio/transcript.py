@@ -13,7 +13,7 @@ from fastapi import Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.output.outputs import RequestOutput
-from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.audio.protocol import TranscriptionRequest
@@ -96,12 +96,13 @@ class Transcript:
         }
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for a prompt, and store the finish reason of the last one. Closing this generator
-        early aborts the request.
+        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len, and store the finish
+        reason of the last one. Closing this generator early aborts the request.
 
         Raises ApiError if the request was aborted, such as by its timeout (504) or an operator (409), or has failed
         (500); and the errors of EngineClient.stream.
         """
+        params = within_context(params, self.engine.inputs.config.max_model_len)
         outputs = self.engine.stream(prompt, params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             async for output in outputs:

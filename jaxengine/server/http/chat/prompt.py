@@ -44,18 +44,18 @@ class ChatRenderer:
         """Render a conversation; return the prompt that EngineClient.stream takes: text, token ids, cache salt, images
         and videos.
 
-        Token ids are truncated if the request has truncate_prompt_tokens; the text is not. Forwarded token ids replace
-        messages without media. Raises RequestError for a conversation that cannot be rendered, that has no tokens or
-        more than max_model_len - 1, whose images cannot be used, or that would be truncated although it has images or
-        videos, and for forwarded ids that are none of the model's; OverloadedError if too many templates, texts or
-        images wait.
+        Token ids are truncated if the request has truncate_prompt_tokens; the text of messages is not. Forwarded token
+        ids replace messages without media. Raises RequestError for a conversation that cannot be rendered, that has no
+        tokens or more than max_model_len - 1, whose images cannot be used, or that would be truncated although it has
+        images or videos, and for forwarded ids that are none of the model's; OverloadedError if too many templates,
+        texts or images wait.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         if body.forwarded is None or parts:
             text, whole = await self._encode(body, messages)
         else:
             text, whole = await self._decode(body)
-        ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
+        ids = self._cut(body, whole)
         self._verify_tokens(ids)
         if parts and len(ids) < len(whole):
             problem = "messages with images or videos are too long, and cannot be cut short"
@@ -75,11 +75,15 @@ class ChatRenderer:
         prompt = {"prompt": text, "prompt_token_ids": ids}
         return (await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs))["prompt_token_ids"]
 
-    def _verify_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise RequestError if there are no tokens, or max_model_len of them or more."""
+    def _cut(self, body: ChatRequest, token_ids: list[int]) -> list[int]:
+        """Return a conversation's token ids, truncated as the request says."""
+        return self._encoder.cut(token_ids, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
+
+    def _verify_tokens(self, token_ids: Sequence[int], param: str = "messages") -> None:
+        """Raise RequestError, with `param` as its field, if there are no tokens, or max_model_len of them or more."""
         longest = self._inputs.config.max_model_len
         if not 1 <= len(token_ids) < longest:
-            raise prompt_length_error("messages", len(token_ids), longest - 1, longest)
+            raise prompt_length_error(param, len(token_ids), longest - 1, longest)
 
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Return the text of a conversation, rendered on a thread, and its token ids.
@@ -96,16 +100,18 @@ class ChatRenderer:
         return text, ids
 
     async def _decode(self, body: ChatRequest) -> tuple[str, list[int]]:
-        """Return the text of the forwarded token ids, with special tokens, and the ids. Raises RequestError unless they
-        are a list of ids of the model, and for more than max_model_len if they are not to be truncated.
+        """Return the text of the forwarded token ids, with special tokens, and the ids, both truncated. Raises
+        RequestError unless they are a list of ids of the model, and for max_model_len or more that are left.
         """
         longest = self._inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
         given, param = body.forwarded, "kv_transfer_params.prompt_token_ids"
         if not isinstance(given, list) or not given or isinstance(given[0], (str, list)):
             raise RequestError(f"{param} is {show_value(given)}; allowed: a list of token ids", param=param)
         read_prompts(given, 1, self._inputs, longest, param=param)
-        decode = self._inputs.require_tokenizer().decode
-        return await self._encoder.run(lambda: decode(given, skip_special_tokens=False)), given
+        ids, decode = self._cut(body, given), self._inputs.require_tokenizer().decode
+        # Decoding blocks all other requests, and a body may hold a thousand times the ids of a prompt.
+        self._verify_tokens(ids, param)
+        return await self._encoder.run(lambda: decode(ids, skip_special_tokens=False)), ids
 
     def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
         """Return the text of a conversation, rendered with the chat template. Raises RequestError for fields that the

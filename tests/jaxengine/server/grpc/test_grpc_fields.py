@@ -109,7 +109,7 @@ WRONG: dict[str, list[Any]] = {
     "decoding.logit_bias": [{49152: 1.0}, {1: math.nan}],
     "decoding.allowed_token_ids": [[49152], [2**32 - 1], [1] * 50000],
     "decoding.bad_words": [[""], ["x"] * 129],
-    "stopping.max_new_tokens": [0],
+    "stopping.max_new_tokens": [0, 257],
     "stopping.min_new_tokens": [17],
     "stopping.stop_token_ids": [[49152]],
     "stopping.stop_strings": [[""], ["x"] * 17],

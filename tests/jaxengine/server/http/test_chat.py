@@ -170,6 +170,21 @@ async def test_a_prompt_of_another_engine_replaces_the_messages(app):
         assert answer.status == 400 and answer.error["param"] == "kv_transfer_params.prompt_token_ids", wrong
 
 
+async def test_forwarded_tokens_are_cut_before_they_become_text(recorder, monkeypatch):
+    """A body may hold millions of them, and decoding blocks the other clients."""
+    asked = []
+    monkeypatch.setattr(recorder.inputs.tokenizer, "decode", lambda ids, **_: asked.append(len(ids)) or "x")
+    app = create_app(recorder, ServerConfig())
+    given = {"messages": HI, "kv_transfer_params": {"prompt_token_ids": [*range(3, 90)] * 1000}}
+    await post(app, PATH, **given, truncate_prompt_tokens=5)
+    ((prompt, *_),) = recorder.calls
+    assert prompt["prompt_token_ids"] == [85, 86, 87, 88, 89] and asked == [5]
+    for keep in (None, 10**6):
+        answer = await post(app, PATH, **given, truncate_prompt_tokens=keep)
+        assert (answer.status, answer.error["param"]) == (400, "kv_transfer_params.prompt_token_ids")
+    assert asked == [5]
+
+
 async def test_what_the_engine_is_asked(recorder):
     app = create_app(recorder, ServerConfig(request_timeout=30))
     await post(app, PATH, messages=HI, max_completion_tokens=3, max_tokens=4, request_id="mine", cache_salt="s")

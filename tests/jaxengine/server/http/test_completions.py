@@ -39,13 +39,6 @@ def recorder(chat_engine):
     return Recorder(chat_engine)
 
 
-async def test_more_tokens_than_the_context_has_are_the_rest_of_it(app, chat_engine):
-    """As in vLLM: agents ask for tens of thousands."""
-    asked = {"prompt": [1] * (chat_engine.inputs.config.max_model_len - 3), "ignore_eos": True}
-    answer = (await post(app, PATH, **asked, max_tokens=2**31 - 1)).json
-    assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["finish_reason"] == "length"
-
-
 async def test_an_answer_is_what_the_engine_says(app, chat_engine):
     params = SamplingParams(seed=7, max_tokens=6, ignore_eos=True)
     (expected,) = [output async for output in chat_engine.generate({"prompt": "Once upon"}, params)][-1:]
