@@ -355,6 +355,7 @@ class FreeRunner:
     """
 
     on_cpu, page_bytes, state_bytes, block_bytes = False, 1 << 10, 0, 1 << 10
+    fills_after_sample = False
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
         """Make a runner without devices. config: a SchedulerConfig. packer: packer of the steps' messages. counts: None
