@@ -1,4 +1,4 @@
-"""Whoever is killed, in whichever phase: what came is what was offered, and the others go on."""
+"""Processes that are killed in each phase of a transfer: pages that came are those offered, and others go on."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_perceivers_of_idefics2_have_the_hidden_size_of_the_text():
 
 
 def test_minicpmv_2_6():
-    """The published file, whose language model is told by a version, and names of its tensors."""
+    """The published file, whose `version` names the language model, and names of its tensors."""
     config = read_hf(MINICPM)
     tower: Any = config.tower
     assert (tower.unit, tower.merge, tower.num_queries, tower.vit.grid) == (1216, 19, 64, 70)

@@ -297,7 +297,7 @@ def test_a_server_that_ends_lets_requests_finish(make_server):
         server = make_server(fresh=True, grpc_port=None, api_server_count=2, **options)
         for pid in (server.engine_pid, *server.api_pids, *server.store_pids):
             assert os.getpgid(pid) == pid  # Ctrl-C reaches the supervisor only
-        # Without jax, an API process of a text model is half as large, and starts sooner.
+        # An API process of a text model needs no jax, which would be more than half of its memory.
         for pid in server.api_pids:
             assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text()
         body = {"model": (await models(server))[0], "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
