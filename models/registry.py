@@ -140,7 +140,10 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
             shape["tower"] = replace(tower, attends_both_ways=False, whole_prompt=shape["max_position_embeddings"])
     config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
     if pooler is None and not config.is_causal:
-        raise fields.fail("use_bidirectional_attention", "false or absent for a model that generates")
+        name = "use_bidirectional_attention"
+        nested = not fields.has(name) and fields.has("text_config")
+        holder = fields.part("text_config") if nested else fields
+        raise holder.fail(name, "false or absent for a model that generates")
     return config
 
 

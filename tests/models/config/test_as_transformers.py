@@ -327,6 +327,15 @@ def test_gemma_3_with_a_tower_caps_no_logits():
     assert read_hf(capped) == read_hf(raw)
 
 
+def test_a_model_that_generates_looks_back_only():
+    for name, prefix in (("gemma3", ""), ("gemma3_vision", "text_config.")):
+        raw = recorded(name)
+        holder = raw["text_config"] if prefix else raw
+        changed = holder | {"use_bidirectional_attention": True}
+        with pytest.raises(ModelConfigError, match=f"^{prefix}use_bidirectional_attention must be false .* got True$"):
+            read_hf(raw | {"text_config": changed} if prefix else changed)
+
+
 def test_olmo_hybrid_has_rope_where_its_base_is_not_null():
     """A checkpoint of before `rope_parameters` has its base outside; null is no rope."""
     old = recorded("olmo_hybrid", rope_parameters=ABSENT)
