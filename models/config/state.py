@@ -56,10 +56,12 @@ class ShortConvolution:
     Attributes:
       channels: number of channels, each of which is convolved separately.
       conv_kernel: tokens in the convolution's window, the token itself included.
+      bias: whether the convolution and the products before and after it have biases.
     """
 
     channels: int
     conv_kernel: int
+    bias: bool = False
 
     def __post_init__(self) -> None:
         check_size("short convolution: channels", self.channels, MAX_HIDDEN)

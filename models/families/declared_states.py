@@ -202,7 +202,8 @@ def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
     of a short convolution of kernel `conv_L_cache`. Raises ModelConfigError for wrong fields.
     """
     if (kind := fields.value("layer_types")[layer]) == _CONV:
-        return replace(attention, state=ShortConvolution(fields.integer("hidden_size"), fields.integer("conv_L_cache")))
+        kernel, bias = fields.integer("conv_L_cache"), fields.boolean("conv_bias", False)
+        return replace(attention, state=ShortConvolution(fields.integer("hidden_size"), kernel, bias))
     rope = ropes_by_kind(fields, read_head_dim(fields), (kind,))[0]
     return replace(attention, rope=rope, window=fields.integer("sliding_window") if kind == SLIDING else None)
 
@@ -401,7 +402,7 @@ STATE_ROWS: dict[str, Row] = {
             "use_sandwich_norm": True,
             "use_attention_gate": True,
         },
-        only={"conv_bias": False, "attention_bias": False, "hidden_act": "silu", "rope_scaling": None},
+        only={"attention_bias": False, "hidden_act": "silu", "rope_scaling": None},
         eps="norm_eps",
         rope=no_rope,
         grouped=True,

@@ -29,11 +29,13 @@ class ShortConv(nnx.Module):
     def __init__(self, state: ShortConvolution, hidden_size: int, *, source: str, build: Build):
         channels = state.channels
         inputs = parts_of(f"{source}.in_proj", channels, channels, channels)
-        self.inputs = Linear(hidden_size, inputs, axes=("embed", "heads"), build=build)
+        self.inputs = Linear(hidden_size, inputs, axes=("embed", "heads"), bias=state.bias, build=build)
         taps = ParamDecl(("heads", None), (Source(f"{source}.conv.weight", channels),), init_std=0.3)
         self.conv = declare((channels, state.conv_kernel), build.dtype, taps)
+        biases = ParamDecl(("heads",), (Source(f"{source}.conv.bias", channels),), init_std=0.3)
+        self.conv_bias = declare((channels,), build.dtype, biases) if state.bias else None
         out = (Source(f"{source}.out_proj", hidden_size),)
-        self.out = Linear(channels, out, axes=("heads", "embed"), build=build)
+        self.out = Linear(channels, out, axes=("heads", "embed"), bias=state.bias, build=build)
 
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
@@ -47,8 +49,13 @@ class ShortConv(nnx.Module):
             before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
         with jax.named_scope("causal_conv"):
             mixed, windows = causal_conv(before * x, self.conv[...], states[0], rows)
+        return self._gated(after, mixed, step), (windows,)
+
+    def _gated(self, gates: jax.Array, mixed: jax.Array, step: StepInputs) -> jax.Array:
+        """Return out(gates * (mixed + the convolution's bias, if any)), [T, D]. gates: [T, C]. mixed: f32[T, C]."""
         with jax.named_scope("out_proj"):
-            return self.out((after.astype(jnp.float32) * mixed).astype(x.dtype), step.rows), (windows,)
+            mixed = mixed if self.conv_bias is None else mixed + self.conv_bias[...].astype(jnp.float32)
+            return self.out((gates.astype(jnp.float32) * mixed).astype(gates.dtype), step.rows)
 
 
 class WholeShortConv(ShortConv):
@@ -70,8 +77,7 @@ class WholeShortConv(ShortConv):
             for tap in range(taps.shape[1]):
                 seen = jnp.roll(mixed, taps.shape[1] // 2 - tap, axis=0)
                 total += seen * within[:, tap, None].astype(jnp.float32) * taps[:, tap].astype(jnp.float32)
-        with jax.named_scope("out_proj"):
-            return self.out((after.astype(jnp.float32) * total).astype(x.dtype), step.rows), states
+        return self._gated(after, total, step), states
 
 
 def taps_within(positions: jax.Array, is_token: jax.Array, kernel: int) -> jax.Array:
