@@ -59,7 +59,7 @@ def test_a_head_finds_its_pages_in_the_folder(executables_dir, tmp_path):
     options |= {"kv_offloading_size": 0.05, "kv_offloading_path": str(tmp_path / "pages")}
     options["speculative_config"] = {"method": "eagle3", "model": head, "num_speculative_tokens": 1}
     own: Any = {"max_tokens": 20, "ignore_eos": True, "detokenize": False, "logit_bias": {0: -100.0, 1: -100.0}}
-    # Some 100 tokens are drafted: how often a request waits for its pages, and then drafts nothing, is a matter of time.
+    # Some 100 tokens are drafted: how often a request waits for its pages, and drafts nothing, is a matter of time.
     params = [SamplingParams(temperature=0.7 * (index % 2), seed=index, **own) for index in range(12)]
     rng = np.random.default_rng(2)
     prompts = [{"prompt_token_ids": [0, *rng.integers(1, 32, 40).tolist()]} for _ in params]
