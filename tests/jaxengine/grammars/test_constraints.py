@@ -149,13 +149,13 @@ def test_a_mask_does_not_outlast_its_request(chat_llm):
 def test_preemption_and_cached_prefixes_change_nothing(chat_llm, step_by_step):
     """Eight long requests do not fit into the pool; also with no step ahead."""
     params = [params_of({"regex": "[a-z ]{700,}"}, seed=seed, max_tokens=50) for seed in range(8)]
-    scheduler, prompt = use_scheduler(chat_llm, num_pages=50), "word " * 40
+    scheduler, prompt = use_scheduler(chat_llm, num_pages=36), "word " * 40
     alone = tokens_of(generate(chat_llm, *params[:2], prompt=prompt))
     before = scheduler.num_preemptions, scheduler.num_prefix_hits
     together = tokens_of(generate(chat_llm, *params, prompt=prompt))
     assert together[:2] == alone
     assert scheduler.num_preemptions > before[0] and scheduler.num_prefix_hits > before[1]
-    tight = use_scheduler(step_by_step, num_pages=50, enable_prefix_caching=False)
+    tight = use_scheduler(step_by_step, num_pages=36, enable_prefix_caching=False)
     assert tokens_of(generate(step_by_step, *params, prompt=prompt)) == together
     assert tight.num_preemptions > 0
     use_scheduler(step_by_step)
