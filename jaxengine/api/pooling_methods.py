@@ -136,6 +136,7 @@ class PoolingMethods(ABC):
         a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
         similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
 
+        lora_request: the adapter to use, one for all or one per pair, for both of its texts; None for the model alone.
         chat_template: None for the engine's option; if that is None too, for the model's own if its files say that it
         takes messages, else the texts are concatenated, by an encoder's tokenizer or as they are. Raises RequestError
         for an empty text, numbers of texts that do not match, a classifier with several labels, a model that generates
@@ -144,11 +145,18 @@ class PoolingMethods(ABC):
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2, inputs.media_reader)
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
-        options["lora_request"] = lora_request
+        adapters = one_for_each(len(pairs), lora_request)
         if scoring.reads_apart(model := inputs.require_pooling()):
             scoring.refuse_template(chat_template)
             roles = scoring.role_params(model, pooling_params)
-            return scoring.compare(pairs, roles, inputs, lambda texts, params: self.encode(texts, params, **options))
+            load_each(self.core, self._lock, adapters)  # an adapter's name stands for it then
+
+            def encode(texts: list[Any], params: list[PoolingParams], own: list[LoRARequest | None]) -> list[Any]:
+                """Return the outputs of texts, each with its adapter."""
+                return self.encode(texts, params, lora_request=own, **options)
+
+            return scoring.compare(pairs, roles, adapters, inputs, encode)
         with self._lock:
             prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
-        return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]
+        outputs = self.encode(prompts, pooling_params, lora_request=adapters, **options)
+        return [ScoringRequestOutput.from_base(each) for each in outputs]

@@ -12,6 +12,7 @@ from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.models.config.pooler import EMBED, TOKEN_EMBED
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.media.inputs import DATA
+from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
@@ -180,29 +181,35 @@ def by_role(
 def compare(
     pairs: Sequence[tuple[Side, Side]],
     roles: tuple[PoolingParams, PoolingParams],
+    adapters: Sequence[LoRARequest | None],
     inputs: InputProcessor,
-    encode: Callable[[list[Any], list[PoolingParams]], Sequence[Any]],
+    encode: Callable[[list[Any], list[PoolingParams], list[LoRARequest | None]], Sequence[Any]],
 ) -> list[ScoringRequestOutput]:
     """Return the score of each pair, computed from the embeddings of its sides (`ScoringRequestOutput.of_pair`). Each
-    different (role, side) is encoded once. With media, max_num_seqs sides are encoded at a time, and their media are
-    loaded then: all together may need a thousand times the memory.
+    different (role, side, name of the adapter) is encoded once. With media, max_num_seqs sides are encoded at a time,
+    and their media are loaded then: all together may need a thousand times the memory.
 
-    roles: result of `role_params`. encode: (prompts, parameters of each) -> outputs in the same order. Raises
-    RequestError for media that cannot be loaded.
+    roles: result of `role_params`. adapters: one for both sides of each pair; None for the model alone. encode:
+    (prompts, parameters of each, adapter of each) -> outputs in the same order. Raises RequestError for media that
+    cannot be loaded.
     """
-    texts, loader = list(dict.fromkeys(by_role(pairs, roles))), inputs.media_reader.loader
-    step = inputs.config.max_num_seqs if any(isinstance(each, Content) for _, each in texts) else len(texts)
-    found: dict[tuple[int, Side], Any] = {}
+    of_sides = [adapter for adapter in adapters for _ in range(2)]
+    names = [None if each is None else each.lora_name for each in of_sides]
+    own = [(role, side, name) for (role, side), name in zip(by_role(pairs, roles), names, strict=True)]
+    by_name = dict(zip(names, of_sides, strict=True))
+    texts, loader = list(dict.fromkeys(own)), inputs.media_reader.loader
+    step = inputs.config.max_num_seqs if any(isinstance(each, Content) for _, each, _ in texts) else len(texts)
+    found: dict[tuple[int, Side, str | None], Any] = {}
     for at in range(0, len(texts), step):
         part = texts[at : at + step]
         prompts = [
             {"prompt": each.text, DATA: loader.load_now(each.parts)} if isinstance(each, Content) else each
-            for _, each in part
+            for _, each, _ in part
         ]
-        outputs = encode(prompts, [roles[number] for number, _ in part])
+        outputs = encode(prompts, [roles[role] for role, _, _ in part], [by_name[name] for _, _, name in part])
         found |= zip(part, outputs, strict=True)
-    own = iter(found[each] for each in by_role(pairs, roles))
-    return [ScoringRequestOutput.of_pair(one, other) for one, other in zip(own, own, strict=True)]
+    given = iter(found[each] for each in own)
+    return [ScoringRequestOutput.of_pair(one, other) for one, other in zip(given, given, strict=True)]
 
 
 def refuse_template(chat_template: str | None) -> None:

@@ -191,7 +191,7 @@ class Engine:
         self.timeline.collected(done.record, result, (start, arrived, updated))
 
     def _ended(self, request: Request) -> None:
-        for ended in self._hooks.ended:
+        for ended in (self._rows.ended, *self._hooks.ended):
             ended(request)
         request.finished_time = self._now()
         self.uncounted.add(request)

@@ -13,11 +13,13 @@ import numpy as np
 
 from jaxengine.engine.token_bias import Forbidden, TokenBias
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.request import NOT_FINITE, Request
 from jaxengine.scheduler.base.sampling_fields import PENALTIES
 from jaxengine.scheduler.base.token_params import BIAS, LAST_TOKEN, row_words
 from jaxengine.scheduler.batches.batch import ScheduledStep
 from jaxengine.scheduler.scheduler import Scheduler
+
+_NOTHING_LEFT = "no token is allowed by the request's parameters and the model's suppress_tokens together"
 
 
 class _SlotBias(NamedTuple):
@@ -42,6 +44,7 @@ class SlotRows:
         self._runner = runner
         self._scheduler = scheduler
         self._biases: dict[int, _SlotBias] = {}
+        self._all_tokens = np.ones(runner.vocab_size, bool)
 
     def sync(self, step: ScheduledStep) -> None:
         """Send the devices the changed inputs of this step's sampler, which must be dispatched next.
@@ -92,6 +95,13 @@ class SlotRows:
                     request = slots.requests[own[row]]
                     assert request is not None
                     yield request, row
+
+    def ended(self, request: Request) -> None:
+        """Set the stop_reason of a request that ended because its own bias left no token to sample, such as an only
+        allowed token that min_tokens forbids: its logits need not be at fault.
+        """
+        if request.stop_reason == NOT_FINITE and not self.leaves_any(request, self._all_tokens):
+            request.stop_reason = _NOTHING_LEFT
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
         """Whether any of the tokens `allowed`, bool[V], had a finite bias when the request sampled its last token; True

@@ -173,15 +173,20 @@ class Matchers:
     """
 
     def __init__(self, start: Start):
-        """Read the tokenizer of `start`, with all of its tokens if these are more than vocab_size. Raises llguidance's
-        error for a tokenizer that cannot be used.
+        """Read the tokenizer of `start`, with all of its tokens if these are more than vocab_size. Ends that it lacks,
+        which a model with a larger vocabulary may have, are ignored. Raises llguidance's error for a tokenizer that
+        cannot be used, also if it has none of the ends.
         """
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 start.tokenizer, n_vocab=start.vocab_size, eos_token=start.eos_token_ids
             )
-        except ValueError:  # a tokenizer that has more tokens than the model
-            self._tokenizer = llguidance.LLTokenizer(start.tokenizer, eos_token=start.eos_token_ids)
+        except ValueError:  # a tokenizer that has more tokens than the model, or lacks one of the ends
+            size = llguidance.LLTokenizer(start.tokenizer).vocab_size
+            ends = [token_id for token_id in start.eos_token_ids if token_id < size]
+            self._tokenizer = llguidance.LLTokenizer(
+                start.tokenizer, n_vocab=max(size, start.vocab_size), eos_token=ends
+            )
         self._num_bytes = 4 * start.num_words
         self._inside = (1 << start.vocab_size) - 1
         self._ends = sum(1 << token_id for token_id in start.eos_token_ids)

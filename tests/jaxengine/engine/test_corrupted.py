@@ -1,4 +1,4 @@
-"""A request whose logits are not finite is counted as corrupted."""
+"""A request whose logits are not finite is counted as corrupted, one that forbids itself all tokens is not."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ def test_a_model_that_gives_nan_is_counted(tiny_options):
     ] * 3
     (corrupted,) = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:corrupted_requests"]
     assert corrupted == 3
+
+
+def test_parameters_that_leave_no_token_are_the_reason(make_llm):
+    """They are named instead of the logits; a request beside it is not disturbed."""
+    llm, only = make_llm(), {"allowed_token_ids": [7], "stop_token_ids": [7]}
+    before = llm.core.engine.request_stats.num_corrupted
+    params = [SamplingParams(temperature=0, max_tokens=4, **only, min_tokens=count) for count in (3, 0)]
+    outputs = llm.generate([{"prompt_token_ids": [5, 6]}] * 2, params, use_tqdm=False)
+    nothing, stopped = (each.outputs[0] for each in outputs)
+    assert nothing.finish_reason == "error" and "no token is allowed" in nothing.stop_reason
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == ([7], "stop", 7)
+    assert llm.core.engine.request_stats.num_corrupted == before

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.adapters import merged, write_adapter
+from tests.fixtures.pooling_models import make_model
 from tests.jaxengine.engine.test_speculation import force
 
 OPTIONS = TINY_OPTIONS | {
@@ -53,15 +54,26 @@ def test_tokens_are_those_without_drafts(tmp_path):
 
 
 def test_vectors_of_a_pooling_model(tmp_path):
-    """As of merged weights; rows with adapters and without share a batch."""
+    """As of merged weights; rows with adapters and without share a batch. Pairs of texts have an adapter each."""
     adapters = [
         LoRARequest(f"a{seed}", seed, write_adapter(tmp_path / f"a{seed}", TINY_CHECKPOINT, seed=seed))
         for seed in (1, 2)
     ]
     prompts = [[5, 6, 7, 8, 9], [20, 21], [5, 6, 7, 8, 9]]
+    words = make_model(tmp_path / "words", "mean")
+    texts = {"runner": "pooling", "skip_tokenizer_init": False, "tokenizer": str(words)}
+
+    def score(llm, adapters):
+        pairs = ("w5 w9", ["w77 w12", "w5 w9"])
+        return [each.outputs.score for each in llm.score(*pairs, use_tqdm=False, lora_request=adapters)]
 
     def embedded(model, lora_request=None, **options):
-        with LLM(str(model), **OPTIONS | {"runner": "pooling"} | options) as llm:
+        with LLM(str(model), **OPTIONS | texts | options) as llm:
+            if lora_request is not None:
+                plain, tuned = score(llm, None), score(llm, adapters[0])
+                np.testing.assert_allclose(score(llm, [adapters[0], None]), [tuned[0], plain[1]], atol=1e-5)
+                np.testing.assert_allclose(score(llm, (None, adapters[0])), [plain[0], tuned[1]], atol=1e-5)
+                assert abs(tuned[0] - plain[0]) > 1e-3
             outputs = llm.embed(
                 [{"prompt_token_ids": each} for each in prompts], use_tqdm=False, lora_request=lora_request
             )

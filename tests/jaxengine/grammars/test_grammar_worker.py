@@ -213,6 +213,15 @@ def test_a_grammar_says_which_token_of_a_trace_it_does_not_allow():
             assert matchers.advance(Advance(key, [ord("a")])).num_tokens == 1
 
 
+def test_ends_that_the_tokenizer_lacks_are_ignored():
+    """A model's padded vocabulary may have them."""
+    matchers = Matchers(Start("byte", EOS + 60, NUM_WORDS + 2, [EOS + 40, EOS]))
+    for key, (taken, allowed) in enumerate((([], [ord("a")]), ([ord("a")], [ord("b"), EOS]))):
+        matchers.expect(key)
+        mask = matchers.open(Open(key, "regex", "ab?", {}, taken))
+        assert allowed_by(np.frombuffer(mask.words, np.uint32)) == allowed
+
+
 def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
     clock = itertools.count()  # a second each time that it is asked
     monkeypatch.setattr(worker_process.time, "thread_time", lambda: float(next(clock)))
