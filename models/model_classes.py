@@ -185,6 +185,8 @@ _MODULES = {
     "AyaVisionForConditionalGeneration": "cohere_vision",
     "Cohere2VisionForConditionalGeneration": "cohere_vision",
     "InternVLForConditionalGeneration": "internvl",
+    "AriaTextForCausalLM": "aria",
+    "AriaForConditionalGeneration": "aria",
     "Idefics2ForConditionalGeneration": "idefics2",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
