@@ -185,6 +185,7 @@ _MODULES = {
     "AyaVisionForConditionalGeneration": "cohere_vision",
     "Cohere2VisionForConditionalGeneration": "cohere_vision",
     "InternVLForConditionalGeneration": "internvl",
+    "MllamaForConditionalGeneration": "mllama",
     "AriaTextForCausalLM": "aria",
     "AriaForConditionalGeneration": "aria",
     "Idefics2ForConditionalGeneration": "idefics2",

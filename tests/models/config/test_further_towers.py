@@ -20,9 +20,10 @@ GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
 PHI3, MINICPM = NAMED["microsoft/Phi-3.5-vision-instruct"], NAMED["openbmb/MiniCPM-V-2_6"]
 _XD = HUNYUAN["rope_scaling"]
-EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2 = (
+ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2 = (
     json.loads((FOLDER / name / "config.json").read_text())
     for name in (
+        "aria_vision",
         "exaone4_5_vision",
         "hyperclovax_vision",
         "granite4_plain_vision",
@@ -255,6 +256,13 @@ PIXTRAL: dict[str, Any] = {
         (PHI3, "img_processor", {"layer_idx": 25}, "layer_idx must be an integer from -25 to 24"),
         (PHI3, "img_processor", {"patch_size": 16}, "image_size must be such that it divides the 21 patches of"),
         (PHI3, "embd_layer", {"hd_transform_order": "glb_sub"}, 'hd_transform_order must be "sub_glb" or absent'),
+        (ARIA, None, {"projector_patch_to_query_dict": {"49": 1025}}, "dict must be a mapping of 1 to 65536 patches to"),
+        (ARIA, None, {"projector_patch_to_query_dict": {"7²": 5}}, "dict must be a mapping of 1 to 65536 patches to"),
+        (ARIA, None, {"projector_patch_to_query_dict": {}}, "with at most 64 entries, got {}"),
+        (ARIA, None, {"vision_feature_layer": [-1, -2]}, "vision_feature_layer must be an integer from -3 to 2"),
+        (ARIA, "text_config", {"model_type": "llama"}, "model_type must be aria_text, got 'llama'"),
+        (ARIA, "text_config", {"moe_topk": 9}, "num_per_token must be at most num_experts = 6, got 9"),
+        (ARIA, "vision_config", {"model_type": "siglip_vision_model"}, "model_type must be idefics3_vision"),
         (
             IDEFICS2,
             "perceiver_config",
