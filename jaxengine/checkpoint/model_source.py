@@ -140,8 +140,8 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """Return the model without the towers of modalities that requests may not contain.
 
-    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the
-    model attends to a sound in each request.
+    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds,
+    or images, that layers of the model attend to.
     """
     if model.tower is not None and model.tower.crosses:
         if config.mm_limit(IMAGE if model.tower.by_place else AUDIO):
@@ -419,7 +419,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     fields = ConfigFields(read_object(folder, GENERATION) or {})
     try:
         ends = [end for end in fields.token_ids("eos_token_id") if end < model.vocab_size]
-        names = () if model.tower is not None and model.tower.crosses and not model.tower.by_place else ("suppress_tokens",)
+        attends = model.tower is not None and model.tower.crosses and not model.tower.by_place
+        names = () if attends else ("suppress_tokens",)
         suppressed = [each for name in names for each in fields.token_ids(name) if each < model.vocab_size]
         tower = None if model.tower is None else model.tower.with_generation(fields)
     except ModelConfigError as error:

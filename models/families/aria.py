@@ -1,4 +1,4 @@
-"""Aria (Li et al. 2024, arXiv:2410.05993): Llama with experts beside a shared MLP in every layer, and a vision tower."""
+"""Aria (Li et al. 2024, arXiv:2410.05993): Llama with experts beside a shared MLP in all layers, and a vision tower."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.families.llava import NAMES, PROJECTOR
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts

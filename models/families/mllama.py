@@ -47,8 +47,8 @@ FURTHER_TOKENS = 8
 
 
 class CrossLayer(nnx.Module):
-    """Layer that computes x + gate(cross(norm(x))), then x + gate(mlp(norm(x))). Without images in a token's sequence it
-    returns x; before the first of them it leaves out the MLP.
+    """Layer that computes x + gate(cross(norm(x))), then x + gate(mlp(norm(x))). Without images in a token's sequence
+    it returns x; before the first of them it leaves out the MLP.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):

@@ -1,5 +1,5 @@
-"""Vision tower of Aria (Li et al. 2024, arXiv:2410.05993): SigLIP over images of any shape, and queries that read a crop
-each, the more of them the larger the square that crops are fitted into.
+"""Vision tower of Aria (Li et al. 2024, arXiv:2410.05993): SigLIP over images of any shape, and queries that read a
+crop each, the more of them the larger the square that crops are fitted into.
 
 Further shape letters: U units, S patches of a unit with its padding, Q queries.
 """

@@ -1,5 +1,5 @@
-"""Vision tower of Llama 3.2 Vision (Grattafiori et al. 2024, arXiv:2407.21783): a transformer over all tiles of an image,
-then one with gates, and the keys and values of the decoder's layers of cross-attention.
+"""Vision tower of Llama 3.2 Vision (Grattafiori et al. 2024, arXiv:2407.21783): a transformer over all tiles of an
+image, then one with gates, and the keys and values of the decoder's layers of cross-attention.
 
 Further shape letters: U images, S positions of an image (those of all tiles, used or not, with a class token each).
 """
@@ -48,8 +48,8 @@ _MULTIPLE = 8
 _QUERIES = 512
 
 
-def tilings(most: int) -> list[tuple[int, int]]:
-    """Return the (rows, columns) of at most `most` tiles, in the order of their numbers, which count from 1."""
+def _tilings(most: int) -> list[tuple[int, int]]:
+    """Return all (rows, columns) of at most `most` tiles, by rows."""
     sides = range(1, most + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= most]
 
@@ -75,6 +75,11 @@ class MllamaTowerConfig(VitTowerConfig):
     text_eps: float
 
     @property
+    def tilings(self) -> list[tuple[int, int]]:
+        """The (rows, columns) of an image's tiles, in the order of their numbers, which count from 1."""
+        return _tilings(self.max_tiles)
+
+    @property
     def tile_positions(self) -> int:
         """Positions of a tile that layers attend to: its patches, and a class token."""
         return self.vit.num_positions
@@ -82,7 +87,7 @@ class MllamaTowerConfig(VitTowerConfig):
     @property
     def num_tiles(self) -> tuple[int, ...]:
         """Tiles of each tiling by its number; 1 for number 0."""
-        return (1, *(rows * columns for rows, columns in tilings(self.max_tiles)))
+        return (1, *(rows * columns for rows, columns in self.tilings))
 
     def make(self, hidden_size: int, build: Build) -> MllamaTower:
         return MllamaTower(self, hidden_size, build)
@@ -97,14 +102,13 @@ def read_mllama_tower(
     list of aspect ratios that is not of all tilings, and for an output size that is not that of all states taken.
     """
     vision = fields.with_defaults(vision_config={}).part("vision_config", **_DEFAULTS)
-    names = {"num_attention_heads": "attention_heads", "layer_norm_eps": "norm_eps"}
-    own = {new: vision.value(new, None) or vision.value(old) for new, old in names.items()}
-    vit = read_vit(ConfigFields({**vision.raw, **own}), has_class_token=True)
+    own = {"num_attention_heads": vision.integer("attention_heads"), "layer_norm_eps": vision.number("norm_eps")}
+    vit = read_vit(vision.with_defaults(**own), has_class_token=True)
     most = vision.integer("max_num_tiles")
     if most > _MAX_TILES:
         raise vision.fail("max_num_tiles", f"an integer from 1 to {_MAX_TILES}")
     ratios = vision.value("supported_aspect_ratios", None)
-    if ratios is not None and [tuple(each) if isinstance(each, list) else each for each in ratios] != tilings(most):
+    if ratios is not None and [tuple(each) if isinstance(each, list) else each for each in ratios] != _tilings(most):
         raise vision.fail("supported_aspect_ratios", f"all tilings of at most {most} tiles, in their order, or absent")
     taken = vision.value("intermediate_layers_indices")
     if not isinstance(taken, list) or any(type(n) is not int or not 0 <= n < vit.num_layers for n in taken):
@@ -173,8 +177,8 @@ class MllamaTower(nnx.Module):
         self.keys_values = nnx.List([_KeysValues(config, layer, hidden_size, build) for layer in config.layers])
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the keys and values of U images, [U, 2 L * S * K * H], for their patches f32[U * T * P, F]: for each of
-        L layers with cross-attention the keys [S, K, H] and then the values, of this device's K heads alone.
+        """Return the keys and values of U images, [U, 2 L * S * K * H], for their patches f32[U * T * P, F]: for each
+        of L layers with cross-attention the keys [S, K, H] and then the values, of this device's K heads alone.
 
         columns: i32[1, U * T * P], the number of an image's tiling at each of its patches.
         """
@@ -209,7 +213,8 @@ class MllamaTower(nnx.Module):
             parts.append(jnp.stack([taken[index] for index in order], axis=-1).reshape(*shape, count, -1))
         with jax.named_scope("keys_and_values"):
             states = self.project(jnp.concatenate(parts, axis=-1).reshape(-1, size * (1 + len(taken))))
-            return jnp.concatenate([made(states).reshape(len(number), -1) for made in self.keys_values], axis=1)
+            made = [part for project in self.keys_values for part in project(states)]
+            return jnp.concatenate([part.reshape(len(number), -1) for part in made], axis=1)
 
 
 def _add(x: jax.Array, more: jax.Array) -> jax.Array:
@@ -234,10 +239,9 @@ class _KeysValues(nnx.Module):
         )
         self.norm = RMSNorm(config.head_dim, config.text_eps, source=f"{source}.k_norm", build=build)
 
-    def __call__(self, states: jax.Array) -> jax.Array:
-        """Return keys and values [U, 2, S, K * H] of projected states [U * S, D]; U is not part of the shape."""
-        keys = self.norm(self.k(states).reshape(len(states), -1, self.head_dim)).reshape(len(states), -1)
-        return jnp.stack([keys, self.v(states)])
+    def __call__(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys [U * S, K, H] and values [U * S, K * H] of projected states [U * S, D]."""
+        return self.norm(self.k(states).reshape(len(states), -1, self.head_dim)), self.v(states)
 
 
 class _Layer(nnx.Module):

@@ -94,7 +94,7 @@ class AriaProcessor(UnitProcessor):
         return found
 
     def placeholder_id(self) -> int:
-        """Return image_token_index, or else image_token_id, of config.json. Raises ModelConfigError if it is invalid."""
+        """Return image_token_index, or image_token_id, of config.json. Raises ModelConfigError if it is invalid."""
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:

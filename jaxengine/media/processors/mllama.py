@@ -1,5 +1,5 @@
-"""Processor of Llama 3.2 Vision: an image is fitted into the best tiling, with black at the right and at the bottom, and
-cut into tiles. One token stands for it in the prompt, also for the model.
+"""Processor of Llama 3.2 Vision: an image is fitted into the best tiling, with black at the right and at the bottom,
+and cut into tiles. One token stands for it in the prompt, also for the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.settings import check_options, check_pictures
 from jaxengine.media.processors.units import UnitProcessor, read_size
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.vision.mllama import tilings
 from jaxengine.scheduler.base.errors import RequestError
 
 _BILINEAR = 2
@@ -40,7 +39,7 @@ class MllamaProcessor(UnitProcessor):
         fields.require(max_image_tiles=self.tower.max_tiles)
 
     def placeholder_id(self) -> int:
-        """Return image_token_index, or else image_token_id, of config.json. Raises ModelConfigError if it is invalid."""
+        """Return image_token_index, or image_token_id, of config.json. Raises ModelConfigError if it is invalid."""
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
@@ -58,8 +57,8 @@ class MllamaProcessor(UnitProcessor):
         height, width = value.shape[:2]
         check_ratio(height, width)
         check_room(modality, self.tower.unit, most)
-        side, all_tilings = self.side, tilings(self.tower.max_tiles)
-        rows, columns = _tiling(height, width, side, all_tilings)
+        side, tilings = self.side, self.tower.tilings
+        rows, columns = _tiling(height, width, side, tilings)
         room = rows * side, columns * side
         by_height, by_width = (min(max(own, side), most) / own for own, most in zip((height, width), room, strict=True))
         if by_width < by_height:
@@ -74,7 +73,7 @@ class MllamaProcessor(UnitProcessor):
         patches = np.zeros((self.tower.unit, self.tower.num_features), np.float32)
         cut = self._cut(list(tiles))
         patches[: len(cut)] = cut
-        number = np.full((1, len(patches)), 1 + all_tilings.index((rows, columns)), np.int32)
+        number = np.full((1, len(patches)), 1 + tilings.index((rows, columns)), np.int32)
         grid = 1, rows * self.tower.vit.grid, columns * self.tower.vit.grid
         return Processed(patches, number, np.zeros(1, np.int32), 1, grid)
 

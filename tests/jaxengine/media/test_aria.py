@@ -1,4 +1,4 @@
-"""Images of Aria: squares of both sizes, crops, and what is refused. Pixels are compared with transformers' over Pillow."""
+"""Images of Aria: squares of both sizes, crops, and what is refused. Pixels are those of transformers over Pillow."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.attention.cross_pictures import CrossPictures, StepPictures, what_is_seen
 from jaxengine.models.vision.mllama import MllamaTowerConfig
-from jaxengine.runner.base.device_state import write_section
+from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.extension import (
     EVERYWHERE,
     DeviceExtension,
@@ -28,6 +28,7 @@ from jaxengine.runner.base.program import Program, shape_on
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
 from jaxengine.runner.extensions.pictures.section import EncoderPool
+from jaxengine.runner.programs.state_changes import own_slot
 from jaxengine.scheduler.base.media import Media
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.extensions.pictures import Encode
@@ -42,7 +43,7 @@ _LAST = np.iinfo(np.int32).max
 
 
 class CrossedPrograms(EncoderPrograms):
-    """Encoder programs whose results, keys and values, stay sharded by heads: each device has those of its own heads."""
+    """Encoder programs whose results stay sharded by heads: each device has keys and values of its own heads."""
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
         super().__init__(model, layout, dtype, mesh)
@@ -80,7 +81,7 @@ class CrossedPicturesExtension(DeviceExtension):
     def changes(self) -> Mapping[str, StateChange]:
         """The state change, by name, that sets the images of slots."""
         shapes = [((NUM_SLOT_ROWS,), np.int32, EVERYWHERE), ((NUM_SLOT_ROWS, self.width), np.int32, EVERYWHERE)]
-        return {SEEN: StateChange(lambda state, *rows: write_section(state, NAME, *rows), shapes)}
+        return {SEEN: StateChange(_write_images, shapes)}
 
     def given(self, bucket: Bucket) -> Any:
         return self.encoder.rows
@@ -160,3 +161,9 @@ class CrossedEncoder(HostExtension):
             tiles = self._tower.num_tiles[int(items[index].columns[0, 0])]
             fields[:, index] = rows[index], begins[index], end, tiles * self._tower.tile_positions
         return np.concatenate([[len(items)], fields.ravel()]).astype(np.int32)
+
+
+def _write_images(state: DeviceState, slots: jax.Array, words: jax.Array) -> DeviceState:
+    """Return the state with images `words` i32[n, 1 + 4 M] written for slots i32[n], numbered over all replicas."""
+    section = state.slots.sections[NAME].at[own_slot(state, slots)].set(words, mode="drop")
+    return state._replace(slots=state.slots._replace(sections={**state.slots.sections, NAME: section}))
