@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.attention.cross_pictures import CrossPictures, StepPictures, what_is_seen
-from jaxengine.models.vision.mllama import MllamaTowerConfig
 from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.extension import (
     EVERYWHERE,
@@ -47,8 +46,7 @@ class CrossedPrograms(EncoderPrograms):
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
         super().__init__(model, layout, dtype, mesh)
-        tower = layout.tower
-        assert isinstance(tower, MllamaTowerConfig)
+        tower: Any = layout.tower
         heads = max(tower.num_kv_heads, model.mesh.model)
         width = len(tower.layers) * 2 * tower.max_tiles * tower.tile_positions * heads * tower.head_dim
         self.rows = shape_on(mesh, (self.rows.shape[0], width), dtype, logical_to_spec(("batch", "heads")))
@@ -64,8 +62,8 @@ class CrossedPicturesExtension(DeviceExtension):
     def __init__(self, shape: StageShape):
         super().__init__(shape)
         model, config = shape.model, shape.config
-        assert isinstance(model.config.tower, MllamaTowerConfig)
-        self.tower, self.most = model.config.tower, config.num_encoder_rows
+        self.most = config.num_encoder_rows
+        self.tower: Any = model.config.tower  # has the sizes of jaxengine.models.vision.mllama.MllamaTowerConfig
         layout = EncoderLayout(self.tower, config.num_encoder_rows, config.max_encoder_patches, shape.num_ranks)
         self.encoder = CrossedPrograms(model, layout, config.dtype, shape.mesh)
 
