@@ -202,7 +202,8 @@ class MediaInputs:
             problem = f"this model encodes all images of a prompt at once: {patches} patches, where at most "
             problem += f"{config.max_encoder_patches} are possible: give fewer, or raise max_num_batched_encoder_tokens"
             raise RequestError(problem, param=DATA, value=patches)
-        rows = sum({item.digest: item.num_rows for item in items}.values())
+        # A slot has columns for each image, also for one that comes twice.
+        rows = len(items) if by_place else sum({item.digest: item.num_rows for item in items}.values())
         if rows > config.num_encoder_rows:
             problem = f"this model needs all images of a prompt at once: {rows} embeddings, where at most "
             problem += f"{config.num_encoder_rows} are kept: give fewer, or raise encoder_cache_size"

@@ -121,10 +121,12 @@ def test_a_prefix_is_found_for_the_same_pictures_alone(case, llm):
 
 
 def test_what_is_refused(case, llm):
-    many = {"prompt": text_of("w1 " + "@ w3 " * 9), "multi_modal_data": {"image": []}}
+    many: dict[str, Any] = {"prompt": text_of("w1 " + "@ w3 " * 9), "multi_modal_data": {"image": []}}
     for index in range(9):
         many["multi_modal_data"]["image"].append(np.full((9, 9, 3), 20 * index, np.uint8))
+    same = {"prompt": many["prompt"], "multi_modal_data": {"image": [picture(0)] * 9}}
     for prompt, message in (
+        (same, "this model needs all images of a prompt at once: 9 embeddings, where at most 8 are kept"),
         (many, "this model encodes all images of a prompt at once: .* give fewer"),
         ({"prompt": "w1", "multi_modal_data": {"image": [picture(0)]}}, r"has 0 of the placeholder '<\|image\|>'"),
     ):
