@@ -99,7 +99,9 @@ class AriaProcessor(UnitProcessor):
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image with the most crops."""
-        return max(self.sizes, key=lambda size: self._num_crops(size, self.most)) if self.splits else (self.most,) * 2
+        if not self.splits:
+            return self.most, self.most
+        return max(self.sizes, key=lambda size: self._num_crops(size, self.most))
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower.

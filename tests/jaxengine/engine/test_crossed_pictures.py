@@ -64,7 +64,7 @@ def check(case: Case, llm: LLM, times: int = 1) -> None:
         assert list(output.outputs[0].token_ids) == case.answers[number], PROMPTS[number]
         logits = case.recorded[f"logits_{number}"].astype(np.float64)
         wanted = logits.max(axis=1) - np.log(np.exp(logits).sum(axis=1))
-        scores = output.outputs[0].logprobs
+        scores = output.outputs[0].logprobs or []
         ours = [each[token].logprob for each, token in zip(scores, case.answers[number], strict=True)]
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4 * np.abs(logits).max())
     scheduler = llm.core.engine.scheduler
@@ -114,7 +114,8 @@ def test_a_prefix_is_found_for_the_same_pictures_alone(case, llm):
         prompt |= {"multi_modal_data": {"image": [picture(number) for number in pictures]}}
         before = scheduler.num_prefix_hits
         output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-        found.append((scheduler.num_prefix_hits - before, output.logprobs[0][output.token_ids[0]].logprob))
+        scores = output.logprobs or []
+        found.append((scheduler.num_prefix_hits - before, scores[0][output.token_ids[0]].logprob))
     for (missed, first), (hits, second) in zip(found[::2], found[1::2], strict=True):
         assert missed == 0 < hits and abs(first - second) < 1e-4
     assert len({round(score, 4) for _, score in found}) == 3

@@ -93,10 +93,18 @@ class CrossedPicturesExtension(DeviceExtension):
     def before_model(self, step: ForwardPass) -> ForwardPass:
         """Return the pass with a CrossPictures section: the pool, and what the step's tokens attend to."""
         ragged, own = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
-        fields = jnp.moveaxis(own[:, 1:].reshape(len(own), _FIELDS, self.most), 1, 0)
-        places = step.batch.positions
+        fields = own[:, 1:].reshape(len(own), _FIELDS, self.most)
         pictures = StepPictures(
-            step.given[NAME], own[:, 0], *fields, jnp.zeros_like(places), places, ragged.cu_q_lens, ragged.num_seqs
+            pool=step.given[NAME],
+            counts=own[:, 0],
+            rows=fields[:, 0],
+            begins=fields[:, 1],
+            ends=fields[:, 2],
+            positions=fields[:, 3],
+            sees=jnp.zeros_like(step.batch.positions),
+            places=step.batch.positions,
+            cu_q_lens=ragged.cu_q_lens,
+            num_rows=ragged.num_seqs,
         )
         pictures = pictures._replace(sees=what_is_seen(pictures, step.token_row, step.is_token))
         return step.with_section(NAME, CrossPictures(pictures, self.tower.layers))
