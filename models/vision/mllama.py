@@ -41,7 +41,7 @@ _DEFAULTS: dict[str, Any] = {
     "intermediate_layers_indices": [3, 7, 15, 23, 30],
     "vision_output_dim": 7680,
 }
-_EPS, _MAX_TILES, _MAX_LAYERS = 1e-5, 16, 256
+_EPS, _MAX_TILES, _MAX_LAYERS, _MOST_PATCHES = 1e-5, 16, 256, 1 << 16
 # The number of positions of a tile is padded to a multiple of this. Patches attend to the padding.
 _MULTIPLE = 8
 # Queries whose scores exist at once.
@@ -98,8 +98,9 @@ def read_mllama_tower(
 ) -> MllamaTowerConfig:
     """Return the tower's configuration from a config.json and its text part.
 
-    layers, num_kv_heads, head_dim: of the decoder's cross-attention. Raises ModelConfigError for wrong fields, for a
-    list of aspect ratios that is not of all tilings, and for an output size that is not that of all states taken.
+    layers, num_kv_heads, head_dim: of the decoder's cross-attention. Raises ModelConfigError for wrong fields, for more
+    than _MOST_PATCHES patches, for a list of aspect ratios that is not of all tilings, and for an output size that is
+    not that of all states taken.
     """
     vision = fields.with_defaults(vision_config={}).part("vision_config", **_DEFAULTS)
     own = {"num_attention_heads": vision.integer("attention_heads"), "layer_norm_eps": vision.number("norm_eps")}
@@ -107,8 +108,10 @@ def read_mllama_tower(
     most = vision.integer("max_num_tiles")
     if most > _MAX_TILES:
         raise vision.fail("max_num_tiles", f"an integer from 1 to {_MAX_TILES}")
+    if most * vit.num_patches > _MOST_PATCHES:
+        raise vision.fail("image_size", f"such that {most} tiles have at most {_MOST_PATCHES} patches")
     ratios = vision.value("supported_aspect_ratios", None)
-    if ratios is not None and [tuple(each) if isinstance(each, list) else each for each in ratios] != _tilings(most):
+    if ratios is not None and ratios != [list(each) for each in _tilings(most)]:
         raise vision.fail("supported_aspect_ratios", f"all tilings of at most {most} tiles, in their order, or absent")
     taken = vision.value("intermediate_layers_indices")
     if not isinstance(taken, list) or any(type(n) is not int or not 0 <= n < vit.num_layers for n in taken):

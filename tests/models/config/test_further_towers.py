@@ -259,6 +259,8 @@ PIXTRAL: dict[str, Any] = {
         (PHI3, "embd_layer", {"hd_transform_order": "glb_sub"}, 'hd_transform_order must be "sub_glb" or absent'),
         (MLLAMA, "vision_config", {"max_num_tiles": 17}, "max_num_tiles must be an integer from 1 to 16, got 17"),
         (MLLAMA, "vision_config", {"max_num_tiles": 3}, "supported_aspect_ratios must be all tilings of at most 3"),
+        (MLLAMA, "vision_config", {"supported_aspect_ratios": 7}, "supported_aspect_ratios must be all tilings"),
+        (MLLAMA, "vision_config", {"image_size": 1600}, "image_size must be such that 4 tiles have at most"),
         (MLLAMA, "vision_config", {"intermediate_layers_indices": [3]}, "indices must be a list of layers from 0"),
         (MLLAMA, "vision_config", {"vision_output_dim": 64}, "vision_output_dim must be hidden_size times 3"),
         (MLLAMA, "text_config", {"cross_attention_layers": [5]}, "must be a list of some, but not all, layers"),
