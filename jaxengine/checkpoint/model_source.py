@@ -147,8 +147,9 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
         if config.mm_limit(IMAGE if model.tower.by_place else AUDIO):
             return model
         name = "language_model_only" if config.language_model_only else "limit_mm_per_prompt"
-        what = "image, but the layers" if model.tower.by_place else "sound, but each request"
-        problem = f"{name} leaves no {what} of {model.architecture} attend to one"
+        problem = f"{name} leaves no sound, and {model.architecture} attends to one in each request"
+        if model.tower.by_place:
+            problem = f"{name} leaves no image, and layers of {model.architecture} attend to them"
         raise ConfigError.because(name, problem, "leave it out")
     sees, hears = (any(map(config.mm_limit, kinds)) for kinds in (MODALITIES, (AUDIO,)))
     used = [tower for tower in model.towers if (hears if tower.hears else sees)]
