@@ -93,6 +93,11 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "AyaVisionForConditionalGeneration": ("CohereLabs/aya-vision-8b",),
     "Cohere2VisionForConditionalGeneration": ("CohereLabs/command-a-vision-07-2025",),
     "InternVLForConditionalGeneration": ("OpenGVLab/InternVL3-1B-hf", "OpenGVLab/InternVL3-8B-hf"),
+    "MllamaForConditionalGeneration": (
+        "meta-llama/Llama-3.2-11B-Vision-Instruct",
+        "meta-llama/Llama-3.2-90B-Vision-Instruct",
+    ),
+    "AriaForConditionalGeneration": ("rhymes-ai/Aria", "rhymes-ai/Aria-Chat"),
     "Idefics2ForConditionalGeneration": ("HuggingFaceM4/idefics2-8b", "HuggingFaceM4/idefics2-8b-chatty"),
     "Idefics3ForConditionalGeneration": ("HuggingFaceTB/SmolVLM-256M-Instruct", "HuggingFaceM4/Idefics3-8B-Llama3"),
     "SmolVLMForConditionalGeneration": ("HuggingFaceTB/SmolVLM2-2.2B-Instruct",),

@@ -215,8 +215,8 @@ ROOMS = {
         "scheduler.extensions config.base config.features config checkpoint runner.base runner.programs"
     ),
     "runner.extensions.pictures": (
-        "sharding models.config models models.layers scheduler.base scheduler.batches scheduler.extensions "
-        "runner.base runner.programs"
+        "sharding models.config models models.layers.attention models.layers scheduler.base scheduler.batches "
+        "scheduler.extensions runner.base runner.programs"
     ),
     "runner.extensions.sounds": (
         "sharding models models.layers.attention scheduler.base scheduler.batches scheduler.extensions sampling "

@@ -26,7 +26,7 @@ from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooling_model import PoolingModel
-from jaxengine.config.inputs.multimodal import AUDIO, MODALITIES
+from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import RopeFactors
@@ -140,14 +140,16 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """Return the model without the towers of modalities that requests may not contain.
 
-    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the
-    model attends to a sound in each request.
+    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds,
+    or images, that layers of the model attend to.
     """
     if model.tower is not None and model.tower.crosses:
-        if config.mm_limit(AUDIO):
+        if config.mm_limit(IMAGE if model.tower.by_place else AUDIO):
             return model
         name = "language_model_only" if config.language_model_only else "limit_mm_per_prompt"
         problem = f"{name} leaves no sound, and {model.architecture} attends to one in each request"
+        if model.tower.by_place:
+            problem = f"{name} leaves no image, and layers of {model.architecture} attend to them"
         raise ConfigError.because(name, problem, "leave it out")
     sees, hears = (any(map(config.mm_limit, kinds)) for kinds in (MODALITIES, (AUDIO,)))
     used = [tower for tower in model.towers if (hears if tower.hears else sees)]
@@ -418,7 +420,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     fields = ConfigFields(read_object(folder, GENERATION) or {})
     try:
         ends = [end for end in fields.token_ids("eos_token_id") if end < model.vocab_size]
-        names = () if model.tower is not None and model.tower.crosses else ("suppress_tokens",)
+        attends = model.tower is not None and model.tower.crosses and not model.tower.by_place
+        names = () if attends else ("suppress_tokens",)
         suppressed = [each for name in names for each in fields.token_ids(name) if each < model.vocab_size]
         tower = None if model.tower is None else model.tower.with_generation(fields)
     except ModelConfigError as error:

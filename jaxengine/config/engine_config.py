@@ -412,7 +412,8 @@ class ResolvedConfig(EngineConfig):
       default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform; otherwise None.
       num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures, uses_mrope: num_rows, max_patches,
         max_sound_patches, whole and mrope of jaxengine.scheduler.extensions.pictures.PictureOptions.
-      attends_to_sounds: whether the tower's rows are sounds that layers attend to (TowerConfig.crosses).
+      attends_to_sounds, attends_to_pictures: whether the tower's rows are sounds, or images, that layers attend to
+        (TowerConfig.crosses).
     """
 
     max_model_len: int = 0
@@ -428,6 +429,7 @@ class ResolvedConfig(EngineConfig):
     whole_pictures: bool = False
     uses_mrope: bool = False
     attends_to_sounds: bool = False
+    attends_to_pictures: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:

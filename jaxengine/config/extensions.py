@@ -19,6 +19,10 @@ def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
         from jaxengine.scheduler.extensions.sounds import SoundOptions
 
         options.append(SoundOptions(config.num_encoder_rows, config.max_encoder_patches))
+    elif config.num_encoder_rows and config.attends_to_pictures:
+        from jaxengine.scheduler.extensions.crossed_pictures import CrossedPictureOptions
+
+        options.append(CrossedPictureOptions(config.num_encoder_rows, config.max_encoder_patches))
     elif config.num_encoder_rows:
         from jaxengine.scheduler.extensions.pictures import PictureOptions
 

@@ -27,6 +27,8 @@ PROCESSORS = {
     "InternVLForConditionalGeneration": "internvl:internvl",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3Processor",
     "Gemma4ForConditionalGeneration": "gemma4_sounds:gemma4",
+    "MllamaForConditionalGeneration": "mllama:MllamaProcessor",
+    "AriaForConditionalGeneration": "aria:AriaProcessor",
     "Idefics2ForConditionalGeneration": "idefics2:Idefics2Processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "Llama4ForConditionalGeneration": "llama4:Llama4Processor",

@@ -40,8 +40,10 @@ class TowerConfig:
       part_layers: for each part after the first, the number of decoder layers before it; () if there is one after each
         of the first layers.
       crosses: whether layers attend to the tower's result by cross-attention
-        (jaxengine.models.layers.attention.cross_attention), with one row for an audio item and no placeholder tokens in
-        the prompt.
+        (jaxengine.models.layers.attention), with one row for an item. Unless `by_place` is set, that is one sound, to
+        which all tokens attend, without a placeholder in the prompt.
+      by_place: with `crosses`, whether items are images, each with one token in the prompt from which on tokens attend
+        to it. What tokens before the first image compute depends on all of them.
       hears: whether it encodes audio instead of images. Patches are then frames of spectrograms.
       frames: spectrogram frames of a patch, for a tower that encodes audio.
       adapter: folder, within the checkpoint's, of the LoRA adapter with which prompts with images or audio run, if it
@@ -58,6 +60,7 @@ class TowerConfig:
     whole_prompt: int = 0
     in_windows_only: bool = False
     crosses: bool = False
+    by_place: bool = False
     hears: bool = False
     frames: int = 1
     adapter: str | None = None

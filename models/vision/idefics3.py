@@ -17,7 +17,7 @@ from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linea
 # Prefixes in the model's names of tensors; a checkpoint's names have more before them.
 TOWER, CONNECTOR = "vision_model", "connector"
 # transformers' defaults of fields that a file lacks.
-_DEFAULTS = {
+DEFAULTS = {
     "hidden_size": 1152,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -49,7 +49,7 @@ def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
     """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and if
     `scale_factor` (default: 2) does not divide the number of patches along a unit's side.
     """
-    vit = read_vit(fields.part("vision_config", **_DEFAULTS))
+    vit = read_vit(fields.part("vision_config", **DEFAULTS))
     factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)
     return Idefics3TowerConfig(
         num_features=vit.num_features,

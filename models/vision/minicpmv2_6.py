@@ -22,7 +22,7 @@ from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import parts_of
 from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP, ClipEncoder
 from jaxengine.models.vision.base.layers import tower_axis
-from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_by_queries, read_vit, table
 
 TOWER, RESAMPLER = "vpm", "resampler"
 _EPS = 1e-6
@@ -162,18 +162,8 @@ class Resampler(nnx.Module):
             for product, states in ((self.k, x + positions), (self.v, x))
         )
         # Scores exist for one crop at a time.
-        o = lax.map(lambda unit: _read(q, *unit), (k, v, is_key))
+        o = lax.map(lambda unit: read_by_queries(q, *unit), (k, v, is_key))
         return self.outward(self.last_norm(self.out(o.reshape(len(is_key) * len(q), -1))))
-
-
-def _read(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array) -> jax.Array:
-    """Return the attention output [Q, N, H] of queries q [Q, N, H] to the keys and values [S, N, H] of which
-    bool[S] are seen, with sums in float32.
-    """
-    scores = jnp.einsum("qnh,snh->nqs", q, k, preferred_element_type=jnp.float32) * q.shape[2] ** -0.5
-    # Not -inf: padding may have no key at all.
-    weights = jax.nn.softmax(jnp.where(is_key, scores, jnp.finfo(jnp.float32).min), axis=-1).astype(v.dtype)
-    return jnp.einsum("nqs,snh->qnh", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
 
 
 def _sinusoids(row: jax.Array, column: jax.Array, size: int) -> jax.Array:

@@ -115,7 +115,7 @@ def settle_encoder(
 ) -> dict[str, Any]:
     """Return the fields num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of
     ResolvedConfig, by name; {} without a tower. For a tower that layers cross-attend to, returns those of
-    `settle_sounds`.
+    `settle_sounds` or `settle_crossed_pictures`.
 
     Raises ConfigError if there are several nodes or, for a causal model, no chunked prefill, if steps are too small for
     an item that may not be split, if a limit is below one item, and, on a TPU, if the tower's items attend in both
@@ -132,9 +132,9 @@ def settle_encoder(
     if tower is None:
         return {}
     if tower.crosses:
-        from jaxengine.config.inputs.sounds import settle_sounds
+        from jaxengine.config.inputs.sounds import settle_crossed_pictures, settle_sounds
 
-        return settle_sounds(chosen, model, platform)
+        return (settle_crossed_pictures if tower.by_place else settle_sounds)(chosen, model, platform)
     encoded = [_most_encoded(chosen, each, sizes) for each in model.towers]
     most_rows = max(rows for rows, _ in encoded)
     whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]

@@ -1,4 +1,4 @@
-"""Sizes and refusals of an engine whose model attends to sounds."""
+"""Sizes and refusals of an engine whose model attends to sounds or images."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Most sounds that one step encodes: on a CPU, one sound takes longer than its request's steps.
 _TOGETHER = {"cpu": 1}
 _USUALLY_TOGETHER = 4
+# Images that are kept by default, and at most: slots have columns for as many.
+_IMAGES, _MOST_IMAGES = 8, 64
 
 
 def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platform) -> dict[str, Any]:
@@ -29,6 +31,43 @@ def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platf
     """
     tower = model.tower
     assert tower is not None
+    _check(chosen, model, "sounds")
+    asked = chosen["max_num_batched_encoder_tokens"]
+    together = _TOGETHER.get(platform.name, _USUALLY_TOGETHER) if asked is None else asked
+    together = min(together, chosen["max_num_seqs"])
+    rows = chosen["encoder_cache_size"] or chosen["max_num_seqs"]
+    return {
+        "num_encoder_rows": rows,
+        "max_encoder_patches": together * tower.unit,
+        "attends_to_sounds": True,
+    }
+
+
+def settle_crossed_pictures(chosen: Mapping[str, Any], model: ModelConfig, platform: Platform) -> dict[str, Any]:
+    """Return num_encoder_rows, max_encoder_patches and attends_to_pictures of ResolvedConfig, by name.
+
+    num_encoder_rows is the number of images kept, and the most that a prompt may have: encoder_cache_size, by default
+    _IMAGES, and at most _MOST_IMAGES. A step encodes at most max_num_batched_encoder_tokens images, by default all that
+    are kept; a prompt that has more is refused. platform: not used.
+
+    chosen: the other fields of ResolvedConfig, by name. model: has a tower of images. Raises ConfigError for an
+    encoder_cache_size above the limit, and for what `settle_sounds` raises it for.
+    """
+    tower = model.tower
+    assert tower is not None
+    _check(chosen, model, "images")
+    rows = chosen["encoder_cache_size"] or _IMAGES
+    if rows > _MOST_IMAGES:
+        raise ConfigError("encoder_cache_size", rows, f"1 to {_MOST_IMAGES} for this model")
+    asked = chosen["max_num_batched_encoder_tokens"]
+    together = rows if asked is None else min(asked, rows)
+    return {"num_encoder_rows": rows, "max_encoder_patches": together * tower.unit, "attends_to_pictures": True}
+
+
+def _check(chosen: Mapping[str, Any], model: ModelConfig, kind: str) -> None:
+    """Raise ConfigError for an option that models with cross-attention do not support. chosen: fields of
+    ResolvedConfig, by name. kind: what the model attends to.
+    """
     for name, wrong, advice in (
         ("pipeline_parallel_size", chosen["pipeline_parallel_size"] > 1, "leave it 1"),
         ("nnodes", chosen["nnodes"] > 1, "leave it 1"),
@@ -41,15 +80,6 @@ def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platf
     ):
         if wrong:
             problem = (
-                f"{name} is {chosen[name]!r}, which {model.architecture}, which attends to sounds, does not support"
+                f"{name} is {chosen[name]!r}, which {model.architecture}, which attends to {kind}, does not support"
             )
             raise ConfigError.because(name, problem, advice)
-    asked = chosen["max_num_batched_encoder_tokens"]
-    together = _TOGETHER.get(platform.name, _USUALLY_TOGETHER) if asked is None else asked
-    together = min(together, chosen["max_num_seqs"])
-    rows = chosen["encoder_cache_size"] or chosen["max_num_seqs"]
-    return {
-        "num_encoder_rows": rows,
-        "max_encoder_patches": together * tower.unit,
-        "attends_to_sounds": True,
-    }

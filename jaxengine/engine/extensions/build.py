@@ -80,6 +80,7 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # tokens without an alternative are drafts
             "pictures": "pictures" in runner.extensions,
             "sounds": "sounds" in runner.extensions,
+            "crossed_pictures": "crossed_pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
             "offload": "offload" in runner.extensions,
             "sessions": "offload" in runner.extensions,
@@ -197,7 +198,8 @@ class Extensions:
 
     def media_stats(self) -> MediaStats | None:
         """Return the counts of images and videos, or of sounds; None if the engine has no encoder."""
-        found = self.by_name.get("pictures") or self.by_name.get("sounds")
+        names = ("pictures", "sounds", "crossed_pictures")
+        found = next((self.by_name[name] for name in names if name in self.by_name), None)
         return None if found is None else cast("Pictures", found).stats
 
     def utilities(self) -> dict[str, Callable[..., Any]]:
@@ -251,6 +253,13 @@ class Extensions:
 
         media = None if self._inputs is None else self._inputs.media
         return Pictures(None if media is None else media.cache)
+
+    def _crossed_pictures(self) -> LoopExtension:
+        """Make the extension for images that layers attend to."""
+        from jaxengine.engine.extensions.crossed_pictures import CrossedPictures
+
+        media = None if self._inputs is None else self._inputs.media
+        return CrossedPictures(None if media is None else media.cache)
 
     def _offload(self) -> LoopExtension:
         """Make the extension for KV pages outside of the devices. Raises ConfigError for an option that cannot be
@@ -449,6 +458,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "alignment": _alignment,
     "arrivals": _arrivals,
     "capture": _capture,
+    "crossed_pictures": Extensions._crossed_pictures,
     "drafts": Extensions._drafts,
     "idle_sleep": _idle_sleep,
     "kv_events": _kv_events,

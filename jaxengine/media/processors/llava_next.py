@@ -17,7 +17,7 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
-from jaxengine.media.processors.settings import MAX_SIDE
+from jaxengine.media.processors.settings import MAX_SIDE, Pixels
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -80,16 +80,9 @@ class LlavaNextProcessor(LlavaProcessor):
         picture: uint8[H, W, 3]. options: ignored.
         """
         del options
-        side, (height, width) = self.side, picture.shape[:2]
-        rows, columns = self._tiling(height, width)
-        by_width, by_height = columns * side / width, rows * side / height
-        if by_width < by_height:
-            fitted = self.pixels.resized(picture, min(math.ceil(height * by_width), rows * side), columns * side)
-        else:
-            fitted = self.pixels.resized(picture, rows * side, min(math.ceil(width * by_height), columns * side))
-        canvas = np.zeros((rows * side, columns * side, 3), np.uint8)
-        top, left = (len(canvas) - len(fitted)) // 2, (canvas.shape[1] - fitted.shape[1]) // 2
-        canvas[top : top + len(fitted), left : left + fitted.shape[1]] = fitted
+        side = self.side
+        rows, columns = self._tiling(*picture.shape[:2])
+        canvas = on_canvas(self.pixels, picture, rows * side, columns * side)
         tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
         whole = self.pixels.resized(picture, side, side)
         return [middle(whole, side), *tiles], (rows, columns)
@@ -152,15 +145,9 @@ class LlavaNextProcessor(LlavaProcessor):
 
         height, width: size of the image in pixels, which keeps its aspect ratio.
         """
-        best, most_kept, least_waste = self.tilings[0], 0, math.inf
-        for rows, columns in self.tilings:
-            tall, wide = rows * self.side, columns * self.side
-            scale = min(wide / width, tall / height)
-            kept = min(int(width * scale) * int(height * scale), width * height)
-            waste = tall * wide - kept
-            if kept > most_kept or (kept == most_kept and waste < least_waste):
-                best, most_kept, least_waste = (rows, columns), kept, waste
-        return best
+        side = self.side
+        tall, wide = best_size(height, width, [(rows * side, columns * side) for rows, columns in self.tilings])
+        return tall // side, wide // side
 
     @staticmethod
     def _without_black(height: int, width: int, lines: int, columns: int) -> tuple[int, int, int, int]:
@@ -173,6 +160,34 @@ class LlavaNextProcessor(LlavaProcessor):
             return cut, 0, lines - 2 * cut, columns
         cut = (columns - int(round(width * (lines / height), 7))) // 2
         return 0, cut, lines, columns - 2 * cut
+
+
+def best_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the (height, width) of `sizes`, all in pixels, that keeps most pixels of an image of height x width which
+    is fitted into it, and of equal ones the one with the fewest pixels left over; the first of these.
+    """
+    best, most_kept, least_waste = sizes[0], 0, math.inf
+    for tall, wide in sizes:
+        scale = min(wide / width, tall / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        waste = tall * wide - kept
+        if kept > most_kept or (kept == most_kept and waste < least_waste):
+            best, most_kept, least_waste = (tall, wide), kept, waste
+    return best
+
+
+def on_canvas(pixels: Pixels, picture: np.ndarray, tall: int, wide: int) -> np.ndarray:
+    """Return an image, uint8[H, W, 3], fitted into uint8[tall, wide, 3], in the middle of black margins."""
+    height, width = picture.shape[:2]
+    by_width, by_height = wide / width, tall / height
+    if by_width < by_height:
+        fitted = pixels.resized(picture, min(math.ceil(height * by_width), tall), wide)
+    else:
+        fitted = pixels.resized(picture, tall, min(math.ceil(width * by_height), wide))
+    canvas = np.zeros((tall, wide, 3), np.uint8)
+    top, left = (tall - len(fitted)) // 2, (wide - fitted.shape[1]) // 2
+    canvas[top : top + len(fitted), left : left + fitted.shape[1]] = fitted
+    return canvas
 
 
 class LlavaFramesProcessor(LlavaNextProcessor):

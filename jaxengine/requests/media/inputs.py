@@ -182,17 +182,18 @@ class MediaInputs:
 
     def _prefix(self, token_ids: list[int], items: Sequence[MediaItem]) -> tuple[int, bytes]:
         """Return prefix_length and prefix_digest of a prompt's Media: (number of tokens, digest) for a model whose
-        prompt tokens attend to each other, so that the prompt is computed in one step, else (0, b"").
+        prompt tokens attend to each other, so that the prompt is computed in one step; (1, digest of the images alone)
+        for one whose first tokens depend on all images (TowerConfig.by_place), else (0, b"").
 
         Raises RequestError for a prompt, or images, that do not fit into one step, and for a prompt longer than a
         window.
         """
-        config, most = self._config, self._towers[0].whole_prompt
-        if not most:
+        config, most, by_place = self._config, self._towers[0].whole_prompt, self._towers[0].by_place
+        if not most and not by_place:
             return 0, b""
         step = config.max_num_batched_tokens - config.max_num_seqs
         most = min(most, step, config.long_prefill_token_threshold or step)
-        if len(token_ids) > most:
+        if len(token_ids) > most and not by_place:
             problem = f"this model computes a prompt with images at once: it must have at most {most} tokens, got "
             advice = "raise max_num_batched_tokens" if most < self._towers[0].whole_prompt else "it has windows"
             raise RequestError(f"{problem}{len(token_ids)} ({advice})", param="prompt", value=len(token_ids))
@@ -201,15 +202,16 @@ class MediaInputs:
             problem = f"this model encodes all images of a prompt at once: {patches} patches, where at most "
             problem += f"{config.max_encoder_patches} are possible: give fewer, or raise max_num_batched_encoder_tokens"
             raise RequestError(problem, param=DATA, value=patches)
-        rows = sum({item.digest: item.num_rows for item in items}.values())
+        # A slot has columns for each image, also for one that comes twice.
+        rows = len(items) if by_place else sum({item.digest: item.num_rows for item in items}.values())
         if rows > config.num_encoder_rows:
             problem = f"this model needs all images of a prompt at once: {rows} embeddings, where at most "
             problem += f"{config.num_encoder_rows} are kept: give fewer, or raise encoder_cache_size"
             raise RequestError(problem, param=DATA, value=rows)
-        digest = hashlib.sha256(np.asarray(token_ids, np.int32).tobytes())
+        digest = hashlib.sha256(b"" if by_place else np.asarray(token_ids, np.int32).tobytes())
         for item in items:
             digest.update(item.digest)
-        return len(token_ids), digest.digest()
+        return 1 if by_place else len(token_ids), digest.digest()
 
     def _options(self, options: Any) -> dict[str, Any]:
         """Return a request's mm_processor_kwargs, which may be None, merged over the engine's. Raises RequestError for

@@ -106,7 +106,11 @@ def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
 def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
     """Yield the extensions of the model's encoder tower, or of embeddings in requests; none without either."""
     tower = shape.model.config.tower
-    if tower is not None and tower.crosses:
+    if tower is not None and tower.by_place:
+        from jaxengine.runner.extensions.pictures.crossed_pictures import CrossedPicturesExtension
+
+        yield CrossedPicturesExtension(shape)
+    elif tower is not None and tower.crosses:
         from jaxengine.runner.extensions.sounds.section import SoundsExtension
 
         yield (sounds := SoundsExtension(shape))

@@ -18,7 +18,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import HeadsRMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.params.declare import Source
-from jaxengine.sharding.collectives import num_shards, sum_parts
+from jaxengine.sharding.collectives import num_shards, shard_index, sum_parts
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -177,13 +177,16 @@ class GatedMLP(nnx.Module):
     def partial(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Return this device's partial result f32[T, D] for x[T, D], whose tokens are already gathered.
 
-        The sum over the devices that share the MLP is the result, except for the biases, which are left out. adapters:
+        The sum over the devices that share the MLP is the result: the first of them adds the bias of down. adapters:
         those of x's rows, or None.
         """
         with jax.named_scope("gate_up"):
-            inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)
+            bias, dtype = self.gate_up.bias, self._out_dtype(x)
+            gate_up = self.gate_up.partial(x, adapters, out_dtype=dtype if bias is None else jnp.float32)
+            inner = self._activated(gate_up if bias is None else (gate_up + bias[...]).astype(dtype), x.dtype)
         with jax.named_scope("down"):
-            return self.down.partial(inner, adapters)
+            y, bias = self.down.partial(inner, adapters), self.down.bias
+            return y if bias is None else y + jnp.where(shard_index("ffn") == 0, bias[...].astype(jnp.float32), 0.0)
 
     def _out_dtype(self, x: jax.Array) -> Any:
         """Return the dtype in which gate and up are projected: x's, but float32 if there are pools for adapters.

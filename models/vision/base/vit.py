@@ -233,6 +233,16 @@ def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | N
     return lax.map(unit, (q, k, v, is_key))
 
 
+def read_by_queries(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array) -> jax.Array:
+    """Return the attention output [Q, N, H] of queries q [Q, N, H] to the keys and values [S, N, H] of which
+    bool[S] are seen, with sums in float32.
+    """
+    scores = jnp.einsum("qnh,snh->nqs", q, k, preferred_element_type=jnp.float32) * q.shape[2] ** -0.5
+    # Not -inf: padding may have no key at all.
+    weights = jax.nn.softmax(jnp.where(is_key, scores, jnp.finfo(jnp.float32).min), axis=-1).astype(v.dtype)
+    return jnp.einsum("nqs,snh->qnh", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
+
+
 class VitMLP(nnx.Module):
     """MLP fc2(activation(fc1(x)))."""
 

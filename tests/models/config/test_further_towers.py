@@ -20,15 +20,17 @@ GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
 PHI3, MINICPM = NAMED["microsoft/Phi-3.5-vision-instruct"], NAMED["openbmb/MiniCPM-V-2_6"]
 _XD = HUNYUAN["rope_scaling"]
-EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2 = (
+ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2, MLLAMA = (
     json.loads((FOLDER / name / "config.json").read_text())
     for name in (
+        "aria_vision",
         "exaone4_5_vision",
         "hyperclovax_vision",
         "granite4_plain_vision",
         "llava_next_video_vision",
         "ovis2_vision",
         "idefics2_vision",
+        "mllama_vision",
     )
 )
 
@@ -255,6 +257,23 @@ PIXTRAL: dict[str, Any] = {
         (PHI3, "img_processor", {"layer_idx": 25}, "layer_idx must be an integer from -25 to 24"),
         (PHI3, "img_processor", {"patch_size": 16}, "image_size must be such that it divides the 21 patches of"),
         (PHI3, "embd_layer", {"hd_transform_order": "glb_sub"}, 'hd_transform_order must be "sub_glb" or absent'),
+        (MLLAMA, "vision_config", {"max_num_tiles": 17}, "max_num_tiles must be an integer from 1 to 16, got 17"),
+        (MLLAMA, "vision_config", {"max_num_tiles": 3}, "supported_aspect_ratios must be all tilings of at most 3"),
+        (MLLAMA, "vision_config", {"supported_aspect_ratios": 7}, "supported_aspect_ratios must be all tilings"),
+        (MLLAMA, "vision_config", {"image_size": 1600}, "image_size must be such that 4 tiles have at most"),
+        (MLLAMA, "vision_config", {"intermediate_layers_indices": [3]}, "indices must be a list of layers from 0"),
+        (MLLAMA, "vision_config", {"vision_output_dim": 64}, "vision_output_dim must be hidden_size times 3"),
+        (MLLAMA, "text_config", {"cross_attention_layers": [5]}, "must be a list of some, but not all, layers"),
+        (MLLAMA, "text_config", {"cross_attention_layers": [1, 1]}, "must be a list of some, but not all, layers"),
+        (MLLAMA, "text_config", {"cross_attention_layers": []}, "must be a list of some, but not all, layers"),
+        (MLLAMA, "text_config", {"tie_word_embeddings": True}, "tie_word_embeddings must be false or absent, got True"),
+        (ARIA, None, {"projector_patch_to_query_dict": {"49": 1025}}, "dict must be a mapping of 1 to 65536 patches"),
+        (ARIA, None, {"projector_patch_to_query_dict": {"7²": 5}}, "dict must be a mapping of 1 to 65536 patches"),
+        (ARIA, None, {"projector_patch_to_query_dict": {}}, "with at most 64 entries, got {}"),
+        (ARIA, None, {"vision_feature_layer": [-1, -2]}, "vision_feature_layer must be an integer from -3 to 2"),
+        (ARIA, "text_config", {"model_type": "llama"}, "model_type must be aria_text, got 'llama'"),
+        (ARIA, "text_config", {"moe_topk": 9}, "num_per_token must be at most num_experts = 6, got 9"),
+        (ARIA, "vision_config", {"model_type": "siglip_vision_model"}, "model_type must be idefics3_vision"),
         (
             IDEFICS2,
             "perceiver_config",

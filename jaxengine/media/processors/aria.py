@@ -1,0 +1,187 @@
+"""Processor of Aria: an image, or each crop of one that is split, fitted into the upper left corner of a square."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from jaxengine.media.base.processor import Processed, check_room
+from jaxengine.media.processors.grids import check_ratio, learned_places
+from jaxengine.media.processors.llava_next import best_size, on_canvas
+from jaxengine.media.processors.settings import MAX_SIDE, bad_option, check_options, check_pictures
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.scheduler.base.errors import RequestError
+
+_MOST, _LEAST, _SPLIT, _SIZES = NAMES = "max_image_size", "min_image_size", "split_image", "split_resolutions"
+# Sides of squares that there are, in pixels.
+_SQUARES = 490, 980
+# transformers' split_resolutions, in the lesser of these.
+_ROWS_COLUMNS = (
+    *((1, columns) for columns in range(2, 9)),
+    *((2, columns) for columns in (4, 3, 2, 1)),
+    *((3, 1), (3, 2), (4, 1), (4, 2), (5, 1), (6, 1), (7, 1), (8, 1)),
+)
+_MAX_CROPS, _MAX_SIZES = 64, 256
+
+
+class AriaProcessor(UnitProcessor):
+    """Processor of AriaForConditionalGeneration. A unit is a crop, or a whole image that is not split.
+
+    max_image_size and split_image of a checkpoint's settings are not read: transformers' processor has 980 and False in
+    their place, unless a caller says otherwise.
+
+    Attributes:
+      most, least: limits of the sides of a crop in pixels. Its longer side is scaled to `most`, then a shorter one than
+        `least` is stretched to it.
+      splits: whether images are cut into crops.
+      sizes: (height, width) in pixels of the canvases that are cut into squares of `most` pixels, from the upper left
+        corner on; an image that is split is fitted into one of them.
+    """
+
+    defaults = {
+        "resample": int(Image.Resampling.BICUBIC),
+        "image_mean": (0.5,) * 3,
+        "image_std": (0.5,) * 3,
+        _LEAST: 336,
+    }
+    config_defaults = {"image_token_index": 9}
+    most: int
+    least: int
+    splits: bool
+    sizes: tuple[tuple[int, int], ...]
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        """Read and set the limits of sides, of which the larger is that of the largest of _SQUARES whose patches the
+        tower has a number of embeddings for, and the canvases. Raises ModelConfigError if there is no such square, for
+        a smaller one than min_image_size, and for canvases of too many crops.
+        """
+        if not (squares := self._squares()):
+            raise self.config_fields.fail("projector_patch_to_query_dict", self._allowed())
+        self.most, self.least, self.splits = max(squares), fields.integer(_LEAST), False
+        if self.least > self.most:
+            raise fields.fail(_LEAST, f"at most {self.most} pixels, the side of a square")
+        given = fields.value(_SIZES, None)
+        usual = [[rows * _SQUARES[0], columns * _SQUARES[0]] for rows, columns in _ROWS_COLUMNS]
+        listed = usual if given is None else given
+        right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_SIZES
+        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
+        if not right or any(type(side) is not int or not 1 <= side <= MAX_SIDE for each in listed for side in each):
+            raise fields.fail(_SIZES, f"a list of 1 to {_MAX_SIZES} pairs [height, width] of 1 to {MAX_SIDE} pixels")
+        self.sizes = tuple((height, width) for height, width in listed)
+        if max(self._num_crops(size, self.most) for size in self.sizes) > _MAX_CROPS:
+            raise fields.fail(_SIZES, f"of at most {_MAX_CROPS} squares of {self.most} pixels each")
+
+    def option_names(self) -> tuple[str, ...]:
+        return NAMES[:3]
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return a copy with an engine's options. Raises RequestError for unknown options, and for an invalid one."""
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.most = integer_option(options, _MOST, self.most, MAX_SIDE)
+        if found.most not in self._squares():
+            raise bad_option(_MOST, found.most, self._allowed())
+        if found.most != self.most and max(self._num_crops(size, found.most) for size in self.sizes) > _MAX_CROPS:
+            raise bad_option(_MOST, found.most, f"a side with at most {_MAX_CROPS} crops")
+        found.least = integer_option(options, _LEAST, min(self.least, found.most), found.most)
+        found.splits = boolean_option(options, _SPLIT, self.splits)
+        return found
+
+    def placeholder_id(self) -> int:
+        """Return image_token_index, or image_token_id, of config.json. Raises ModelConfigError if it is invalid."""
+        return self.token_id("image_token_index", "image_token_id")
+
+    def largest_size(self) -> tuple[int, int]:
+        """Return (height, width) in pixels of an image with the most crops."""
+        if not self.splits:
+            return self.most, self.most
+        return max(self.sizes, key=lambda size: self._num_crops(size, self.most))
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], for the tower.
+
+        options: mm_processor_kwargs, names of `option_names`. most: limit of patches; None for no limit. Raises
+        RequestError for other options and values, extreme aspect ratios, and more patches.
+        """
+        own = self.with_options(options)
+        check_pictures(modality, value, self.modalities, 3)
+        height, width = value.shape[:2]
+        check_ratio(height, width)
+        size, side, unit = best_size(height, width, self.sizes), own.most, self.tower.unit
+        check_room(modality, (self._num_crops(size, side) if own.splits else 1) * unit, most)
+        crops = [value]
+        if own.splits:
+            canvas = on_canvas(self.pixels, value, *size)
+            crops = [
+                canvas[top : top + side, left : left + side]
+                for top in range(0, size[0], side)
+                for left in range(0, size[1], side)
+            ]
+        patches = np.zeros((len(crops), unit, self.tower.num_features), np.float32)
+        places = np.full((len(crops), unit), -1, np.int32)
+        for number, crop in enumerate(crops):
+            own._write(patches[number], places[number], crop)
+        count, every = self._squares()[side], unit // self.tower.merge
+        rows = np.full((len(crops), every), -1, np.int32)
+        rows[:, :count] = np.arange(len(crops) * count).reshape(-1, count)
+        grid = 1, side // self.patch, side // self.patch * len(crops)
+        return Processed(
+            patches.reshape(-1, patches.shape[2]), places.reshape(1, -1), rows.ravel(), len(crops) * count, grid
+        )
+
+    def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
+        return [self.image_id] * item.num_rows
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its crops in one
+        line. Raises RequestError if a grid is given, and for partial crops.
+        """
+        count, side = self._squares()[self.most], self.most // self.patch
+        if grid is not None or num_rows % count:
+            shown = f"{num_rows} with grid {grid}" if grid else num_rows
+            problem = f"embeddings of an image of this model must be a multiple of {count}; they have no grid; got"
+            raise RequestError(f"{problem} {shown}", param="image")
+        return 1, side, side * (num_rows // count)
+
+    def _squares(self) -> dict[int, int]:
+        """Number of embeddings of a square by its side in pixels, of those sides that the tower has one for."""
+        queries = dict(self.tower.queries)
+        counts = {side: queries.get((side // self.patch) ** 2) for side in _SQUARES}
+        return {side: count for side, count in counts.items() if count is not None}
+
+    def _allowed(self) -> str:
+        """What max_image_size may be, or without any such side what the tower must have, for errors."""
+        if squares := self._squares():
+            return f"{' or '.join(map(str, squares))}, of whose patches config.json has a number of queries"
+        return f"with the number of patches of a square of {_SQUARES[0]} or {_SQUARES[1]} pixels"
+
+    @staticmethod
+    def _num_crops(size: tuple[int, int], side: int) -> int:
+        """Number of squares of `side` pixels that cover a canvas, (height, width) in pixels."""
+        return math.ceil(size[0] / side) * math.ceil(size[1] / side)
+
+    def _write(self, patches: np.ndarray, places: np.ndarray, crop: np.ndarray) -> None:
+        """Write the patches of a crop, uint8[H, W, 3], line by line of its square, into patches f32[S, F], and their
+        learned positions into places i32[S]. A patch that is partly of the crop has black pixels in the rest; others
+        are left as they are.
+        """
+        patch, side = self.patch, self.tower.vit.grid
+        scale = self.most / max(crop.shape[:2])
+        height, width = (max(int(each * scale), self.least) for each in crop.shape[:2])
+        height, width = (height, self.most) if crop.shape[1] >= crop.shape[0] else (self.most, width)
+        across = self.most // patch
+        high, wide = (min(-(-each // patch), across) for each in (height, width))
+        canvas = np.zeros((high * patch, wide * patch, 3), np.uint8)
+        fitted = self.pixels.resized(crop, height, width)[: high * patch, : wide * patch]
+        canvas[: len(fitted), : fitted.shape[1]] = fitted
+        cut = self.normalized(canvas).reshape(high, patch, wide, patch, 3).transpose(0, 2, 4, 1, 3)
+        at = (np.arange(high)[:, None] * across + np.arange(wide)).ravel()
+        patches[at] = cut.reshape(high * wide, -1)
+        places[at] = (learned_places(high, side)[:, None] * side + learned_places(wide, side)).ravel()

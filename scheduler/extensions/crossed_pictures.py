@@ -1,0 +1,110 @@
+"""Pool of encoded images that all tokens of a request may attend to: which row holds which image, which slots need it,
+and which images a step encodes.
+
+A slot keeps the rows of all images of its request for as long as the request has it. They are encoded before the
+forward pass with the first tokens of a request that takes a slot, also after a preemption, unless some row still holds
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledBatch
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.extensions.pictures import EncoderRows
+from jaxengine.scheduler.pages.snapshots import Hits
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
+
+NAME = "crossed_pictures"
+
+
+@dataclass(frozen=True)
+class CrossedPictureOptions:
+    """Options of a model with cross-attention to images.
+
+    Attributes:
+      num_rows: images that a replica's pool holds, and most that a prompt has.
+      max_patches: most patches that a replica encodes in one step.
+    """
+
+    num_rows: int
+    max_patches: int
+
+    def extension(self) -> CrossedPictures:
+        """Return a new scheduler extension with these options."""
+        return CrossedPictures(self)
+
+
+class CrossedPictures(SchedulerExtension):
+    """Scheduler extension with the pools of encoded images of all replicas."""
+
+    name: ClassVar[str] = NAME
+    ranks: Sequence[RankCrossedPictures]
+
+    def __init__(self, options: CrossedPictureOptions):
+        """Store the options. `start` creates the pools."""
+        self._options = options
+
+    @property
+    def rows(self) -> list[EncoderRows]:
+        """Pool of each replica."""
+        return [rank.rows for rank in self.ranks]
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        """Create `ranks`, one for each replica, with empty pools."""
+        self.ranks = [RankCrossedPictures(self._options) for _ in ranks]
+
+    def reset_cache(self) -> None:
+        """Drop the encoded images in the pools of all replicas; slots keep those that they need (EncoderRows.clear)."""
+        for rows in self.rows:
+            rows.clear()
+
+
+class RankCrossedPictures(RankExtension):
+    """One replica's pool of images in its schedule. Its section of a batch lists the images to be encoded before the
+    forward pass.
+    """
+
+    def __init__(self, options: CrossedPictureOptions):
+        """Create an empty pool."""
+        self.rows = EncoderRows(options.num_rows, options.max_patches)
+
+    def rows_of(self, request: Request) -> list[int]:
+        """Return the pool row of each image of a running request, in the order of its prompt. Raises KeyError for an
+        image without one.
+        """
+        if (media := request.media) is None:
+            return []
+        return [int(self.rows.index(request.slot, media, item.begin, 1)[0]) for item in media.items]
+
+    def begin(self) -> None:
+        """Start a step, with no image to encode yet."""
+        self.rows.begin_step()
+
+    def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        """Return `count` for a running request (hits None). For a request to be admitted, return 0 if any of its images
+        finds no pool row, or if the step has no room to encode it.
+        """
+        media = request.media
+        if hits is not None and media is not None and self.rows.reach(media, 0, media.end) < media.end:
+            return 0  # whatever prefix is cached: the tokens after it attend to the images, too
+        return count
+
+    def reserve(self, request: Request, start: int, count: int) -> None:
+        """Reserve pool rows for all images of the request; those not in the pool are added to those to be encoded."""
+        if request.media is not None:
+            self.rows.take(request.slot, request.media, 0, request.media.end)
+
+    def complete(self, batch: ScheduledBatch) -> None:
+        """Add the images to be encoded as a section of the batch, if there are any."""
+        if self.rows.encodes:
+            batch.sections[NAME] = self.rows.encodes
+
+    def release(self, slot: int) -> None:
+        """Release the slot's images; they stay in the pool until their rows are needed for others."""
+        self.rows.release(slot)
