@@ -335,5 +335,5 @@ class ModelRunner:
             else:
                 process, programs = 0, stage.program_bytes
             sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process}
-            plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory))
+            plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory(stage.extensions.values())))
         return max(plans, key=lambda plan: plan.planned)
