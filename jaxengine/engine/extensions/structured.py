@@ -25,9 +25,7 @@ from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.drafts import Drafts
 
-_NOTHING_LEFT = (
-    "no token is allowed by structured_outputs, other parameters and the model's suppress_tokens together"
-)
+_NOTHING_LEFT = "no token is allowed by structured_outputs, other parameters and the model's suppress_tokens together"
 # Time for which a sampler waits for masks. A request whose mask takes longer gives up its slot, so that others go on.
 _MASK_SECONDS = 0.05
 
