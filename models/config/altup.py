@@ -67,8 +67,7 @@ class BlockSkips:
 @dataclass(frozen=True)
 class SharedBlocks:
     """Transformer blocks of Zamba 2, of which several layers have the same one. Layers pass on the embedding with the
-    hidden state, because blocks read both. Each layer keeps the weights of its block itself, so that a model takes more
-    memory than its file: Zamba2-7B, whose 13 layers share 2 blocks, about half as much again.
+    hidden state, because blocks read both.
 
     Attributes:
       layers: numbers of the layers that have a block, ascending.
@@ -76,6 +75,8 @@ class SharedBlocks:
       rank: inner size of the low-rank products that a layer adds to the projections of its block.
       in_attention: whether queries, keys and values have such products, too, and not only gate and up.
       activation: name of the activation of the blocks' MLPs.
+      tied: whether a pipeline stage holds the weights of a block once. Otherwise each layer has its own, as in
+        transformers where `tie_word_embeddings` is false.
     """
 
     layers: tuple[int, ...]
@@ -83,6 +84,7 @@ class SharedBlocks:
     rank: int
     in_attention: bool
     activation: str
+    tied: bool
 
     def __post_init__(self) -> None:
         check_size("num_mem_blocks", self.count, _MOST_RANK)
