@@ -23,6 +23,16 @@ def is_of_block(name: str) -> bool:
     return _BLOCK.match(name) is not None
 
 
+def layers_sharing(name: str, blocks: SharedBlocks | None) -> tuple[int, ...]:
+    """Return the numbers of the layers that have the tensor or module `name`, the model's name, together; () for one
+    that a single layer has. blocks: the model's; None for a model without.
+    """
+    found = _BLOCK.match(name)
+    if found is None or blocks is None or not blocks.tied or "_adapter." in found[2]:
+        return ()
+    return blocks.sharing(int(found[1]))
+
+
 class NamedSource(WrappedSource):
     """WeightSource of a checkpoint under other names.
 
