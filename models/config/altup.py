@@ -5,11 +5,14 @@ layers with a shared block also read the embedding.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from jaxengine.models.config.fields import ModelConfigError, check_size
 
 _MOST_STREAMS, _MOST_RANK = 16, 1 << 16
+# A module or tensor of a block of Zamba 2: the number of its layer, and its name in the block.
+BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,12 @@ class SharedBlocks:
         if layer not in self.layers:
             return ()
         return self.layers[self.layers.index(layer) % self.count :: self.count]
+
+    def having(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the layers that have the module or tensor `name`, the model's name, together; () for
+        one that a single layer has.
+        """
+        found = BLOCK.match(name)
+        if found is None or not self.tied or "_adapter." in found[2]:
+            return ()
+        return self.sharing(int(found[1]))

@@ -22,7 +22,6 @@ from jaxengine.models.layers.attention.mla_expanded import may_expand, num_expan
 from jaxengine.models.layers.experts.expert_counts import rows_at_once
 from jaxengine.models.lora import declared_pools
 from jaxengine.models.params.declare import ParamDecl, declared_params
-from jaxengine.models.weights.views.renamed import layers_sharing
 from jaxengine.runner.extensions.scores import SCORE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from jaxengine.scheduler.batches.buckets import Bucket
@@ -240,8 +239,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             continue
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
-        size = math.prod(param.shape) // math.prod(over)
-        embedding = param.path[0] == "embed"
+        size, embedding = math.prod(param.shape) // math.prod(over), param.path[0] == "embed"
         if embedding and not (model.stage.is_last and config.tie_word_embeddings):
             continue
         rows = bucket.num_seqs * bucket.width if embedding or param.path[0] == "lm_head" else bucket.num_tokens
@@ -278,8 +276,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             continue
         uses = _num_uses(model, pool.decl.modules[0])
         reached_bytes += uses * math.prod(part) * jnp.dtype(pool.dtype).itemsize
-        flops += uses * 2 * math.prod(part) * bucket.num_tokens
-        row_bytes += uses * bucket.num_tokens * sum(part) * itemsize
+        flops += 2 * math.prod(part) * bucket.num_tokens * uses
+        row_bytes += bucket.num_tokens * sum(part) * itemsize * uses
     if block is not None:
         # The tokens of all replicas and their sums, and a block's results and their sums, in float32.
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
@@ -290,8 +288,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             heads = attention.num_heads // mesh.num_shards("heads")
             row_bytes += num_expanded_elements(attention, heads, bucket.num_tokens) * itemsize
     kinds = (config.attention[layer].state for layer in model.stage.layers)
-    state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
-    state_bytes //= mesh.model
+    state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state) // mesh.model
     sums = weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes
     return Products(flops, *sums, 0 if kv is None else _gathered_bytes(model, bucket, kv))
 
@@ -300,7 +297,8 @@ def _num_uses(model: Any, name: str) -> int:
     """Return how many of the stage's layers multiply by the weights of the checkpoint module `name`: more than one for
     those of a block that layers share.
     """
-    return max(1, sum(layer in model.stage.layers for layer in layers_sharing(name, model.config.shared_blocks)))
+    blocks = model.config.shared_blocks
+    return 1 if blocks is None else max(1, sum(layer in model.stage.layers for layer in blocks.having(name)))
 
 
 def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:

@@ -9,28 +9,16 @@ from collections.abc import Callable, Iterable
 import ml_dtypes
 import numpy as np
 
-from jaxengine.models.config.altup import SharedBlocks
+from jaxengine.models.config.altup import BLOCK, SharedBlocks
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
 
-# A tensor of a transformer block of Zamba 2: the number of its layer, and its name in the block.
-_BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")
 _LISTED = re.compile(r"_list\.(\d+)\.")
 
 
 def is_of_block(name: str) -> bool:
     """Return whether a tensor belongs to a transformer block of Zamba 2."""
-    return _BLOCK.match(name) is not None
-
-
-def layers_sharing(name: str, blocks: SharedBlocks | None) -> tuple[int, ...]:
-    """Return the numbers of the layers that have the tensor or module `name`, the model's name, together; () for one
-    that a single layer has. blocks: the model's; None for a model without.
-    """
-    found = _BLOCK.match(name)
-    if found is None or blocks is None or not blocks.tied or "_adapter." in found[2]:
-        return ()
-    return blocks.sharing(int(found[1]))
+    return BLOCK.match(name) is not None
 
 
 class NamedSource(WrappedSource):
@@ -149,7 +137,7 @@ class SharedBlocksSource(NamedSource):
     def __init__(self, source: WeightSource, blocks: SharedBlocks):
         super().__init__(source, lambda stored: None if is_of_block(stored) else stored)
         named, self._copies = dict.fromkeys(self._stored), dict[str, list[str]]()
-        for found in sorted(filter(None, map(_BLOCK.match, source.names())), key=lambda found: int(found[1])):
+        for found in sorted(filter(None, map(BLOCK.match, source.names())), key=lambda found: int(found[1])):
             stored, layer, name = found[0], int(found[1]), found[2]
             layers = blocks.sharing(layer) or (layer,)
             if (listed := _LISTED.search(name)) is not None and int(listed[1]) < len(blocks.layers):
