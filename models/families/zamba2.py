@@ -196,6 +196,7 @@ class Zamba2ForCausalLM(Decoder):
             return
         firsts: dict[tuple[int, ...], TransformerBlock] = {}
         for number, layer in zip(self.stage.layers, self.layers, strict=True):
+            assert isinstance(layer, Zamba2Layer)
             if (block := layer.block) is not None:
                 first = firsts.setdefault(config.shared_blocks.sharing(number), block)
                 if first is not block:
