@@ -34,6 +34,7 @@ POOLING_CLASSES = {
     "EuroBertForMaskedLM": ("LlamaForCausalLM", EMBED),
     "JinaEmbeddingsV5Model": ("Qwen3ForCausalLM", EMBED),
     "JinaEmbeddingsV5EncoderModel": ("LlamaForCausalLM", EMBED),  # the one above with is_decoder false
+    "VoyageQwen3BidirectionalEmbedModel": ("Qwen3ForCausalLM", EMBED),
     "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
     "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
     "InternLM2ForRewardModel": ("InternLM2ForCausalLM", TOKEN_CLASSIFY),
@@ -60,7 +61,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
 }
 # Classes with a decoder's layers whose tokens attend to the whole prompt, whatever their files say.
 _OF_LLAMAS = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
-BIDIRECTIONAL = (*_OF_LLAMAS, "ColPaliForRetrieval")
+BIDIRECTIONAL = (*_OF_LLAMAS, "ColPaliForRetrieval", "VoyageQwen3BidirectionalEmbedModel")
 # Values of the field `pooling` of classes that read it, by class or family; the first is the default.
 _OF_LLAMA = {"mean": MEAN, "avg": MEAN, "cls": CLS, "last": LAST}
 POOLINGS = dict.fromkeys(_OF_LLAMAS, _OF_LLAMA)

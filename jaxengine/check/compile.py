@@ -229,7 +229,7 @@ class Compiler:
             if total and given is None:
                 raise TooSmall(str(error)) from None
             raise
-        kept = stage.slot_bytes + stage.steps.memory.get("states", 0)
+        kept = stage.slot_bytes + stage.steps.memory().get("states", 0)
         return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + kept, held + of_others)
 
     def _stage_needs(self, stage: StagePrograms, whole: StagePrograms) -> tuple[StageNeeds, dict[str, int], int, int]:
@@ -256,7 +256,9 @@ class Compiler:
         of_whole, of_stage = counts
         programs = held * of_whole // of_stage + of_others
         workspace = forward["workspace_bytes"] + beside + whole.slot_bytes
-        return StageNeeds(programs, workspace, whole.steps.memory), forward, held, of_others
+        own = drafting(whole)
+        extensions = whole.steps.memory(() if own is None else (own.programs,))
+        return StageNeeds(programs, workspace, extensions), forward, held, of_others
 
     def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
         """Return a memory plan as a dict for the report.

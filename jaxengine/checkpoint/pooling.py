@@ -19,7 +19,7 @@ from jaxengine.checkpoint.sentence_transformers import (
 )
 from jaxengine.checkpoint.token_tasks import (
     EMBEDDINGS,
-    colbert_projection,
+    own_projection,
     retrieval_head,
     with_token_labels,
     with_tokens,
@@ -67,6 +67,8 @@ TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 JINA_V5, ADAPTERS = "JinaEmbeddingsV5", "adapters"
 # An architecture that pools sparsely even without sentence-transformers' files.
 SPLADE = "BertSpladeSparseEmbeddingModel"
+# One whose embeddings are projected by a matrix among its weights.
+VOYAGE = "VoyageQwen3BidirectionalEmbedModel"
 
 TokenId = Callable[[str], int | None]
 
@@ -133,7 +135,9 @@ def _embedder(
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
     head = retrieval_head(folder, fields) if task == TOKEN_EMBED and not dense else None
     if task == TOKEN_EMBED and not dense and head is None:
-        dense = (colbert_projection(folder, fields),)
+        dense = (own_projection(folder, fields),)
+    if architecture == VOYAGE and not dense:  # of each token before the mean, to which a projection is indifferent
+        dense = (own_projection(folder, fields),)
     if architecture == SPLADE:
         splade = splade or Splade(0)
     if splade is not None:

@@ -26,8 +26,8 @@ _LINEAR = ("linear.weight", "model.linear.weight")
 _PROJECTIONS = ("embedding_proj_layer", "custom_text_proj")
 
 
-def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
-    """Return the sizes of the projection that a ColBERT checkpoint has among its weights, as `linear.weight`.
+def own_projection(folder: Path, fields: ConfigFields) -> Dense:
+    """Return the sizes of the projection that a checkpoint (ColBERT, Voyage) has among its weights, as `linear.weight`.
 
     Only the header of the weights is read. fields: content of config.json, with hidden_size. Raises ModelFileError for
     a checkpoint without the projection or with another shape, ModelConfigError without hidden_size.
@@ -36,7 +36,7 @@ def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
     try:
         name = next((name for name in _LINEAR if name in checkpoint.names()), None)
         if name is None:
-            raise ModelFileError(folder, f"has no {_LINEAR[0]}, the projection of ColBERT, and no module Dense")
+            raise ModelFileError(folder, f"has no {_LINEAR[0]}, the projection of embeddings, and no module Dense")
         shape = checkpoint.shape(name)
     finally:
         checkpoint.close()

@@ -104,15 +104,17 @@ class SlotRows:
             request.stop_reason = _NOTHING_LEFT
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
-        """Whether any of the tokens `allowed`, bool[V], had a finite bias when the request sampled its last token; True
-        for a request without a bias.
+        """Whether any of the tokens `allowed`, bool[V], had a logit when the request sampled its last token: the model
+        does not suppress it, and the request's bias, if there is one, is finite.
         """
+        allowed = allowed.copy()
+        allowed[list(self._runner.suppressed_tokens)] = False
         output = np.asarray(request.output_token_ids[:-1], np.int32)
         for owner, bias, _ in self._biases.values():
             if owner is request:
                 forbidden = bias.forbidden(len(output), output)  # the recorded row may already be that of a later token
                 return bool(np.isfinite(bias.row(forbidden)[allowed]).any())
-        return True
+        return bool(allowed.any())
 
     def _begin(self, requests: list[Request]) -> None:
         """Send the parameters, logprob ids, token counts and biases of requests that are new in their slots, in one

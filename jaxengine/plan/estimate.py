@@ -90,7 +90,7 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
                 patch_bytes, depth = _tower_rows(stage, layout.part)
                 held += len(layout.sizes) * layers_with_code(backend, depth, of_tower=True) * how.layer
                 encoder = max(encoder, how.rows * layout.sizes[-1] * patch_bytes)
-    return StageNeeds(int(held), int(forward + programs.slot_bytes + epilogue + encoder), programs.memory)
+    return StageNeeds(int(held), int(forward + programs.slot_bytes + epilogue + encoder), stage.memory())
 
 
 def _share_of_code(stage: StageArrays, how: _Compiler) -> float:

@@ -60,7 +60,7 @@ class ModelRunner:
       stages: the pipeline stages in order; `last` is the last one, which samples.
       peers: the engine's other processes.
       packer: packs the messages of steps.
-      vocab_size: size of the model's vocabulary.
+      vocab_size, suppressed_tokens: those of the model's configuration.
       num_ranks: number of replicas.
       windows: for each cache group, how many keys must be kept for a token; None for all.
       weight_rows: for each kind of weight, how it is stored and multiplied.
@@ -84,7 +84,8 @@ class ModelRunner:
         self.config = config
         self.packer = stages[0].programs.packer
         self.compiles = CompileWatch()
-        self.vocab_size = stages[0].programs.model.config.vocab_size
+        model = stages[0].programs.model.config
+        self.vocab_size, self.suppressed_tokens = model.vocab_size, model.suppressed_tokens
         self.num_ranks = stages[0].programs.model.mesh.num_ranks
         self.windows = stages[0].programs.windows
         self.stages, self.last, self.peers = stages, stages[-1], peers
@@ -334,5 +335,5 @@ class ModelRunner:
             else:
                 process, programs = 0, stage.program_bytes
             sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process}
-            plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory))
+            plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory(stage.extensions.values())))
         return max(plans, key=lambda plan: plan.planned)

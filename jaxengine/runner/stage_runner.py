@@ -111,7 +111,7 @@ class StageRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes on one device of the weights, including extensions' weights and slot arrays."""
+        """Bytes on one device of the weights, including extensions' weights."""
         return sum(map(part_bytes, self.params)) + sum(each.weight_bytes for each in self.extensions.values())
 
     @property
@@ -163,7 +163,7 @@ class StageRunner:
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
         held = sum(needs.held if size >= LEAST_TOKENS else needs.held_as_whole for size in sizes)
         held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
-        return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory)
+        return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory(self.extensions.values()))
 
     def plan_pool(self, num_pages: int) -> None:
         """Store the pool's size in pages per layer and replica, on which the shapes of forward passes depend."""
@@ -389,7 +389,8 @@ def memory_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[
     needs are then only the memory of extensions.
     """
     skip = config.fixes_pages and not config.enforce_eager
-    return [StageNeeds(0, 0, stage.programs.memory) if skip else stage.estimate_needs() for stage in stages]
+    held = [stage.programs.memory(stage.extensions.values()) for stage in stages]
+    return [StageNeeds(0, 0, own) if skip else stage.estimate_needs() for stage, own in zip(stages, held, strict=True)]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:

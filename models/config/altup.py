@@ -5,11 +5,14 @@ layers with a shared block also read the embedding.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from jaxengine.models.config.fields import ModelConfigError, check_size
 
 _MOST_STREAMS, _MOST_RANK = 16, 1 << 16
+# A module or tensor of a block of Zamba 2: the number of its layer, and its name in the block.
+BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,7 @@ class BlockSkips:
 @dataclass(frozen=True)
 class SharedBlocks:
     """Transformer blocks of Zamba 2, of which several layers have the same one. Layers pass on the embedding with the
-    hidden state, because blocks read both. Each layer keeps the weights of its block itself, so that a model takes more
-    memory than its file: Zamba2-7B, whose 13 layers share 2 blocks, about half as much again.
+    hidden state, because blocks read both.
 
     Attributes:
       layers: numbers of the layers that have a block, ascending.
@@ -76,6 +78,8 @@ class SharedBlocks:
       rank: inner size of the low-rank products that a layer adds to the projections of its block.
       in_attention: whether queries, keys and values have such products, too, and not only gate and up.
       activation: name of the activation of the blocks' MLPs.
+      tied: whether a pipeline stage holds the weights of a block once. Otherwise each layer has its own, as in
+        transformers where `tie_word_embeddings` is false.
     """
 
     layers: tuple[int, ...]
@@ -83,6 +87,7 @@ class SharedBlocks:
     rank: int
     in_attention: bool
     activation: str
+    tied: bool
 
     def __post_init__(self) -> None:
         check_size("num_mem_blocks", self.count, _MOST_RANK)
@@ -100,3 +105,12 @@ class SharedBlocks:
         if layer not in self.layers:
             return ()
         return self.layers[self.layers.index(layer) % self.count :: self.count]
+
+    def having(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the layers that have the module or tensor `name`, the model's name, together; () for
+        one that a single layer has.
+        """
+        found = BLOCK.match(name)
+        if found is None or not self.tied or "_adapter." in found[2]:
+            return ()
+        return self.sharing(int(found[1]))

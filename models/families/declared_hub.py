@@ -105,6 +105,16 @@ def _telechat_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {"rope_theta": theta, "max_position_embeddings": longest}
 
 
+def _teleflm_scales(fields: ConfigFields) -> dict[str, float]:
+    """Return `input_mult` as the factor of embeddings, and `output_mult` / `mup_scale_factor` as that of logits, if
+    `use_mup` is true; {} otherwise. Each is 1 by default. Raises ModelConfigError for wrong fields.
+    """
+    if not fields.boolean("use_mup", False):
+        return {}
+    embeddings, logits, width = (fields.number(name, 1.0) for name in ("input_mult", "output_mult", "mup_scale_factor"))
+    return {"embedding_multiplier": embeddings, "logit_scale": logits / width}
+
+
 def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types` (every `sliding_window_pattern`-th layer is FULL, by default every eighth), the window
     (`window_size`, 128 by default, or the one in `sliding_window`, a number or a list with null for FULL layers) and
@@ -395,6 +405,16 @@ HUB_ROWS: dict[str, Row] = {
         only={"apply_residual_connection_post_layernorm": False, "embed_layernorm": False},
         bias=False,
         adapt=_telechat_fields,
+        **_RMS,
+    ),
+    "TeleFLMForCausalLM": Row(
+        "Tele-FLM (Li et al. 2024, arXiv:2404.16645): Llama with embeddings and logits multiplied by constants.",
+        DeclaredForm(norm=RMS),
+        defaults={"rms_norm_eps": 1e-6},
+        only={"attention_bias": False, "mlp_bias": False},
+        bias=False,
+        output_bias=False,
+        more=_teleflm_scales,
         **_RMS,
     ),
     "Plamo3ForCausalLM": Row(

@@ -71,6 +71,10 @@ class AddedProducts(nnx.Module):
         added = [up(part, rows, out_dtype=out_dtype) for up, part in zip(self.ups, inner, strict=True)]
         return self.base(x, rows, out_dtype=out_dtype) + jnp.concatenate(added, axis=-1)
 
+    def share(self, other: AddedProducts) -> None:
+        """Take the weights and adapter pools of `other`'s base in place of the own ones."""
+        self.base = other.base
+
     @property
     def lora(self) -> Any:
         """Pools for adapters of the base; None without."""
@@ -113,6 +117,18 @@ class TransformerBlock(nnx.Module):
         mlp.gate_up = AddedProducts(mlp.gate_up, size, [Source(f"{name}.0", blocks.rank)], ups, "ffn", build)
         self.mlp = mlp
         self.out = Linear(size, (Source(f"{LAYER}.linear", size),), axes=("embed", "latent"), build=build)
+
+    def share(self, other: TransformerBlock) -> None:
+        """Take the weights and adapter pools of the block `other` in place of the own ones. The low-rank products and
+        the projection that follows the block stay those of the layer.
+        """
+        self.input_norm, self.mlp_norm = other.input_norm, other.mlp_norm
+        self.attention.out, self.mlp.down = other.attention.out, other.mlp.down
+        self.mlp.gate_up.share(other.mlp.gate_up)
+        if isinstance(self.attention.qkv, AddedProducts):
+            self.attention.qkv.share(other.attention.qkv)
+        else:
+            self.attention.qkv = other.attention.qkv
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x [T, 2 * D] to ([T, D], the pool with this step's keys and values of the layer written)."""
@@ -167,9 +183,24 @@ class FirstHalfNorm(nnx.Module):
 
 
 class Zamba2ForCausalLM(Decoder):
-    """Decoder of Zamba2Layers, which pass on two hidden states of each token, [T, 2 * D]."""
+    """Decoder of Zamba2Layers, which pass on two hidden states of each token, [T, 2 * D]. If blocks are
+    tied, layers of a stage that share one have its weights once, in the first of them.
+    """
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",))
+
+    def __init__(self, config: ModelConfig, build: Build):
+        super().__init__(config, build)
+        assert config.shared_blocks is not None
+        if not config.shared_blocks.tied:
+            return
+        firsts: dict[tuple[int, ...], TransformerBlock] = {}
+        for number, layer in zip(self.stage.layers, self.layers, strict=True):
+            assert isinstance(layer, Zamba2Layer)
+            if (block := layer.block) is not None:
+                first = firsts.setdefault(config.shared_blocks.sharing(number), block)
+                if first is not block:
+                    block.share(first)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -202,6 +233,7 @@ class Zamba2ForCausalLM(Decoder):
             rank=fields.integer("adapter_rank", 128),
             in_attention=in_attention,
             activation=activation,
+            tied=fields.boolean("tie_word_embeddings", True),
         )
         attention = enumerate(shared["attention"])
         plain = replace(shared["attention"][0], rope=None, scale=None)

@@ -21,7 +21,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import ACTIVATIONS, TowerMLP, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import ACTIVATIONS, TowerMLP, in_blocks, read_activation, tower_axis
 from jaxengine.models.vision.base.vit import VitConfig, linear, read_vit, table
 
 TOWER, CONNECTOR = "vision_model", "connector"
@@ -40,6 +40,8 @@ _DEFAULTS: dict[str, Any] = {
 _LIMITS = {"resampler_n_latents": 1024, "resampler_depth": 64, "resampler_n_heads": 4096, "resampler_head_dim": 4096}
 # Elements between the products of a perceiver layer's MLP, in hidden sizes.
 _WIDER = 4
+# Most patches whose MLP is computed at once: it is as wide as the text's, many times the width of SigLIP's states.
+_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +133,7 @@ class Idefics2Tower(nnx.Module):
         config, place = self.config, columns[0]
         states = self.encoder(patches, place, config.unit)
         with jax.named_scope("projection"):
-            gate, up = (part.astype(jnp.float32) for part in jnp.split(self.up(states), 2, axis=-1))
-            context = self.down((ACTIVATIONS[config.projection_activation](gate) * up).astype(states.dtype))
+            context = in_blocks(self.projected, states, _ROWS)
         is_key = place.reshape(-1, config.unit) >= 0
         latents = self.latents[...]
         x = jnp.broadcast_to(latents, (len(is_key), *latents.shape)).reshape(-1, latents.shape[1])
@@ -140,6 +141,11 @@ class Idefics2Tower(nnx.Module):
             with jax.named_scope(f"perceiver_{number}"):
                 x = layer(x, context, is_key)
         return self.norm(x)
+
+    def projected(self, states: jax.Array) -> jax.Array:
+        """Return SigLIP's states [P, E] in the text's hidden size, [P, D]: down(activation(gate) * up)."""
+        gate, up = (part.astype(jnp.float32) for part in jnp.split(self.up(states), 2, axis=-1))
+        return self.down((ACTIVATIONS[self.config.projection_activation](gate) * up).astype(states.dtype))
 
 
 class _Layer(nnx.Module):

@@ -12,18 +12,20 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import ACTIVATIONS
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index, read_vit
+from jaxengine.models.vision.base.lines import (
+    EMBEDDING,
+    SQUARE,
+    LinesProjector,
+    LinesTowerConfig,
+    patches_of,
+    read_lines,
+)
+from jaxengine.models.vision.base.vit import read_vit
 
 # Prefix in the model's names of tensors, and of those of SigLIP; a checkpoint's names have more before it.
 TOWER = "image_embed"
 SIGLIP = f"{TOWER}.img_processor"
 LINE_END, BETWEEN = f"{TOWER}.sub_img_feature_extensor", f"{TOWER}.global_img_feature_extensor"
-# Patches along a side of the square that becomes one embedding.
-_SQUARE = 2
 # transformers' defaults of fields that a file lacks; files as first published have no vision_config.
 _DEFAULTS = {
     "hidden_size": 1152,
@@ -35,41 +37,17 @@ _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-# What files as first published say of images, all of which the tower computes.
-_PUBLISHED = {
-    "hd_transform_order": "sub_glb",
-    "image_token_compression_cls": "avg_pool_2d",
-    "projection_cls": "mlp",
-    "use_hd_transform": True,
-    "with_learnable_separator": True,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phi4TowerConfig(TowerConfig):
-    """SigLIP with Phi-4-multimodal's projector. The rows of a unit are those of its squares of patches, line by line,
-    then an end of each line, then the one between tiles and whole; the last two read no features.
-
-    Attributes:
-      vit: sizes.
-      num_used_layers: number of layers before the hidden states that are used.
+class Phi4TowerConfig(LinesTowerConfig):
+    """SigLIP with Phi-4-multimodal's projector. In an odd line of patches, a square at the edge has the second last
+    ones twice.
     """
-
-    vit: VitConfig
-    num_used_layers: int
-
-    @property
-    def lines(self) -> int:
-        """Lines and columns of a unit's rows. Where the number of patches in a line is odd, a square at the edge has
-        the second last ones twice.
-        """
-        return -(-self.vit.grid // _SQUARE)
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(self.num_used_layers, self.vit.num_layers)
-        layers = (f"{SIGLIP}.encoder.layers.{n}." for n in behind)
-        return (f"{SIGLIP}.head.", f"{SIGLIP}.post_layernorm.", *layers)
+        return self.unused_of(SIGLIP, f"{SIGLIP}.head.")
 
     def make(self, hidden_size: int, build: Build) -> Phi4Tower:
         return Phi4Tower(self, hidden_size, build)
@@ -86,21 +64,11 @@ def read_phi4(fields: ConfigFields) -> Phi4TowerConfig:
     said = (fields.mapping("embd_layer") or {}).get("image_embd_layer")
     if said is not None:
         published = ConfigFields({"image_embd_layer": said}).part("image_embd_layer")
-        published.require(**_PUBLISHED, crop_size=vit.image_size)
-    if vit.grid < _SQUARE:
-        raise vision.fail("image_size", f"at least {_SQUARE} patches of {vit.patch_size}")
+        published.require(**EMBEDDING, image_token_compression_cls="avg_pool_2d", crop_size=vit.image_size)
+    if vit.grid < SQUARE:
+        raise vision.fail("image_size", f"at least {SQUARE} patches of {vit.patch_size}")
     vision.require(crop_size=vit.image_size)
-    lines = -(-vit.grid // _SQUARE)
-    merge = _SQUARE**2
-    return Phi4TowerConfig(
-        num_features=vit.num_features,
-        columns=("place",),
-        merge=merge,
-        unit=merge * (lines * lines + lines + 1),
-        adapter="vision-lora",
-        vit=vit,
-        num_used_layers=read_layer_index(vision, vision.value("feature_layer", -2), vit.num_layers, "feature_layer"),
-    )
+    return Phi4TowerConfig(columns=("place",), adapter="vision-lora", **read_lines(vision, vit, "feature_layer"))
 
 
 class Phi4Tower(nnx.Module):
@@ -112,30 +80,16 @@ class Phi4Tower(nnx.Module):
     """
 
     def __init__(self, config: Phi4TowerConfig, hidden_size: int, build: Build):
-        vit = config.vit
-        self.config = config
-        self.encoder = ClipEncoder(vit, (config.num_used_layers,), SIGLIP, build)
-        ends = [ParamDecl((None,), (Source(name, vit.hidden_size),), init_std=0.02) for name in (LINE_END, BETWEEN)]
-        self.line_end, self.between = (declare((vit.hidden_size,), build.dtype, decl) for decl in ends)
-        up, down = (f"{TOWER}.img_projection_{name}" for name in ("up", "down"))
-        self.up = linear(vit.hidden_size, up, hidden_size, ("embed", "ffn"), build)
-        self.down = linear(hidden_size, down, hidden_size, ("ffn", "embed"), build)
+        self.config, self.encoder = config, config.encoder(SIGLIP, build)
+        modules = [f"{TOWER}.img_projection_{name}" for name in ("up", "down")]
+        self.projector = LinesProjector(config.vit.hidden_size, hidden_size, (LINE_END, BETWEEN), modules, build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        config, vit, lines = self.config, self.config.vit, self.config.lines
-        num_units = len(patches) // config.unit
-        used = patches.reshape(num_units, config.unit, -1)[:, : vit.num_patches]
-        places = columns[0].reshape(num_units, config.unit)[:, : vit.num_patches]
-        states = self.encoder(used.reshape(-1, used.shape[-1]), places.reshape(-1))
+        config, grid, lines = self.config, self.config.vit.grid, self.config.lines
+        states = self.encoder(patches_of(patches, config), patches_of(columns[0], config))
         with jax.named_scope("squares"):
-            odd = vit.grid % _SQUARE
-            states = states.reshape(num_units, vit.grid, vit.grid, -1)
+            odd, states = grid % SQUARE, states.reshape(-1, grid, grid, states.shape[-1])
             states = jnp.pad(states, ((0, 0), (0, odd), (0, odd), (0, 0)), mode="reflect")
-            squares = states.reshape(num_units, lines, _SQUARE, lines, _SQUARE, -1)
+            squares = states.reshape(-1, lines, SQUARE, lines, SQUARE, states.shape[-1])
             means = squares.astype(jnp.float32).mean(axis=(2, 4)).astype(states.dtype)
-            rows = means.reshape(num_units, lines * lines, -1)
-        ends = jnp.broadcast_to(self.line_end[...], (num_units, lines, rows.shape[-1]))
-        between = jnp.broadcast_to(self.between[...], (num_units, 1, rows.shape[-1]))
-        rows = jnp.concatenate([rows, ends, between], axis=1).reshape(-1, rows.shape[-1])
-        with jax.named_scope("projector"):
-            return self.down(ACTIVATIONS["gelu"](self.up(rows, out_dtype=jnp.float32)).astype(rows.dtype))
+        return self.projector(means.reshape(-1, lines * lines, means.shape[-1]), lines)

@@ -25,7 +25,7 @@ from jaxengine.models.weights.views.merged import AddedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 
 _LAYERS = f"{MODEL}layers."
-# Names of ColBERT's projection, which is the first Dense module of such a model.
+# Names of a projection among a model's weights (ColBERT, Voyage), which is the first Dense module of such a model.
 _PROJECTION = ("linear.weight", "model.linear.weight")
 
 
@@ -59,7 +59,8 @@ def with_own_files(
                 found[f"{head.source}."] = file
                 on_error.callback(file.close)
         on_error.pop_all()
-    return JoinedSource(weights, found) if found else weights
+    taken = _PROJECTION if any(not each.folder for each in pooler.dense) else ()  # it has a Dense module's name
+    return JoinedSource(weights, found, taken) if found else weights
 
 
 def _with_adapter(folder: Path, weights: WeightSource) -> WeightSource:
@@ -90,7 +91,7 @@ def _file_of(folder: Path, name: str) -> WeightSource | None:
 
 
 class _Linear(WrappedSource):
-    """WeightSource of ColBERT's projection alone, under the name `weight`."""
+    """WeightSource of the tensor in _PROJECTION alone, under the name `weight`."""
 
     def names(self) -> Iterable[str]:
         return ("weight",)
@@ -123,8 +124,8 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     projects = pooler is not None and any(not each.folder for each in pooler.dense)
 
     def named(name: str) -> str:
-        """Return the name of the checkpoint's tensor `name` with the common prefix; ColBERT's projection is named as a
-        Dense module.
+        """Return the name of the checkpoint's tensor `name` with the common prefix; one of _PROJECTION gets the name of
+        a Dense module's.
         """
         if projects and name in _PROJECTION:
             return f"{DENSE}.0.linear.weight"

@@ -21,7 +21,7 @@ from jaxengine.models.registry import build_eagle3, build_model, build_next_toke
 from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.runner.extensions.drafts.open import open_draft, settle_draft
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
-from jaxengine.sharding.rules import part_shape
+from jaxengine.sharding.rules import part_bytes, part_shape
 from jaxengine.sharding.stages import Stage
 
 
@@ -79,7 +79,7 @@ def drafting(stage: StagePrograms) -> Drafting | None:
         programs = HeadPrograms(model, stage.steps, config)
     leaves = [leaf for _, leaf in abstract_leaves(model, stage.mesh)]
     weights = programs.weights(leaves, stage.params)
-    return Drafting(programs, weights, programs.weight_bytes(leaves), programs.page_bytes)
+    return Drafting(programs, weights, sum(map(part_bytes, leaves)), programs.page_bytes)
 
 
 def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[CheckedProgram]:

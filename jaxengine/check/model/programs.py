@@ -146,7 +146,7 @@ class StagePrograms:
       steps: the engine's own programs.
       params: abstract weights.
       weight_bytes, page_bytes: bytes on one device of the weights, and of a page.
-      slot_bytes: bytes of the slots' state, which `steps.memory` does not include.
+      slot_bytes: bytes of the slots' state, which `steps.memory()` does not include.
       windows: windows of the cache groups.
     """
 

@@ -205,7 +205,7 @@ class Products:
     Attributes:
       flops: operations.
       weight_bytes: all weights, including experts that no token reaches: a kernel may have them as operands.
-      reached_bytes: weights that tokens reach.
+      reached_bytes: weights that tokens reach, once for each layer that multiplies by them.
       expert_bytes, quantized_bytes: the parts of weight_bytes that are experts, and codes with their scales and zeros.
       row_bytes: inputs and outputs of the products, in the model's dtype; for experts split over devices also the
         buffers to which all tokens are gathered and in which they are summed.
@@ -239,13 +239,12 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             continue
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
-        size = math.prod(param.shape) // math.prod(over)
-        embedding = param.path[0] == "embed"
+        size, embedding = math.prod(param.shape) // math.prod(over), param.path[0] == "embed"
         if embedding and not (model.stage.is_last and config.tie_word_embeddings):
             continue
         rows = bucket.num_seqs * bucket.width if embedding or param.path[0] == "lm_head" else bucket.num_tokens
         rows *= math.prod(mesh.ranks_sharing(axis) for axis in param.decl.axes if axis is not None)
-        reached, at_once = 1.0, rows
+        reached, at_once, uses = 1.0, rows, _num_uses(model, "".join(each.name for each in param.decl.sources[:1]))
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / config.experts.num_routed
             reached = min(1.0, picked)
@@ -255,12 +254,14 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         weight_bytes += num_bytes
         expert_bytes += num_bytes if param.decl.num_experts is not None else 0
         quantized_bytes += num_bytes if param.path[-1] in ("codes", "scales", "zeros") else 0
-        reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
+        reached_bytes += uses * int(size * reached) * jnp.dtype(param.dtype).itemsize
         scales = param.path[-1] in ("scales", "zeros")
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
-            flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
+            flops += (
+                uses * int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)
+            )  # two codes of four bits a byte
             wide = part[-1] * (_num_matrices(param.decl) // over[0] or 1)
-            row_bytes += int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
+            row_bytes += uses * int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
     for pool in declared_pools(model):  # adapters of every slot; a row uses one of them
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
         part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
@@ -273,9 +274,10 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             flops += 2 * math.prod(pair) * rows
             row_bytes += rows * sum(pair) * itemsize
             continue
-        reached_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
-        flops += 2 * math.prod(part) * bucket.num_tokens
-        row_bytes += bucket.num_tokens * sum(part) * itemsize
+        uses = _num_uses(model, pool.decl.modules[0])
+        reached_bytes += uses * math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        flops += 2 * math.prod(part) * bucket.num_tokens * uses
+        row_bytes += bucket.num_tokens * sum(part) * itemsize * uses
     if block is not None:
         # The tokens of all replicas and their sums, and a block's results and their sums, in float32.
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
@@ -286,10 +288,17 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             heads = attention.num_heads // mesh.num_shards("heads")
             row_bytes += num_expanded_elements(attention, heads, bucket.num_tokens) * itemsize
     kinds = (config.attention[layer].state for layer in model.stage.layers)
-    state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
-    state_bytes //= mesh.model
+    state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state) // mesh.model
     sums = weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes
     return Products(flops, *sums, 0 if kv is None else _gathered_bytes(model, bucket, kv))
+
+
+def _num_uses(model: Any, name: str) -> int:
+    """Return how many of the stage's layers multiply by the weights of the checkpoint module `name`: more than one for
+    those of a block that layers share.
+    """
+    blocks = model.config.shared_blocks
+    return 1 if blocks is None else max(1, sum(layer in model.stage.layers for layer in blocks.having(name)))
 
 
 def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:

@@ -25,6 +25,7 @@ from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.drafts import Drafts
 
+_NOTHING_LEFT = "no token is allowed by structured_outputs, other parameters and the model's suppress_tokens together"
 # Time for which a sampler waits for masks. A request whose mask takes longer gives up its slot, so that others go on.
 _MASK_SECONDS = 0.05
 
@@ -158,7 +159,7 @@ class Structured(LoopExtension):
                 else:
                     self.masks.advance(request, token_id, self._drafts.of_newest)
             elif token_id < 0 and not self._allowed_any(request):
-                request.stop_reason = "no token is allowed by structured_outputs and the other parameters together"
+                request.stop_reason = _NOTHING_LEFT
 
     def ended(self, request: Request) -> None:
         self.masks.drop(request)
@@ -206,7 +207,7 @@ class Structured(LoopExtension):
         return int(slots.num_tokens[slot] - slots.num_prompt[slot]) - (each.width if each.is_guided else 1)
 
     def _allowed_any(self, request: Request) -> bool:
-        """Whether the mask and bias of the token that a request sampled last left any token to sample; True without a
+        """Whether mask, bias and the model left any token to the request when it sampled its last one; True without a
         mask.
         """
         mask = self.masks.row(request, len(request.output_token_ids) - 1)

@@ -364,7 +364,7 @@ class StageExtension:
 
     Attributes:
       name: name of the capability.
-      weight_bytes: bytes of its own weights, and of the arrays that it holds for slots.
+      weight_bytes: bytes of its own weights.
       page_bytes: bytes that it holds for each KV page.
       models: abstract models whose weights it has. prefix: prefix of their names in tables of weights.
       reads_message: whether its programs before a forward pass read the message, which is then sent to the devices once
@@ -379,6 +379,12 @@ class StageExtension:
     prefix = ""
     reads_message = False
     fills_after_sample = False
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes, by purpose, that it holds besides weights, pages, programs and what DeviceExtension.memory
+        counts.
+        """
+        return {}
 
     @property
     def caches(self) -> Sequence[Any]:

@@ -12,7 +12,7 @@ communication between devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,10 +129,12 @@ class StepPrograms:
         """Bytes of one page on one device, in all layers of a group."""
         return page_bytes_of_group(self.groups, platform=self.platform)
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes on one device that extensions hold in addition to weights and workspace, by purpose, without zeros."""
-        return {purpose: size for each in self.extensions for purpose, size in each.memory().items() if size}
+    def memory(self, further: Iterable[Any] = ()) -> dict[str, int]:
+        """Return the bytes on one device that extensions hold in addition to weights and workspace, by purpose, without
+        zeros. further: StageExtensions, or DraftPrograms, whose `memory` is added.
+        """
+        held = (each.memory() for each in (*self.extensions, *further))
+        return {purpose: size for own in held for purpose, size in own.items() if size}
 
     @property
     def slot_bytes(self) -> int:

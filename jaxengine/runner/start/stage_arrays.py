@@ -59,14 +59,18 @@ class StageArrays:
         """Abstract model of the stage's draft model or head; None without one."""
         return None if self._draft is None else self._draft.model
 
+    def memory(self) -> dict[str, int]:
+        """Return the bytes on one device that extensions and drafts hold besides weights and workspace, by purpose."""
+        return self.programs.memory(() if self._draft is None else (self._draft,))
+
     def sizes(self, total: int, limit: int | None = None) -> StageSizes:
-        """Return the stage's weight and page bytes, drafts included, in the form that `plan_stages` takes.
+        """Return the stage's weight and page bytes, a draft model's included, in the form that `plan_stages` takes.
 
         total: bytes of one device. limit: limit in bytes that `plan_memory` takes; None without one.
         """
         weights, page = sum(map(part_bytes, self.params)), self.programs.page_bytes
         if self._draft is not None:
-            weights, page = weights + self._draft.weight_bytes(self.draft_params), page + self._draft.page_bytes
+            weights, page = weights + sum(map(part_bytes, self.draft_params)), page + self._draft.page_bytes
         return StageSizes(total, weights, page, limit)
 
     def arrays(self, num_pages: int) -> dict[str, list[Any]]:

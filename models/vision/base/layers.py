@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
@@ -31,6 +32,19 @@ def tower_axis(axis: str, build: Build) -> str:
     device has the whole tower (build.whole_parts).
     """
     return "embed" if TOWER in build.whole_parts else axis
+
+
+def in_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array, most: int) -> jax.Array:
+    """Return function(x), [T, E] for x [T, D], computed for at most `most` rows at a time, so that what it holds in
+    between exists for these alone. function: maps each row by itself, whatever the number of rows; blocks are equal,
+    and rows of zeros fill the last one.
+    """
+    count = -(-len(x) // most)
+    if count <= 1:
+        return function(x)
+    rows = -(-len(x) // count)
+    blocks = jnp.pad(x, ((0, count * rows - len(x)), (0, 0))).reshape(count, rows, -1)
+    return lax.map(function, blocks).reshape(count * rows, -1)[: len(x)]
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:

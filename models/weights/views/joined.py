@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -12,14 +12,16 @@ from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 class JoinedSource(WrappedSource):
     """WeightSource of a checkpoint and of further ones, whose tensors' names get a prefix for each checkpoint."""
 
-    def __init__(self, source: WeightSource, others: Mapping[str, WeightSource]):
-        """Wrap the sources. others: further checkpoints by prefix. `close` closes all of them."""
+    def __init__(self, source: WeightSource, others: Mapping[str, WeightSource], without: Collection[str] = ()):
+        """Wrap the sources. others: further checkpoints by prefix. without: tensors of `source` that are left out.
+        `close` closes all checkpoints.
+        """
         super().__init__(source)
-        self._others = dict(others)
+        self._others, self._without = dict(others), frozenset(without)
         self._where = {f"{prefix}{name}": (prefix, name) for prefix, other in others.items() for name in other.names()}
 
     def names(self) -> Iterable[str]:
-        return (*self._source.names(), *self._where)
+        return (*(name for name in self._source.names() if name not in self._without), *self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
         source, own = self._of(name)

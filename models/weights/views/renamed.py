@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterable
 import ml_dtypes
 import numpy as np
 
-from jaxengine.models.config.altup import SharedBlocks
+from jaxengine.models.config.altup import BLOCK, SharedBlocks
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
 
-# A tensor of a transformer block of Zamba 2: the number of its layer, and its name in the block.
-_BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")
 _LISTED = re.compile(r"_list\.(\d+)\.")
 
 
 def is_of_block(name: str) -> bool:
     """Return whether a tensor belongs to a transformer block of Zamba 2."""
-    return _BLOCK.match(name) is not None
+    return BLOCK.match(name) is not None
 
 
 class NamedSource(WrappedSource):
@@ -128,27 +126,43 @@ class RenamedSource(NamedSource):
 
 
 class SharedBlocksSource(NamedSource):
-    """WeightSource of a checkpoint of Zamba 2, with the tensors of its blocks under each layer that has the block.
+    """WeightSource of a checkpoint of Zamba 2, with the tensors of its blocks under each layer that has the block. If
+    blocks are tied, `names` has only the first of these layers; a pipeline stage reads them under its own first one.
 
-    A checkpoint stores a block under the first of these layers, or also under others. Its lists of low-rank products
+    A checkpoint stores a block under that layer, or also under others. Its lists of low-rank products
     (`..._adapter_list`) have one for each layer with a block, whichever; here these are in the layer itself, without
     the list: linear_q_adapter_list.3.0 is linear_q_adapter.0 of the fourth such layer.
     """
 
     def __init__(self, source: WeightSource, blocks: SharedBlocks):
         super().__init__(source, lambda stored: None if is_of_block(stored) else stored)
-        for stored in source.names():
-            if (found := _BLOCK.match(stored)) is None:
-                continue
-            layer, name = int(found[1]), found[2]
-            layers = (layer, *blocks.sharing(layer))
+        named, self._copies = dict.fromkeys(self._stored), dict[str, list[str]]()
+        for found in sorted(filter(None, map(BLOCK.match, source.names())), key=lambda found: int(found[1])):
+            stored, layer, name = found[0], int(found[1]), found[2]
+            layers = blocks.sharing(layer) or (layer,)
             if (listed := _LISTED.search(name)) is not None and int(listed[1]) < len(blocks.layers):
                 layers, name = (blocks.layers[int(listed[1])],), _LISTED.sub(".", name)
             for each in layers:
                 own = f"model.layers.{each}.shared_transformer.{name}"
-                if each == layer:
+                if each == layer and not blocks.tied:
                     self._stored[own] = stored
-                self._stored.setdefault(own, stored)
+                if self._stored.setdefault(own, stored) != stored and blocks.tied:
+                    self._copies.setdefault(own, []).append(stored)
+                if each == layers[0] or not blocks.tied:
+                    named[own] = None
+        self._named = tuple(named)
+
+    def names(self) -> Iterable[str]:
+        return self._named
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return a slice of a tensor. Raises ModelFileError if a copy of it, under another layer, has other values."""
+        found = super().read(name, rows, columns)
+        for copy in self._copies.get(name, ()):
+            if not np.array_equal(self._source.read(copy, rows, columns), found):
+                text = f"differs from {self._stored[name]}, but these layers share one block"
+                raise ModelFileError(self.path, text, copy)
+        return found
 
 
 def with_prefix(source: WeightSource, names: CheckpointNames, heads: Iterable[str] = ()) -> WeightSource:

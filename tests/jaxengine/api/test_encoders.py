@@ -32,7 +32,7 @@ OPTIONS = {
 }
 # Of each family one that embeds or one that scores; of RoBERTa's tests/sharding/test_encoders.py has one.
 ALWAYS = ("bert_score", "distilbert", "modernbert_score", "nomic_score", "gte", "jina_v3")
-ALWAYS += ("jina_v2_code", "mpnet", "qwen2_all", "t5_gated", "deberta_score")
+ALWAYS += ("jina_v2_code", "mpnet", "voyage", "t5_gated", "deberta_score")
 
 
 @pytest.fixture(

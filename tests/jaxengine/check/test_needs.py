@@ -10,6 +10,7 @@ from jaxengine.check.model.roofline import _num_matrices, product_work
 from jaxengine.check.model.shapes import SHAPES, model_config
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
@@ -39,6 +40,18 @@ def test_few_rows_of_an_expert_are_a_tile():
     assert tiled - plain == 6 * (16 - 1) * of_an_expert
     plain, tiled = (product_work(model, Bucket(64, 3), "bfloat16", pool).flops for pool in pools)
     assert tiled == plain
+
+
+def test_a_block_that_layers_share_is_held_once_and_multiplied_by_each():
+    tied = read_folder(CHECKPOINTS / "zamba2_shared")
+    assert tied.shared_blocks is not None
+    own = dataclasses.replace(tied, shared_blocks=dataclasses.replace(tied.shared_blocks, tied=False))
+    for build in (Build("float32"), Build("float32", lora=LoraSpec(2, 4))):
+        models = [build_model(config, build) for config in (tied, own)]
+        shared, apart = (product_work(model, Bucket(32, 8), "float32") for model in models)
+        assert dataclasses.replace(shared, weight_bytes=apart.weight_bytes) == apart
+        of_block = 64 * (3 * 64) + 64 * 32 + 32 * 80 + 40 * 32 + 64 + 32  # attention, MLP, two norms
+        assert build.lora is not None or apart.weight_bytes - shared.weight_bytes == 4 * of_block
 
 
 def test_experts_without_weights_cost_nothing():

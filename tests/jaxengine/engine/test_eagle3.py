@@ -303,7 +303,7 @@ def test_a_check_counts_a_head(tmp_path):
     """Its weights, what it keeps of slots and pages, and what the model's forward pass leaves it, before any device."""
     _, head = attending(tmp_path, 2)
     chosen: Any = {"method": "eagle3", "model": head, "num_speculative_tokens": 1}
-    known = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "block_size": 4}
+    known = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "block_size": 4, "kv_offloading_size": 0.01}
     model = read_hf(TINY | {"vocab_size": SIZE // 2})
     config = settled(EngineConfig(speculative_config=chosen, **known), model)
     (stage,) = open_stages(model, config, PLATFORMS["cpu"], jax.devices()[:1])
@@ -312,7 +312,9 @@ def test_a_check_counts_a_head(tmp_path):
     layer = 2 * SIZE * (64 + 32 + 32) + 64 * SIZE + 3 * SIZE * SIZE
     others = 2 * SIZE * SIZE + 4 * SIZE + (SIZE // 2 - 2) * SIZE
     padded = stage.steps.vocab_size
-    assert found.weight_bytes == 4 * (layer + others + padded) + 4 * 8 * SIZE
+    assert found.weight_bytes == 4 * (layer + others + padded)
+    on_their_way = 6 * 32 * found.page_bytes  # to host memory and back
+    assert found.programs.memory() == {"draft pages on their way": on_their_way, "draft states": 4 * 8 * SIZE}
     assert found.page_bytes == 4 * 4 * 2 * 32
     bucket = next(iter(stage.steps.packer.buckets))
     assert stage.steps.forwarded(bucket).sections["drafts"].shape == (bucket.num_tokens, 2 * SIZE)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from jaxengine import LLM
+from jaxengine.engine.extensions.structured import Structured
+from jaxengine.engine.slot_rows import SlotRows
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import RequestError
@@ -110,6 +116,26 @@ def test_other_parameters_cut_further(chat_llm):
     assert stopped.finish_reason == "stop" and stopped.stop_reason in "ae"
     (nothing,) = generate(chat_llm, params_of({"regex": "[a-z]+"}, allowed_token_ids=[ten]))
     assert nothing.finish_reason == "error" and "no token is allowed by structured_outputs" in nothing.stop_reason
+
+
+@pytest.mark.parametrize(("suppressed", "left"), [((), True), ((1,), True), ((1, 3, 5), False)])
+def test_what_the_model_suppresses_is_not_left(suppressed, left):
+    runner = SimpleNamespace(vocab_size=8, suppressed_tokens=suppressed)
+    words, request = np.array([0b1010], np.int32), SimpleNamespace(output_token_ids=[-1])
+    own: Any = Structured(cast(Any, SimpleNamespace(row=lambda request, number: words)))
+    own.loop = SimpleNamespace(runner=runner, rows=SlotRows(cast(Any, runner), cast(Any, None)))
+    assert own._allowed_any(request) is left
+
+
+@pytest.mark.thorough("the same of an engine of its own")
+def test_a_grammar_of_suppressed_tokens_says_so(chat_llm, chat_options, tmp_path):
+    decode = chat_llm.core.inputs.require_tokenizer().decode
+    suppressed = [token for token in range(chat_llm.core.engine.runner.vocab_size) if decode([token]).startswith("c")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": suppressed}))
+    with LLM(**chat_options | {"generation_config": str(tmp_path)}) as llm:
+        both = generate(llm, params_of({"choice": ["cat"]}), params_of({"choice": ["cat", "dog"]}))
+        assert llm.core.engine.request_stats.num_corrupted == 0
+    assert both[0].finish_reason == "error" and "suppress_tokens" in both[0].stop_reason and both[1].text == "dog"
 
 
 def test_logprobs_are_raw(chat_llm):

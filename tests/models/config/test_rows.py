@@ -121,6 +121,10 @@ def test_names_of_first_code():
     assert read_hf(own | {"rope_parameters": plain, "llama_4_scaling": scaling}) == read_hf(own)
     own = recorded("internvl_vision", architectures=["InternS1ForConditionalGeneration"])
     assert read_hf(own) == read_hf(recorded("internvl_vision"))
+    scaled = read_hf(recorded("teleflm"))  # input_mult 3, output_mult 4, mup_scale_factor 8
+    assert (scaled.embedding_multiplier, scaled.logit_scale) == (3.0, 0.5)
+    plain = read_hf(recorded("teleflm", use_mup=False))
+    assert (plain.embedding_multiplier, plain.logit_scale) == (1.0, 1.0)
     own = recorded("exaone_moe", architectures=["ExaoneMoEForCausalLM"])  # LGAI-EXAONE/K-EXAONE-236B-A23B
     assert read_hf(own) == read_hf(recorded("exaone_moe"))
 
@@ -294,6 +298,7 @@ def test_baichuan_of_7_and_of_13_billion():
             "layer_types must be a list of 5 of full_attention, sliding",
         ),
         ("mistral4", {"scoring_func": "sigmoid"}, 'scoring_func must be "softmax" or absent'),
+        ("teleflm", {"mup_scale_factor": 0}, "mup_scale_factor must be a finite number > 0"),
         ("telechat2", {"embed_layernorm": True}, "embed_layernorm must be false or absent"),
         ("recurrent_gemma", {"block_types": ["mamba"]}, "block_types must be a list of recurrent and attention"),
         ("recurrent_gemma", {"lru_width": 66}, "lru_width must be a multiple of num_attention_heads, 4, got 66"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxengine.models.vision.base.attention import UNIT, segment_attention, window_attention, window_block
+from jaxengine.models.vision.base.layers import in_blocks
 from jaxengine.models.vision.base.vit import attend_units
 
 HEADS, HEAD_DIM = 2, 8
@@ -113,3 +114,15 @@ def test_units_see_the_keys_that_they_may():
     wanted = expected(scaled[: limits[0]], k[0][: limits[0]], v[0][: limits[0]], segment[: limits[0]])
     np.testing.assert_allclose(found[0][: limits[0]], wanted, atol=2e-5)
     assert np.isfinite(found).all()
+
+
+def test_a_wide_mlp_is_computed_in_blocks():
+    """Rows are those of all at once; of Idefics2's (five units of 4,928 patches) few of the inner rows exist."""
+    w = jnp.asarray(np.random.RandomState(0).standard_normal((3, 5)), jnp.float32)
+    for count in (4, 11):
+        x = jnp.arange(3.0 * count).reshape(count, 3)
+        np.testing.assert_allclose(in_blocks(lambda each: each @ w, x, 4), x @ w, rtol=1e-6)
+    x, up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((24640, 1152), (1152, 28672), (28672, 64)))
+    run = jax.jit(lambda x, up, down: in_blocks(lambda each: jax.nn.silu(each @ up) @ down, x, 1024))
+    needed = run.lower(x, up, down).compile().memory_analysis()
+    assert needed is not None and needed.temp_size_in_bytes < 24640 * 28672 * 4 // 8

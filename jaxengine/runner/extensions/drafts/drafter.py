@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jaxengine.runner.extensions.drafts.section import NAME
 from jaxengine.runner.programs.program_needs import estimate_needs, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.sharding.rules import part_bytes
 
 
 class Drafter(StageExtension):
@@ -68,10 +69,11 @@ class Drafter(StageExtension):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes on one device of the draft model's weights, of the arrays that it holds for slots, and of those in
-        which its pages are copied.
-        """
-        return self.programs.weight_bytes(self.params)
+        """Bytes on one device of the draft model's weights."""
+        return sum(map(part_bytes, self.params))
+
+    def memory(self) -> Mapping[str, int]:
+        return self.programs.memory()
 
     @property
     def workspace_bytes(self) -> int:

@@ -63,27 +63,15 @@ class DraftPrograms:
         """Bytes of one page of the draft model's pool on one device."""
         return page_bytes_of_group(self._groups, platform=self.target.platform)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes on one device of the arrays that the draft model holds for slots, besides its pool."""
-        return 0
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes on one device of the arrays in which pages of the draft model's pool are copied to host memory and
-        back; 0 without tiers.
+    def memory(self) -> dict[str, int]:
+        """Return the bytes on one device, by purpose, of the arrays that the draft model holds besides its weights and
+        its pool: those in which pages of the pool are copied to host memory and back; none without tiers.
         """
         if not self._has_tiers:
-            return 0
+            return {}
         from jaxengine.runner.extensions.offload import bytes_on_their_way
 
-        return bytes_on_their_way(self.page_bytes)
-
-    def weight_bytes(self, own: Sequence[Any]) -> int:
-        """Return the bytes on one device of the draft model's leaves, arrays or shapes, of the arrays that it holds for
-        slots, and of those in which its pages are copied.
-        """
-        return sum(map(part_bytes, own)) + self.slot_bytes + self.copied_bytes
+        return {"draft pages on their way": bytes_on_their_way(self.page_bytes)}
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
         """Return the weights that the programs take: the draft model's leaves, and leaves of the target model if they
@@ -185,9 +173,9 @@ class HeadPrograms(DraftPrograms):
         self._lender = graph, jax.tree.structure(params)
         self.description += target.description
 
-    @property
-    def slot_bytes(self) -> int:
-        return part_bytes(self._hidden)
+    def memory(self) -> dict[str, int]:
+        """Return what DraftPrograms.memory does, and the bytes of a hidden state for each slot."""
+        return {**super().memory(), "draft states": part_bytes(self._hidden)}
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> HeadWeights:
         return HeadWeights(list(own), list(model))

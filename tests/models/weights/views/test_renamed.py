@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -123,14 +124,25 @@ def test_pooling_checkpoints_of_every_base(name, family, base):
 
 
 def test_blocks_that_layers_of_zamba_share():
-    """Layers 1, 2 and 4 have two blocks in turn; each of their low-rank products is in the list of a stored block."""
-    blocks, stem = SharedBlocks((1, 2, 4), 2, 3, True, "gelu"), "model.layers.{}.shared_transformer.{}".format
+    """Layers 1, 2 and 4 have two blocks in turn; each of their low-rank products is in the list of a stored block. What
+    layer 4 reads, where it is the first of a stage, has no name among the others.
+    """
+    blocks, stem = SharedBlocks((1, 2, 4), 2, 3, True, "gelu", True), "model.layers.{}.shared_transformer.{}".format
     stored = {"model.norm.weight": 0, stem(1, "o.weight"): 1, stem(2, "o.weight"): 2}
     stored |= {stem(1 + number % 2, f"q_list.{number}.0.weight"): 3 + number for number in range(3)}
-    expected = {"model.norm.weight": 0, stem(1, "o.weight"): 1, stem(2, "o.weight"): 2, stem(4, "o.weight"): 1}
+    expected = {"model.norm.weight": 0, stem(1, "o.weight"): 1, stem(2, "o.weight"): 2}
     expected |= {stem(layer, "q.0.weight"): 3 + number for number, layer in enumerate(blocks.layers)}
-    again = {stem(4, "o.weight"): 6, stem(4, "q_list.2.0.weight"): 5}  # the first block once more under the last layer
-    for given, changed in ({}, {}), (again, {stem(4, "o.weight"): 6}):
-        tensors = {name: np.full(1, number, np.float32) for name, number in {**stored, **given}.items()}
-        source = SharedBlocksSource(ArraySource(tensors), blocks)
-        assert {name: int(source.read(name)[0]) for name in source.names()} == expected | changed
+    again = {stem(4, "o.weight"): 1, stem(4, "q_list.2.0.weight"): 5}  # the first block once more under the last layer
+    tensors = {name: np.full(1, number, np.float32) for name, number in stored.items()}
+    copies = {name: np.full(1, number, np.float32) for name, number in again.items()}
+    for given in (tensors, tensors | copies):
+        source = SharedBlocksSource(ArraySource(given), blocks)
+        assert {name: int(source.read(name)[0]) for name in source.names()} == expected
+        assert int(source.read(stem(4, "o.weight"))[0]) == 1
+    other = ArraySource(tensors | {stem(4, "o.weight"): np.full(1, 6, np.float32)})
+    with pytest.raises(ModelFileError, match="differs from .*layers.1.*, but these layers share one block"):
+        SharedBlocksSource(other, blocks).read(stem(1, "o.weight"))
+    for given, of_last in ((ArraySource(tensors), 1), (other, 6)):  # without ties each layer has its own
+        source = SharedBlocksSource(given, replace(blocks, tied=False))
+        found = {name: int(source.read(name)[0]) for name in source.names()}
+        assert found == expected | {stem(4, "o.weight"): of_last}
