@@ -90,6 +90,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
+    @routes.post("/inference/v1/abort_requests")  # vLLM's path beside /inference/v1/generate
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, Any]:
         """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns the
