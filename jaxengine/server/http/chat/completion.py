@@ -44,9 +44,9 @@ class ChatAnswer:
             server.engine.inputs.require_tokenizer(),
             str(role),
             echoed,
-            body.num_listed,
+            None if self._run.hides_tokens else body.num_listed,
             as_token_ids=body.names_tokens_by_id(server.config),
-            with_token_ids=bool(body.return_token_ids),
+            with_token_ids=bool(body.return_token_ids) and not self._run.hides_tokens,
             with_versions=bool(body.return_weight_versions),
             is_named=isinstance(body.choice, NamedTool),
         )
