@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 
 from jaxengine.requests.output.outputs import Logprob, PositionLogprobs
 from jaxengine.scheduler.base.errors import RequestError
@@ -14,6 +14,10 @@ from jaxengine.server.http.chat.answers import ChatCompletionChunk
 from jaxengine.server.http.completions.answers import CompletionChunk
 from jaxengine.server.http.request.fields import JsonObject, TokenIds
 from jaxengine.server.http.request.protocol import ClosedModel, RequestModel
+
+T = TypeVar("T")
+# A list whose first wrong entry is the only fault that is reported.
+Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 class GivenLogprob(RequestModel):
@@ -27,7 +31,7 @@ class GivenLogprob(RequestModel):
 class GivenPosition(GivenLogprob):
     """The sampled token, and the tokens listed at its position."""
 
-    top_logprobs: list[GivenLogprob] = []
+    top_logprobs: Listed[GivenLogprob] = []
 
     def position(self) -> PositionLogprobs:
         """Return the log-probabilities by token id, the sampled token first, without texts."""
@@ -40,7 +44,7 @@ class GivenPosition(GivenLogprob):
 class GivenLogprobs(RequestModel):
     """Log-probabilities of each output token of a choice."""
 
-    content: list[GivenPosition] | None = None
+    content: Listed[GivenPosition] | None = None
 
 
 class GivenPiece(RequestModel):
@@ -92,15 +96,15 @@ class _Generated(RequestModel):
 class GivenAnswer(_Generated):
     """A complete answer of /inference/v1/generate."""
 
-    choices: list[GivenChoice]
-    prompt_logprobs: list[JsonObject | None] | None = None
+    choices: Listed[GivenChoice]
+    prompt_logprobs: Listed[JsonObject | None] | None = None
     kv_transfer_params: JsonObject | None = None
 
 
 class GivenChunk(_Generated):
     """An event of a stream of /inference/v1/generate."""
 
-    choices: list[GivenPiece]
+    choices: Listed[GivenPiece]
 
 
 class StreamState(ClosedModel):
@@ -144,11 +148,11 @@ class DerenderCompletion(ClosedModel):
 
     stream: bool = False
     model: str | None = None
-    generate_responses: list[GivenAnswer] | None = None
+    generate_responses: Listed[GivenAnswer] | None = None
     generate_chunk: GivenChunk | None = None
     stream_state: StreamState | None = None
-    prompt_tokens: list[int] | int | None = None
-    prompt_token_ids: list[int] | list[list[int] | None] | None = None
+    prompt_tokens: TokenIds | int | None = None
+    prompt_token_ids: Annotated[list[int] | list[list[int] | None] | None, SkipValidation] = None  # _recording does
     completion_request: JsonObject | None = None
 
 
