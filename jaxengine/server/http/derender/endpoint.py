@@ -97,8 +97,7 @@ async def _chat(server: ChatServer, body: DerenderChat, model: str) -> Response:
     await run.prepare([])
     number = len(ids or ()) if body.prompt_tokens is None else body.prompt_tokens
     if isinstance(given, GivenChunk):
-        chunks = [each async for each in run.chunks()] if recording.pieces else []
-        return _streamed(given, chunks[-1] if chunks else [], run.head, number, body.stream_state)
+        return _streamed(given, await _last(run, recording), run.head, number, body.stream_state)
     found = await run.body()
     return json_response({**found, **_about(given), "usage": _usage(number, [given])})
 
@@ -116,11 +115,14 @@ async def _completion(engine: EngineClient, config: ServerConfig, body: Derender
     else:
         prompts = one_each("prompt_token_ids", body.prompt_token_ids, len(given))
         counts = one_each("prompt_tokens", body.prompt_tokens, len(given))
+    if not all(each is None or (isinstance(each, int) and each >= 0) for each in counts):
+        raise RequestError("prompt_tokens must be numbers from 0, and one number with stream", param="prompt_tokens")
     prompts = [each.prompt_token_ids if ids is None else ids for ids, each in zip(prompts, given, strict=True)]
     inputs, name = engine.inputs, given[0].request_id
     asked = body.completion_request or _all_logprobs(given, chat=False)
     _refuse(asked)
-    fields = {**asked, "prompt": [0], "prompt_embeds": None, "stream": body.stream, "stream_options": None}
+    fields = {"n": max(len(each.choices) for each in given) or None, **asked, "prompt": [0], "prompt_embeds": None}
+    fields |= {"stream": body.stream, "stream_options": None}
     try:
         completion = CompletionRequest.model_validate(fields)
     except ValidationError as error:
@@ -130,16 +132,22 @@ async def _completion(engine: EngineClient, config: ServerConfig, body: Derender
         recordings[name if len(given) == 1 else f"{name}-{at}"] = _recording(
             each, body.stream_state, ids, inputs, config.max_n
         )
-    run = CompletionRun(RecordedEngine(engine, recordings), config, completion, name, model, _OPTIONS)
+    recorded: Any = RecordedEngine(engine, recordings)  # it pools nothing
+    run = CompletionRun(recorded, config, completion, name, model, _OPTIONS)
     run.prompts = [{"prompt_token_ids": each.prompt_ids} for each in recordings.values()]
     number = sum(len(ids or ()) if count is None else count for count, ids in zip(counts, prompts, strict=True))
     first = given[0]
     if isinstance(first, GivenChunk):
-        chunks = [each async for each in run.chunks()] if recordings[name].pieces else []
-        return _streamed(first, chunks[-1] if chunks else [], run.head, number, body.stream_state)
+        return _streamed(first, await _last(run, recordings[name]), run.head, number, body.stream_state)
     about = _about(first) if len(given) == 1 else {}
     about.pop("prompt_logprobs", None)  # a completion has them in its choices
     return json_response({**await run.answer(), **about, "usage": _usage(number, given)})
+
+
+async def _last(run: ChatAnswer | CompletionRun, recording: Recording) -> list[dict[str, Any]]:
+    """Return the chunks of a recording's last piece; [] for one without pieces. Raises RequestError."""
+    chunks = [each async for each in run.chunks()] if recording.pieces else []
+    return chunks[len(recording.pieces) - 1] if chunks else []  # a list with token counts may follow
 
 
 def _recording(
@@ -223,7 +231,7 @@ def _about(given: GivenAnswer) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(given, name)) is not None}
 
 
-def _usage(num_prompt_tokens: int, given: Sequence[GivenAnswer]) -> dict[str, Any]:
+def _usage(num_prompt_tokens: int, given: Sequence[GivenAnswer | GivenChunk]) -> dict[str, Any]:
     """Return the usage object of complete answers."""
     number = sum(len(choice.token_ids or ()) for each in given for choice in each.choices)
     return usage(num_prompt_tokens, number, 0)

@@ -94,6 +94,19 @@ async def test_events_are_derendered_one_by_one(app, path):
         assert all("role" not in choice["delta"] for chunk in chunks[1:] for choice in chunk["choices"])
 
 
+async def test_more_than_the_request_says(chat_engine):
+    """Choices without a request have numbers of their own; forced token counts do not replace a chunk."""
+    app = create_app(chat_engine, ServerConfig(enable_force_include_usage=True))
+    choices = [{"index": at, "token_ids": [5 + at]} for at in range(2)]
+    body = {"generate_responses": [{"request_id": "a", "choices": choices}] * 2}
+    found = (await post(app, f"{COMPLETIONS}/derender", **body)).json["choices"]
+    assert [each["index"] for each in found] == [0, 1, 2, 3] and found[0]["text"] == found[2]["text"] != ""
+    for path in (CHAT, COMPLETIONS):
+        chunk = {"request_id": "a", "choices": choices[1:]}
+        (choice,) = (await post(app, f"{path}/derender", generate_chunk=chunk, stream=True)).json["chunk"]["choices"]
+        assert choice["index"] == 1 and (choice.get("text") or choice["delta"]["content"]) == found[1]["text"]
+
+
 async def test_reasoning_and_calls_are_parsed(parsing, chat_engine):
     """Whole, and with every token in an event of its own: the same message."""
     ids = chat_engine.inputs.tokenizer.encode(SAID, add_special_tokens=False)
@@ -141,6 +154,7 @@ async def test_what_cannot_be_derendered_is_refused_by_name(app, parsing):
         (app, COMPLETIONS, {"generate_responses": [given] * 9999}, "generate_responses"),
         (app, COMPLETIONS, {"generate_responses": [given], "prompt_token_ids": [[5], [6]]}, "prompt_token_ids"),
         (app, COMPLETIONS, {"generate_responses": [given], "prompt_tokens": 4}, "prompt_tokens"),
+        (app, COMPLETIONS, {"generate_chunk": given, "stream": True, "prompt_tokens": [4]}, "prompt_tokens"),
     ]
     for changes in ({"token_ids": [10**9]}, {"token_ids": [5] * 9999}, {"logprobs": wrong}):
         body = {"generate_response": {**given, "choices": [{**choice, **changes}]}}
