@@ -178,7 +178,9 @@ def _recording(
     for choice in given.choices:
         number = len(prompt_ids) + len(earlier) + len(choice.token_ids or ())
         if number > most:
-            raise RequestError(f"{field} and its prompt have {number} tokens; allowed: {most}", param=field)
+            raise RequestError(
+                f"{field} and its prompt have {number} tokens; allowed: {most} (max_model_len)", param=field
+            )
         check_token_ids(field, choice.token_ids or [], size)
         for position in choice.positions(field) or ():
             check_token_ids(field, list(position), size)
