@@ -97,14 +97,15 @@ async def test_events_are_derendered_one_by_one(app, path):
 async def test_more_than_the_request_says(chat_engine):
     """Choices without a request have numbers of their own; forced token counts do not replace a chunk."""
     app = create_app(chat_engine, ServerConfig(enable_force_include_usage=True))
-    choices = [{"index": at, "token_ids": [5 + at]} for at in range(2)]
+    encode = chat_engine.inputs.tokenizer.encode
+    choices = [{"index": at, "token_ids": encode(text, add_special_tokens=False)} for at, text in enumerate("ab")]
     body = {"generate_responses": [{"request_id": "a", "choices": choices}] * 2}
     found = (await post(app, f"{COMPLETIONS}/derender", **body)).json["choices"]
-    assert [each["index"] for each in found] == [0, 1, 2, 3] and found[0]["text"] == found[2]["text"] != ""
+    assert [(each["index"], each["text"]) for each in found] == [(0, "a"), (1, "b"), (2, "a"), (3, "b")]
     for path in (CHAT, COMPLETIONS):
         chunk = {"request_id": "a", "choices": choices[1:]}
         (choice,) = (await post(app, f"{path}/derender", generate_chunk=chunk, stream=True)).json["chunk"]["choices"]
-        assert choice["index"] == 1 and (choice.get("text") or choice["delta"]["content"]) == found[1]["text"]
+        assert choice["index"] == 1 and (choice.get("text") or choice["delta"]["content"]) == "b"
 
 
 async def test_reasoning_and_calls_are_parsed(parsing, chat_engine):
