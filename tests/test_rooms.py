@@ -363,6 +363,10 @@ ROOMS = {
         "scheduler.base tokens requests.params requests.output requests api server.base server.http.request "
         "server.http.answer server.http"
     ),
+    "server.http.derender": (
+        "scheduler.base requests.params requests.output requests api server.base server.http.request "
+        "server.http.answer server.http server.http.chat server.http.completions"
+    ),
     "server.http.responses": (
         "scheduler.base tokens media.fetching media parsers.scan parsers.tools requests.params requests.output api "
         "server.base server.stored server.http.request server.http.answer server.http server.http.chat"
@@ -387,7 +391,7 @@ ROOMS = {
         "scheduler.base jaxengine:base engine.stats requests.media requests.params api server.base server.adapters "
         "server.observe server.stored server.http.request server.http.answer server.http server.http.chat "
         "server.http.completions server.http.responses server.http.messages server.http.audio server.http.pooling "
-        "server.http.batches"
+        "server.http.batches server.http.derender"
     ),
     "server.batch": (
         "config.base config requests.params api server.base server.adapters server.batch:base server.http:app"

@@ -309,7 +309,8 @@ class EngineConfig(
         longest, vocab_size = model.max_position_embeddings, model.vocab_size
         if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
             problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"
-            raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}")
+            why = "each step with logprobs sorts as many for every row"
+            raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}, as {why}")
         if (given := given_length(self.max_model_len)) is not None and given > longest:
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = given or longest

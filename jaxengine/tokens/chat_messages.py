@@ -23,8 +23,8 @@ MEDIA_TYPES = ("image", "video", "audio")
 THINKING = "thinking"
 # Type of a text part -> key of the part that holds the text. Types of /v1/responses are allowed, as in vLLM.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Names of a model's reasoning in answers; templates use the first.
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+# Names of a model's reasoning in answers, the one that counts first. Templates use one of the first two.
+REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 
 # Nesting depth of arguments in a message: tool_calls, the call, function, arguments.
 _ARGUMENTS_DEPTH = 4
@@ -40,7 +40,7 @@ def checked_messages(messages: Any, joint: str = "\n") -> list[Message]:
 
     Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`;
     with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES or THINKING stays a
-    list. Reasoning under any of REASONING_NAMES is stored under the first of them, too, and a refusal becomes the
+    list. Reasoning under any of REASONING_NAMES is stored under the first two of them, and a refusal becomes the
     content where that is missing.
 
     Raises RequestError(param="messages") for invalid messages.
@@ -151,9 +151,9 @@ def kind(value: Any) -> str:
 
 
 def _checked_message(message: Any, where: str, joint: str) -> Message:
-    """Check one message and return a copy without None values. Reasoning is stored under the first of REASONING_NAMES,
-    and a refusal takes the place of a missing content. Content parts are joined by `joint` unless there are others than
-    texts. where: path of the message in errors. Raises RequestError for an invalid message.
+    """Check one message and return a copy without None values. Reasoning is stored under the first two of
+    REASONING_NAMES, and a refusal takes the place of a missing content. Content parts are joined by `joint` unless
+    there are others than texts. where: path of the message in errors. Raises RequestError for an invalid message.
     """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
@@ -161,7 +161,7 @@ def _checked_message(message: Any, where: str, joint: str) -> Message:
     if not isinstance(role, str) or not role:
         raise _refused(f"{where}.role must be a text that is not empty, got {kind(role)}", role)
     calls = _checked_calls(message.get("tool_calls"), where)
-    reasoning = [message[name] for name in REASONING_NAMES if message.get(name) is not None]
+    reasoning = any(message.get(name) is not None for name in REASONING_NAMES)
     refusal = message.get("refusal")
     if content is None and isinstance(refusal, str):
         content = refusal
@@ -177,7 +177,10 @@ def _checked_message(message: Any, where: str, joint: str) -> Message:
     checked = plain({**message, "content": content, "tool_calls": calls}, "messages")
     # Templates print None as "None", but handle a missing key.
     checked = {key: value for key, value in checked.items() if value is not None}
-    return {**checked, REASONING_NAMES[0]: reasoning[0]} if reasoning else checked
+    if reasoning:
+        counts = next(checked[name] for name in REASONING_NAMES if name in checked)
+        checked |= dict.fromkeys(REASONING_NAMES[:2], counts)
+    return checked
 
 
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:

@@ -52,6 +52,11 @@ class MediaItem:
         return 0 if self.modality == EMBEDS else len(self.patches)
 
     @property
+    def num_bytes(self) -> int:
+        """Size of its input of the tower, or of its embeddings, in bytes."""
+        return self.patches.nbytes + self.columns.nbytes + self.rows.nbytes
+
+    @property
     def begin(self) -> int:
         """First position of the item in the prompt."""
         return int(self.positions[0])

@@ -26,7 +26,8 @@ CAPTURE = 1 << 10
 PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
 # Features that act on prompt tokens whose successor is known.
 PROMPT_FEATURES = PROMPT_LOGPROBS
-# Limit of an engine's max_logprobs: the sampler always selects max_logprobs top tokens.
+# Limit of an engine's max_logprobs: if one row of a step wants logprobs, however few, the sampler sorts as many best
+# tokens for every row. A whole vocabulary would slow down all requests with logprobs, not just those that want it.
 MAX_LOGPROBS = 1024
 # Most tokens whose logprobs a request may ask for by id, in output and prompt together. vLLM has the same limit for the
 # output. The devices reserve room for as many in every slot.

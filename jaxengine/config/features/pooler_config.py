@@ -18,6 +18,7 @@ EARLIER = ("override_pooler_config", "task", *ROPE_OPTIONS)
 # vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tok_pooling_type": ("ALL",),
+    "enable_flash_late_interaction": (False, True),  # selects a kernel of vLLM
     "enable_chunked_processing": (False,),
     "max_embed_len": (),
     "logit_mean": (),
@@ -46,7 +47,7 @@ POOLING_FIELDS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class PoolerConfig:
     """Overrides of the checkpoint's pooling; None keeps the checkpoint's value.
 
@@ -62,8 +63,15 @@ class PoolerConfig:
     use_activation: bool | None = None
     dimensions: int | None = None
 
-    def __post_init__(self):
-        """Raise ConfigError, which names the field, for values that are not allowed."""
+    def __init__(self, **given: Any):
+        """Set the fields, also by other names that vLLM has for them. vLLM's other fields are accepted with the values
+        that have no effect here.
+
+        Raises ConfigError for unknown fields, a field given twice with different values, and values that are not
+        allowed or not supported.
+        """
+        for name, value in _chosen(given).items():
+            object.__setattr__(self, name, value)
         for name, allowed in (("task", _TASKS), ("pooling_type", POOLING_TYPES)):
             value = getattr(self, name)
             if value is not None and value not in allowed:
@@ -75,31 +83,35 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig | None:
-        """Return the config for a dict of its fields, in which earlier names of vLLM are translated; None for None. A
-        config is returned unchanged.
-
-        Raises ConfigError for unknown fields, a field given twice with different values, and values that are not
-        supported.
+        """Return the config for a dict of its fields; None for None. A config is returned unchanged. Raises ConfigError
+        for other values, and as the constructor does.
         """
         if value is None or isinstance(value, cls):
             return value
-        name = "pooler_config"
         if not isinstance(value, Mapping):
-            raise ConfigError(name, value, "a dict of its fields")
-        known, chosen = [field.name for field in fields(cls)], {}
-        for key, each in value.items():
-            key, each = _EARLIER.get(str(key), str(key)), plain(each)
-            if key in known:
-                if each is not None and chosen.setdefault(key, each) != each:
-                    problem = f"{name} has {key} twice, as {chosen[key]!r} and as {each!r}"
-                    raise ConfigError.because(name, problem, "give it once")
-            elif key not in _NEUTRAL:
-                raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
-            elif each is not None and each not in _NEUTRAL[key]:
-                neutral = " or ".join(map(repr, (None, *_NEUTRAL[key])))
-                problem = f"{name}.{key} is {each!r}, which is not supported yet"
-                raise ConfigError.because(name, problem, f"leave it at {neutral}")
-        return cls(**chosen)
+            raise ConfigError("pooler_config", value, "a dict of its fields")
+        return cls(**{str(key): each for key, each in value.items()})
+
+
+def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a PoolerConfig that are not None, by this engine's names. Raises ConfigError for unknown
+    fields, a field given twice with different values, and values of vLLM's other fields that would have an effect.
+    """
+    name, known = "pooler_config", [field.name for field in fields(PoolerConfig)]
+    chosen: dict[str, Any] = {}
+    for key, each in given.items():
+        key, each = _EARLIER.get(key, key), plain(each)
+        if key in known:
+            if each is not None and chosen.setdefault(key, each) != each:
+                problem = f"{name} has {key} twice, as {chosen[key]!r} and as {each!r}"
+                raise ConfigError.because(name, problem, "give it once")
+        elif key not in _NEUTRAL:
+            raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
+        elif each is not None and each not in _NEUTRAL[key]:
+            neutral = " or ".join(map(repr, (None, *_NEUTRAL[key])))
+            problem = f"{name}.{key} is {each!r}, which is not supported yet"
+            raise ConfigError.because(name, problem, f"leave it at {neutral}")
+    return chosen
 
 
 def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:

@@ -46,6 +46,7 @@ from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.chat.run import COUNT_PARSED
 from jaxengine.server.http.completions import endpoint as completions
+from jaxengine.server.http.derender import endpoint as derender
 from jaxengine.server.http.messages import endpoint as messages
 from jaxengine.server.http.pooling import cohere, embeddings, scores
 from jaxengine.server.http.request import errors
@@ -74,6 +75,7 @@ GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     completions.router,
     generate.router,
     render.router,
+    derender.router,
     responses.router,
     messages.router,
     audio.router,

@@ -24,6 +24,15 @@ class AbortRequest(RequestModel):
     request_ids: Annotated[Texts, Field(min_length=1, max_length=1024)]
 
 
+class ProfileStart(RequestModel):
+    """vLLM's changes of one profile, which are refused: a profile lasts until it is stopped."""
+
+    refused = {"delay_iterations": (0,), "max_iterations": (0,), "profile_prefix": (), "profiler_kwargs": ({},)}
+
+
+_NO_CHANGES = ProfileStart()
+
+
 class Version(Answer):
     version: str
 
@@ -90,6 +99,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
+    @routes.post("/inference/v1/abort_requests")  # vLLM's path beside /inference/v1/generate
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, Any]:
         """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns the
@@ -102,9 +112,9 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     if engine.inputs.config.profiler_config is not None:
 
         @routes.post("/start_profile")
-        async def start_profile() -> dict[str, bool]:
-            """Start a profile of the engine's process (jax.profiler). Raises RequestError if that is not possible,
-            EngineDeadError.
+        async def start_profile(body: ProfileStart = _NO_CHANGES) -> dict[str, bool]:
+            """Start a profile of the engine's process (jax.profiler). Raises RequestError if that is not possible, or
+            for fields of the body, EngineDeadError.
             """
             return {"success": bool(await engine.utility("start_profile"))}
 

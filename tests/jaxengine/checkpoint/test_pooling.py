@@ -15,6 +15,7 @@ from jaxengine.api.scoring import pair_prompt
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.pooling import pooling_of_gguf
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.features.pooler_config import PoolerConfig
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
 from jaxengine.models.params.errors import ModelFileError
@@ -60,6 +61,28 @@ def test_pooling_types(edited, config, pooling_type):
     assert pooling_of(edited("mean", POOLING, config)).pooler.pooling_type == pooling_type
     chosen = {"pooler_config": {"pooling_type": "CLS", "normalize": True}}
     assert pooling_of(edited("mean", POOLING, config), **chosen).pooler.pooling_type == CLS
+
+
+def test_the_class_takes_what_the_dict_takes():
+    """PoolerConfig(...) by all of vLLM's names, as the option's dict."""
+    for given in (
+        {
+            "seq_pooling_type": "CLS",
+            "tok_pooling_type": "ALL",
+            "normalize": True,
+            "enable_flash_late_interaction": True,
+        },
+        {"task": "embed", "pooling_type": None, "step_tag_id": None, "dimensions": 4},
+    ):
+        assert PoolerConfig(**given) == PoolerConfig.read(given)
+    assert PoolerConfig(seq_pooling_type="CLS") == PoolerConfig(pooling_type="CLS")
+    for given, problem in (
+        ({"step_tag_id": 5}, "pooler_config.step_tag_id is 5, which is not supported yet"),
+        ({"seq_pooling_type": "CLS", "pooling_type": "LAST"}, "pooler_config has pooling_type twice"),
+        ({"other": 1}, "pooler_config has no 'other'"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            PoolerConfig(**given)
 
 
 def test_the_longest_input_and_the_default_prompt(edited):

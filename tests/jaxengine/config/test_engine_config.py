@@ -145,7 +145,7 @@ def test_options_that_do_not_go_together_are_refused(options, param):
 def test_no_cap_of_logprobs_is_the_vocabulary():
     small = dataclasses.replace(MODEL, vocab_size=500)
     assert EngineConfig(max_logprobs=-1).resolved(small, CPU).max_logprobs == 500
-    with pytest.raises(ConfigError, match="which has 1025 tokens; give at most 1024"):
+    with pytest.raises(ConfigError, match="which has 1025 tokens; give at most 1024, as each step"):
         EngineConfig(max_logprobs=-1).resolved(dataclasses.replace(MODEL, vocab_size=1025), CPU)
 
 

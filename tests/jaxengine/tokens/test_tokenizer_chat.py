@@ -100,11 +100,14 @@ def test_a_message_the_template_leaves_out_cannot_be_continued(chatml):
         chatml.apply_chat_template(MESSAGES, chat_template=TEMPLATES["variables"], **options)
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
 def test_reasoning_is_found_under_its_names(chatml, name):
-    message = {"role": "assistant", "content": "a", name: "because"}
-    template = "{{ messages[0].reasoning_content }}"
-    assert chatml.apply_chat_template([message], chat_template=template) == "because"
+    """Whatever the client's name, and that of the template: some read one, some the other. `reasoning` counts first."""
+    message = {"role": "assistant", "content": "a", "reasoning_content": "no", name: "because"}
+    if name == "thinking":
+        del message["reasoning_content"]
+    template = "{{ messages[0].reasoning_content }} {{ messages[0].reasoning }}"
+    assert chatml.apply_chat_template([message], chat_template=template) == "because because"
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x'}}

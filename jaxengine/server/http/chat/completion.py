@@ -26,6 +26,9 @@ class ChatAnswer:
 
     name: id of the response and of the engine request. model: model name in the response. options: scheduling options.
     Raises RequestError for fields that this model or server cannot serve.
+
+    Attributes:
+      head: fields with which the complete response and each chunk begin.
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
@@ -33,7 +36,7 @@ class ChatAnswer:
         self._config = server.config
         self._run = ChatRun(server, body, name, options, is_stream=bool(body.stream))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         last = body.messages[-1]
         role = last.get("role") if body.continues else server.config.response_role
         echoed = text_of(last.get("content")) if body.echo and last.get("role") == role else ""
@@ -41,9 +44,9 @@ class ChatAnswer:
             server.engine.inputs.require_tokenizer(),
             str(role),
             echoed,
-            body.num_listed,
+            None if self._run.hides_tokens else body.num_listed,
             as_token_ids=body.names_tokens_by_id(server.config),
-            with_token_ids=bool(body.return_token_ids),
+            with_token_ids=bool(body.return_token_ids) and not self._run.hides_tokens,
             with_versions=bool(body.return_weight_versions),
             is_named=isinstance(body.choice, NamedTool),
         )
@@ -82,18 +85,26 @@ class ChatAnswer:
         about["kv_transfer_params"] = output.kv_transfer_params
         if self._has_times:
             about["metrics"] = request_times(output.metrics, self._run.num_completion_tokens)
-        body = {**self._head, "choices": choices, "usage": self._usage(), **about}
+        body = {**self.head, "choices": choices, "usage": self._usage(), **about}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)
         return body
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
+        """Run the request and yield `chunks` as server-sent events, without [DONE]: for each list an item, which may be
+        b"". Call it after `prepare`. Raises the errors of ChatRun.pieces.
+        """
+        async with contextlib.aclosing(self.chunks()) as found:
+            async for chunks in found:
+                yield b"".join(map(event, chunks))
 
-        Each item has the events for one output of the engine, any number of them; it may be b"". The first events of a
-        choice have its role and the text for `echo`. If the request asks for usage, each event has the token counts of
-        its choice so far, or a last event has those of all choices, with the request's times if the server measures
-        them. Raises the errors of ChatRun.pieces.
+    async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Run the request and yield the response as chunks, a list for each output of the engine, which may be empty.
+        Call it after `prepare`.
+
+        The first chunks of a choice have its role and the text for `echo`. If the request asks for usage, each chunk
+        has the token counts of its choice so far, or a last one has those of all choices, with the request's times if
+        the server measures them. Raises the errors of ChatRun.pieces.
         """
         last, always = usage_in_stream(self._body.stream_options, self._config)
         num_tokens: dict[int, int] = {}
@@ -111,10 +122,10 @@ class ChatAnswer:
                         chunks += [{"choices": [choice], **counts} for choice in choices]
                 if chunks:
                     chunks[0] |= about
-                yield b"".join(event({**self._head, **chunk}) for chunk in chunks)
+                yield [{**self.head, **chunk} for chunk in chunks]
         if last:
             times = request_times(metrics, self._run.num_completion_tokens) if self._has_times else None
-            yield event({**self._head, "choices": [], "usage": self._usage(), **stream_times(times)})
+            yield [{**self.head, "choices": [], "usage": self._usage(), **stream_times(times)}]
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Return prompt_token_ids and prompt_text, each None unless it was requested."""

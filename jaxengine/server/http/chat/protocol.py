@@ -82,7 +82,8 @@ class ChatRequest(TextRequest, ConversationRequest):
       reasoning_effort: template variable of that name; unless `thinking` is given, "none" disables reasoning.
       thinking: template variables thinking and enable_thinking. Both fields have no effect for a template that uses
         none of these variables.
-      include_reasoning: False: leave reasoning out of the answer.
+      include_reasoning: False: leave reasoning out of the answer, and with a reasoning parser the token ids and
+        log-probabilities of all of it.
       echo: begin the answer with the last message, if it has the answer's role.
       add_generation_prompt: let the template begin an answer; default: unless continue_final_message.
       continue_final_message: let the model continue the last message.

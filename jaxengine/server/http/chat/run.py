@@ -118,6 +118,13 @@ class ChatRun:
         return self._reasoning is not None
 
     @property
+    def hides_tokens(self) -> bool:
+        """Whether the answer has neither token ids nor log-probabilities, which would tell the reasoning that the
+        request leaves out (include_reasoning=False).
+        """
+        return self.has_reasoning and self.body.include_reasoning is False
+
+    @property
     def ignored(self) -> list[str]:
         """Names of the request's fields that have no effect for this model."""
         return self._server.renderer.ignored(self.body)

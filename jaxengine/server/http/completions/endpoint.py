@@ -46,6 +46,7 @@ class CompletionRun:
     RequestError for parameters that are not allowed.
 
     Attributes:
+      head: fields with which the complete response and each chunk begin.
       params: the engine's sampling parameters.
       prompts: what the engine takes for each prompt; empty before `read_prompts`.
     """
@@ -64,7 +65,7 @@ class CompletionRun:
         self._options = options
         self._engine = engine
         self._config = config
-        self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+        self.head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self.params = self._sampling_params()
         self._beams = body.beam_params(engine.inputs, body.max_tokens, body.best_of)
         self.prompts: list[dict[str, Any]] = []
@@ -142,8 +143,12 @@ class CompletionRun:
                 yield index, output
 
     async def whole(self) -> Response:
-        """Run the prompts and return the complete response, with choices sorted by index. Raises the errors of
-        `outputs`.
+        """Run the prompts and return the complete response. Raises the errors of `outputs`."""
+        return json_response(await self.answer())
+
+    async def answer(self) -> dict[str, Any]:
+        """Run the prompts and return the complete response as JSON values, with choices sorted by index. Raises the
+        errors of `outputs`.
         """
         choices, about = [], dict[str, Any](NULL_BODY)
         writer = self._writer()
@@ -155,14 +160,21 @@ class CompletionRun:
                     choices.append(writer.choice(prompt, output, each) | {"routed_experts": encoded_experts(each)})
         choices.sort(key=lambda choice: choice["index"])
         choices = [{**NULL_CHOICE, "prompt_logprobs": None, **choice} for choice in choices]
-        return json_response({**self._head, "choices": choices, "usage": self._usage(), **about})
+        return {**self.head, "choices": choices, "usage": self._usage(), **about}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Run the prompts and yield the response as server-sent events, without [DONE]. Each item has the events for
-        one output of the engine: any number of them, b"" if there is nothing to send.
+        """Run the prompts and yield `chunks` as server-sent events, without [DONE]: for each list an item, b"" for an
+        empty one. Raises the errors of `outputs`.
+        """
+        async with contextlib.aclosing(self.chunks()) as found:
+            async for chunks in found:
+                yield b"".join(map(event, chunks))
 
-        If the request asks for usage, a last event has the token counts, with the request's times if the server
-        measures them, or each event has those of its choice so far. Raises the errors of `outputs`.
+    async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Run the prompts and yield the response as chunks, a list for each output of the engine.
+
+        If the request asks for usage, a last chunk has the token counts, with the request's times if the server
+        measures them, or each chunk has those of its choice so far. Raises the errors of `outputs`.
         """
         num_tokens: Counter[int] = Counter()
         times = None
@@ -170,17 +182,17 @@ class CompletionRun:
         last, always = usage_in_stream(self.body.stream_options, self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
-                events, times = [], self._times(output)
+                chunks, times = [], self._times(output)
                 for each in output.outputs:
                     choice = writer.choice(prompt, output, each)
                     num_tokens[choice["index"]] += len(each.token_ids)
                     count, cached = num_tokens[choice["index"]], output.num_cached_tokens or 0
                     counts = {"usage": usage(len(output.prompt_token_ids), count, cached)} if always else {}
                     if always or ChoiceWriter.says_something(choice):
-                        events.append(event({**self._head, "choices": [choice], **counts}))
-                yield b"".join(events)
+                        chunks.append({**self.head, "choices": [choice], **counts})
+                yield chunks
         if last:
-            yield event({**self._head, "choices": [], "usage": self._usage(), **stream_times(times)})
+            yield [{**self.head, "choices": [], "usage": self._usage(), **stream_times(times)}]
 
     def _writer(self) -> ChoiceWriter:
         """Return a new writer of choices for this request."""

@@ -13,7 +13,7 @@ from typing import Any
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import Content, Side, pair_prompt
 from jaxengine.media.parts import MediaPart
-from jaxengine.requests.media.inputs import UNCUT, verify_whole
+from jaxengine.requests.media.inputs import READY, UNCUT, verify_whole
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
@@ -29,6 +29,46 @@ from jaxengine.server.http.request.protocol import NamedRequest, usage
 # Function that loads a prompt's media and returns it with them, as `InputProcessor.make_ready` does.
 Later = Callable[[], Awaitable[dict[str, Any]]]
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
+# About what the media of a single prompt may need: 12 bytes for each of max_media_pixels.
+MAX_HELD_BYTES = 1 << 30
+
+
+class _Room:
+    """Memory for the media of the prompts of one request that run at the same time."""
+
+    def __init__(self) -> None:
+        self._held = 0
+        self._loading = asyncio.Lock()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    @contextlib.asynccontextmanager
+    async def loaded(self, given: list[int] | Later) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield a prompt: token ids at once, one with media loaded as soon as no other is being loaded and the prompts
+        that run hold less than MAX_HELD_BYTES. It counts as held until the context is left. Raises the errors of the
+        function.
+        """
+        if isinstance(given, list):
+            yield {"prompt_token_ids": given}
+            return
+        async with self._loading:  # all at once would exceed the client's share of waiting media
+            await self._has_room.wait()
+            prompt = await given()
+            media = prompt.get(READY)
+            size = 0 if media is None else sum(item.num_bytes for item in media.items)
+            self._add(size)
+        try:
+            yield prompt
+        finally:
+            self._add(-size)
+
+    def _add(self, size: int) -> None:
+        """Add a number of bytes, which may be negative, to those that are held."""
+        self._held += size
+        if self._held < MAX_HELD_BYTES:
+            self._has_room.set()
+        else:
+            self._has_room.clear()
 
 
 class PoolingServer:
@@ -237,15 +277,15 @@ class PoolingServer:
         options: RequestOptions,
     ) -> list[PooledAnswer]:
         """Run the prompts, each of token ids or a function that loads it, and return the engine's output for each, in
-        order, at most max_num_seqs at a time. A prompt is loaded when its turn comes: a request's media may need a
-        thousand times the memory that one prompt's may.
+        order, at most max_num_seqs at a time. A prompt is loaded when its turn comes, and while those that run hold
+        less than MAX_HELD_BYTES of media: a request's media may need a thousand times the memory that one prompt's may.
 
         name: the request's id in the engine; with several prompts, number i runs under NAME-i. body: has the
         cache_salt. Several prompts of token ids are all validated before any of them runs. Raises the errors of
         EngineClient.pool and of the functions, and ApiError (504, 409 or 500) if a prompt has no result, after ending
         the others.
         """
-        inputs, loading, salt = self.engine.inputs, asyncio.Lock(), {"cache_salt": body.cache_salt}
+        inputs, room, salt = self.engine.inputs, _Room(), {"cache_salt": body.cache_salt}
         for given in prompts if len(prompts) > 1 else ():
             if isinstance(given, list):
                 inputs.prepare({"prompt_token_ids": given, **salt}, params, options=options)
@@ -253,16 +293,12 @@ class PoolingServer:
         async def run(index: int) -> AsyncGenerator[PooledAnswer, None]:
             """Yield the output of prompt number `index`."""
             given = prompts[index]
-            if isinstance(given, list):
-                prompt = {"prompt_token_ids": given}
-            else:
-                async with loading:  # all at once would exceed the client's share of waiting media
-                    prompt = await given()
-            whole: Any = {**prompt, **salt}
-            stream = self.engine.pool(whole, params, name if len(prompts) == 1 else f"{name}-{index}", options)
-            async with contextlib.aclosing(stream):  # pyright: ignore[reportArgumentType]
-                async for output in stream:
-                    yield output
+            async with room.loaded(given) as prompt:
+                whole: Any = {**prompt, **salt}
+                stream = self.engine.pool(whole, params, name if len(prompts) == 1 else f"{name}-{index}", options)
+                async with contextlib.aclosing(stream):  # pyright: ignore[reportArgumentType]
+                    async for output in stream:
+                        yield output
 
         found: dict[int, PooledAnswer] = {}
         async with contextlib.aclosing(interleave(run, len(prompts), inputs.config.max_num_seqs)) as outputs:

@@ -51,8 +51,9 @@ class JsonRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler of the route, which refuses bodies other than JSON with 415. For a route without a body,
-        it is the framework's. Raises TypeError if the body is not a single RequestModel.
+        """Return the handler of the route, which refuses bodies other than JSON with 415, except an empty one where the
+        route has a default. For a route without a body, it is the framework's. Raises TypeError if the body is not a
+        single RequestModel.
         """
         handle = super().get_route_handler()
         body = self.body_field
@@ -63,8 +64,13 @@ class JsonRoute(APIRoute):
         if fields is None:
             raise TypeError(f"{self.path}: the body must be one RequestModel")
 
+        may_lack = not body.field_info.is_required()
+
         async def handle_json(request: Request) -> Response:
             """Answer a request. Raises ApiError (415) for a body that is not application/json or is compressed."""
+            headers = request.headers
+            if may_lack and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+                return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")

@@ -11,7 +11,6 @@ _TOKENS = "POST /inference/v1/generate takes and returns token ids; see docs/rei
 _LORA = "POST /v1/load_lora_adapter; see docs/lora.md"
 _PAUSES = "POST /pause and /resume; see docs/reinforcement_learning.md"
 _SLEEP = "POST /sleep and /wake_up; see docs/reinforcement_learning.md"
-_PARSED = "POST /v1/chat/completions parses what the model writes; see docs/parsers.md"
 _SCORED = "logprobs with logprob_token_ids of /v1/completions; see docs/reinforcement_learning.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
 
@@ -32,8 +31,6 @@ NOT_BUILT: dict[str, str] = {
     "/shutdown_weight_transfer_engine": _ONE_CALL,
     "/start_draft_weight_update": _ONE_CALL,
     "/start_weight_update": _ONE_CALL,
-    "/v1/chat/completions/derender": _PARSED,
-    "/v1/completions/derender": _PARSED,
     "/v1/decisions": _SCORED,
     "/v1/realtime": _AUDIO,
     "/v1/systemone": _SCORED,
@@ -99,6 +96,7 @@ _BATCHES = "--enable-batch-api and --batch-storage-dir"
 _PROFILES = "--enable-admin and --profiler-config"
 # Path -> options of `jaxengine serve` with which it is served.
 SWITCHED_OFF: dict[str, str] = {
+    "/inference/v1/abort_requests": _ADMIN,
     **dict.fromkeys(("/abort_requests", "/reset_mm_cache", "/reset_prefix_cache", "/server_info"), _ADMIN),
     **dict.fromkeys(("/is_paused", "/is_sleeping", "/pause", "/resume", "/sleep", "/wake_up"), _ADMIN),
     **dict.fromkeys(("/areal_continue_generation", "/areal_pause_generation", "/areal_update_weights"), _ADMIN),

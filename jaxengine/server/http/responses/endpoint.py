@@ -91,12 +91,13 @@ class _Making:
         self.earlier = earlier
         self.held = held
         self._tokenizer = server.engine.inputs.require_tokenizer()
-        self._num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         try:
             chat = body.chat_request([*earlier, *question])
             self._run = ChatRun(server, chat, response_id, options, is_stream=bool(body.stream))
         except RequestError as error:
             raise as_response_error(error) from None
+        wants_logprobs = body.wants_logprobs and not self._run.hides_tokens
+        self._num_logprobs = (body.top_logprobs or 0) if wants_logprobs else None
         self._has_times = server.config.enable_per_request_metrics
         self._written: tuple[list[str], list[int]] | None = ([], []) if body.enable_response_messages else None
         head = response_head(body, response_id, model, store, self._run.params)

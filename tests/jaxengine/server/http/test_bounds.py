@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import typing
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.prepared import verify_salt
+from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.derender.protocol import DerenderChat, DerenderCompletion
 from jaxengine.server.http.messages.protocol import MessagesRequest
+from jaxengine.server.http.pooling import run
 from jaxengine.server.http.request.errors import ApiError
 from jaxengine.server.http.request.limits import MAX_CONTAINERS, read_json
 from jaxengine.server.http.responses.protocol import ResponsesRequest
@@ -27,6 +33,8 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     MessagesRequest: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
     TokenizeRequest: {"prompt": "Hi"},
     DetokenizeRequest: {"tokens": [1]},
+    DerenderChat: {},
+    DerenderCompletion: {},
 }
 NUMBER = 2_000
 ENTRIES = (0, "x", None, True, 1.5, [], {}, {"a": 1}, {"a": "b"}, {"type": "function", "function": {"name": 1}})
@@ -123,3 +131,33 @@ def test_a_body_of_nothing_but_brackets_is_not_built(container):
     with pytest.raises(ApiError, match=f"more than {MAX_CONTAINERS} arrays and objects"):
         read_json(f"[{whole}]".encode())
     assert read_json(f'["{container * MAX_CONTAINERS}"]'.encode())
+
+
+async def test_prompts_that_run_hold_a_bounded_size_of_media(monkeypatch):
+    """A request's prompts with media are loaded one by one, and only while the running ones hold less than the bound;
+    the next one is loaded when one of them has ended."""
+    monkeypatch.setattr(run, "MAX_HELD_BYTES", 100)
+    held, most, loaded = 0, 0, 0
+
+    class Engine:
+        inputs = SimpleNamespace(config=SimpleNamespace(max_num_seqs=8))
+
+        async def pool(self, prompt, params, name, options):
+            nonlocal held, most
+            most = max(most, held)
+            await asyncio.sleep(0)
+            held -= prompt["media"].items[0].num_bytes
+            yield SimpleNamespace(finish_reason=run.STOP, stop_reason=None, name=name)
+
+    async def load():
+        nonlocal held, loaded
+        loaded += 1
+        held += 60
+        return {"media": SimpleNamespace(items=[SimpleNamespace(num_bytes=60)])}
+
+    server = object.__new__(run.PoolingServer)
+    server.engine = Engine()
+    body = SimpleNamespace(cache_salt=None)
+    found = await server.answers([load] * 6, PoolingParams(), body, "a", RequestOptions())
+    assert [each.name for each in found] == [f"a-{at}" for at in range(6)]
+    assert (held, most, loaded) == (0, 120, 6)

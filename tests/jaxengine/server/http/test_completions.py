@@ -416,6 +416,8 @@ async def test_operators_may_abort_and_forget(chat_engine, tmp_path):
         answer = await client.post("/abort_requests", json={"request_ids": ["cmpl-one"]})
         assert answer.json() == {"status": "aborted", "aborted": 1}
         assert (await task).json()["choices"][0]["finish_reason"] == "abort"
+        again = await client.post("/inference/v1/abort_requests", json={"request_ids": ["cmpl-one"]})  # vLLM's path
+        assert again.status_code == 200
         for path in ("/reset_prefix_cache", "/reset_mm_cache"):
             assert (await client.post(path)).json() == {"success": True}
         assert (await client.get("/server_info")).json()["mm_cache"]["kind"] == "processor"

@@ -90,6 +90,7 @@ MESSAGE = {
 }
 STREAM = {"stream": True}
 TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "logprobs": 1, "n": 2}}
+GENERATED = {"request_id": "a", "choices": [{"index": 0, "token_ids": [5, 6], "finish_reason": "stop"}]}
 COUNTED = {**STREAM, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 # What a scripted engine with reasoning and calls is asked, and what one that computes is: path, body.
 SCRIPTED = [
@@ -111,6 +112,10 @@ COMPUTED = [
         {**TOKENS, "return_token_ids": True, **STREAM, "stream_options": {"include_usage": True}},
     ),
     ("/v1/chat/completions/render", CHAT),
+    ("/v1/chat/completions/derender", {"generate_response": GENERATED}),
+    ("/v1/chat/completions/derender", {"generate_chunk": GENERATED, **STREAM}),
+    ("/v1/completions/derender", {"generate_responses": [GENERATED]}),
+    ("/v1/completions/derender", {"generate_chunk": GENERATED, **STREAM}),
     ("/v1/completions/render", {**COMPLETION, **COUNTED}),
     ("/v1/messages/render", {**MESSAGE, "tools": None}),
     ("/v1/responses/render", {"input": "Hi"}),

@@ -44,6 +44,8 @@ async def test_operators_take_profiles(chat_engine, operated, tmp_path):
         assert (await client.post("/start_profile")).status_code in (401, 403)
     async with http_client(create_app(chat_engine, operated), "root") as client:
         assert (await client.post("/stop_profile")).status_code == 400  # there is none
+        refused = await client.post("/start_profile", json={"max_iterations": 5})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_iterations")
         assert (await client.post("/start_profile")).json() == {"success": True}
         assert (await client.post("/start_profile")).status_code == 400  # one at a time
         assert [each async for each in chat_engine.generate(PROMPT, GREEDY)]
