@@ -34,7 +34,7 @@ class CappedLlamaForCausalLM(LlamaForCausalLM):
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         """Return capped logits f32[R, V] of hidden states [R, D]."""
-        # Not in `logits`, which makes those of padding and suppressed tokens -inf.
+        # Not in `logits`, which makes those of padding -inf.
         return CAP * jnp.tanh(super().token_logits(hidden) / CAP)
 
 

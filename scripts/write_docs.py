@@ -95,8 +95,9 @@ These are the fields of `SamplingParams`. Names and defaults are vLLM's. An inva
 names the field, the value and what is allowed, before anything changes. A model's `generation_config.json` may set
 other defaults for requests that leave a field out: `temperature`, `top_p`, `top_k`, `min_p`, the three penalties,
 `max_new_tokens` (here `max_tokens`) and `skip_special_tokens`. `generation_config="vllm"` ignores these. In any case
-its `eos_token_id` ends answers, and its `suppress_tokens` are never generated. Its other fields, which belong to
-decoding in transformers (`do_sample`, `num_beams`, `typical_p` and so on), are not read, as in vLLM.
+its `eos_token_id` ends answers, and its `suppress_tokens` are never generated, which raw log-probabilities do not show.
+Its other fields, which belong to decoding in transformers (`do_sample`, `num_beams`, `typical_p` and so on), are not
+read, as in vLLM.
 
 The column "where" says which interfaces have the field: **P** Python, **C** `/v1/completions`,
 **H** `/v1/chat/completions`, **R** `/v1/responses`, **L** flags of `jaxengine generate`. gRPC uses its own names, see

@@ -49,6 +49,7 @@ from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _GENERAL_CLASS = "TokenizersBackend"  # general tokenizer class of transformers 5; transformers 4 has another
+_MAX_SUPPRESSED = 1 << 20  # ids of a suppress_tokens, which may be most of a vocabulary
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of generation_config.json that vLLM applies to requests.
@@ -410,10 +411,10 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     generation_config.json added, and its tower with what the file adds.
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
-    the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, are left out. A
-    model with cross-attention (Whisper) has its suppressed tokens in the rules of its transcripts instead.
-    path: path of the model. Raises ModelFileError for an invalid file, and ConfigError for a generation_config that
-    cannot be a folder's name.
+    the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, and a suppressed
+    -1, by which some files mean none, are left out. A model with cross-attention (Whisper) has its suppressed tokens in
+    the rules of its transcripts instead. path: path of the model. Raises ModelFileError for an invalid file, also if it
+    suppresses every token, and ConfigError for a generation_config that cannot be a folder's name.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path
@@ -422,7 +423,10 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
         ends = [end for end in fields.token_ids("eos_token_id") if end < model.vocab_size]
         attends = model.tower is not None and model.tower.crosses and not model.tower.by_place
         names = () if attends else ("suppress_tokens",)
-        suppressed = [each for name in names for each in fields.token_ids(name) if each < model.vocab_size]
+        suppressed = [each for name in names for each in fields.token_ids(name, least=-1, most=_MAX_SUPPRESSED)]
+        suppressed = [each for each in suppressed if 0 <= each < model.vocab_size]
+        if len(set(suppressed)) == model.vocab_size:
+            raise fields.fail("suppress_tokens", "a list without some token of the vocabulary")
         tower = None if model.tower is None else model.tower.with_generation(fields)
     except ModelConfigError as error:
         raise ModelFileError(folder / GENERATION, str(error)) from error

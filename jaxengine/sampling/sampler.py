@@ -1,8 +1,9 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the program `sample`.
 
-The order of operations is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, truncation
-(jaxengine.sampling.token_choice), draw. Parts that no row needs are skipped by `lax.cond`, so one executable serves
-every mix. Depends on no request or text, nor on how the parameters came to the device (jaxengine.sampling.state).
+The order of operations is vLLM's: raw logprobs, suppressed tokens, mask, additive bias, penalties, temperature,
+truncation (jaxengine.sampling.token_choice), draw. Parts that no row needs are skipped by `lax.cond`, so one executable
+serves every mix. Depends on no request or text, nor on how the parameters came to the device
+(jaxengine.sampling.state).
 
 The vocabulary may be split over n devices: each has V / n columns of the logits and finds the same tokens, bit for bit
 those of one device. Padding columns come last and hold -inf.
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxengine.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
@@ -108,6 +110,7 @@ def sample(
     *,
     max_logprobs: int,
     logprobs_mode: str,
+    suppressed_tokens: tuple[int, ...] = (),
     assumed: jax.Array | None = None,
     only: jax.Array | None = None,
     is_guided: jax.Array | None = None,
@@ -125,7 +128,8 @@ def sample(
     which reads no state and is greedy. positions: i32[S], position of the token being sampled. flags: features that
     some row needs; parts whose flag is False are skipped. max_logprobs: best tokens reported for each row.
     logprobs_mode: vLLM's (config.checks.LOGPROBS_MODES); the raw modes report the given logits, the processed ones the
-    logits that are sampled from, after temperature and truncation.
+    logits that are sampled from, after temperature and truncation. suppressed_tokens: token ids that no row samples,
+    whatever its parameters are; the given logits keep theirs.
 
     Each of the following is None if no row has any. assumed: i32[S, k], output tokens of each row that `token_counts`
     does not contain yet, -1 for none. only: i32[S], the one token that a row may have, whatever its slot's mask allows,
@@ -206,6 +210,9 @@ def sample(
         drawn = draw(adjusted, best, kept_from, temperature, draw_keys(seeds, positions))
         return jnp.where(rows.temperature[:, 0] > 0, drawn, greedy_ids), kept_from
 
+    def allowed() -> jax.Array:
+        return _masked(logits, _suppressing_row(suppressed_tokens, logits)) if suppressed_tokens else logits
+
     features = None if process is None else flags.features
     own = None if process is None or features is None else partial(process, features=features)
 
@@ -222,17 +229,16 @@ def sample(
         masks = _mask_rows(state, slots, is_guided, flags.any_mask)
         if only is not None:
             masks = jnp.where(only[:, None] >= 0, _only_rows(only - first_id(logits), masks.shape[1]), masks)
-        masked = partial(_masked, logits, masks)
         adjusted = lax.cond(
             changes(),
-            lambda: _adjust(masked(), state, token_counts, slots, rows, assumed, own),
-            lambda: lax.cond(flags.any_mask, masked, lambda: logits),
+            lambda: _adjust(_masked(allowed(), masks), state, token_counts, slots, rows, assumed, own),
+            lambda: lax.cond(flags.any_mask, lambda: _masked(allowed(), masks), allowed),
         )
         return choose(adjusted, lambda *known: lax.cond(flags.any_random, draw_random, draw_none, *known))
 
     adjusts = changes() | flags.any_mask
     # Greedy steps read the logits once: a conditional that gives [S, V] copies them even where nothing is adjusted.
-    token_ids, scores = lax.cond(adjusts | flags.any_random, choose_any, lambda: choose(logits, draw_none))
+    token_ids, scores = lax.cond(adjusts | flags.any_random, choose_any, lambda: choose(allowed(), draw_none))
     return SampleOutput(token_ids, *(score(lambda: logits, token_ids) if scores is None else scores))
 
 
@@ -265,9 +271,19 @@ def _only_rows(token_ids: jax.Array, num_words: int) -> jax.Array:
     return jnp.where(words, jnp.uint32(1) << (token_ids & 31).astype(jnp.uint32)[:, None], jnp.uint32(0))
 
 
+def _suppressing_row(suppressed_tokens: tuple[int, ...], logits: jax.Array) -> jax.Array:
+    """Return a token mask u32[1, W] of this device's columns of logits [S, V / n], which allows all tokens but
+    suppressed_tokens, ids of the whole vocabulary. Several devices have a multiple of 32 columns each.
+    """
+    bits = np.ones(-(-vocab_size(logits) // 32) * 32, np.uint8)
+    bits[list(suppressed_tokens)] = 0
+    words = jnp.asarray(np.packbits(bits, bitorder="little").view("<u4"), jnp.uint32)
+    return lax.dynamic_slice_in_dim(words, first_id(logits) // 32, -(-logits.shape[1] // 32))[None]
+
+
 def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
-    """Return the logits with -inf for the tokens that a row's mask, u32[S, W], does not allow. A NaN stays NaN, and a
-    forbidden +inf becomes NaN.
+    """Return the logits f32[S, V / n] with -inf for the tokens that a row's mask, u32[S, W], does not allow; one mask
+    u32[1, W] is that of all rows. A NaN stays NaN, and a forbidden +inf becomes NaN.
     """
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, logits - jnp.inf)

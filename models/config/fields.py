@@ -242,13 +242,13 @@ class ConfigFields:
         prefix = f"{self.prefix}{name}."
         return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return a token id, or a list of at most MAX_TOKEN_IDS of them, as a tuple; () if the field is absent or null.
-        Raises ModelConfigError for any other value.
+    def token_ids(self, name: str, *, least: int = 0, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+        """Return a token id of at least `least`, or a list of at most `most` of them, as a tuple; () if the field is
+        absent or null. Raises ModelConfigError for any other value.
         """
         value = self._get(name, ())
         ids: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        wrong = any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_INTEGER for i in ids)
-        if wrong or len(ids) > MAX_TOKEN_IDS:
-            raise self.fail(name, f"a token id >= 0 or a list of at most {MAX_TOKEN_IDS} token ids")
+        wrong = any(isinstance(i, bool) or not isinstance(i, int) or not least <= i <= MAX_INTEGER for i in ids)
+        if wrong or len(ids) > most:
+            raise self.fail(name, f"a token id >= {least} or a list of at most {most} token ids")
         return ids

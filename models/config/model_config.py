@@ -62,7 +62,7 @@ class ModelConfig:
     `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind.
     `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
     predict further tokens, and those that are not read. `pooler` is None for a model that generates. Token ids are None
-    or empty if the checkpoint names none. `suppressed_tokens` are tokens whose logits are -inf. `quantization` maps
+    or empty if the checkpoint names none. `suppressed_tokens` are tokens that no sampler chooses. `quantization` maps
     names of checkpoint modules to the storage of their matrices
     (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
 

@@ -186,11 +186,10 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return logits f32[R, V / n] of hidden states [R, D], where n is the number of devices that share the rows.
-        Logits of the configuration's suppressed tokens are -inf, and so are those of the padding where the vocabulary
-        is padded so that devices can split it.
+        Those of the padding are -inf where the vocabulary is padded so that devices can split it.
         """
         with jax.named_scope("logits"):
-            return own_logits(self.token_logits(hidden), self.config.vocab_size, self.config.suppressed_tokens)
+            return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """Return the cache groups of the whole model. Each lists only those of its layers that are in this stage, which

@@ -112,6 +112,7 @@ class EpilogueSpec:
     Attributes:
       graph, params_tree: static parts of the model, for epilogues that need its weights.
       max_logprobs, logprobs_mode: those of EngineConfig.
+      suppressed_tokens: tokens that samplers never choose.
       extensions: the stage's DeviceExtensions.
     """
 
@@ -119,6 +120,7 @@ class EpilogueSpec:
     params_tree: Any
     max_logprobs: int
     logprobs_mode: str
+    suppressed_tokens: tuple[int, ...] = ()
     extensions: tuple[DeviceExtension, ...] = field(default=(), repr=False)
 
     def process(self, tokens: TokenState) -> Callable[..., jax.Array] | None:

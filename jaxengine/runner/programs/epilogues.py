@@ -73,6 +73,7 @@ def choose(
             flags,
             max_logprobs=spec.max_logprobs,
             logprobs_mode=spec.logprobs_mode,
+            suppressed_tokens=spec.suppressed_tokens,
             process=spec.process(tokens),
             replace=spec.replace(tokens),
             more=spec.more_scores,

@@ -101,7 +101,7 @@ class StepPrograms:
         self.state_shapes: DeviceState = self._state_shapes()
         self._graph, params = nnx.split(model)
         self._params_tree = jax.tree.structure(params)
-        settings = config.max_logprobs, config.logprobs_mode
+        settings = config.max_logprobs, config.logprobs_mode, model.config.suppressed_tokens
         self._epilogue_spec = EpilogueSpec(self._graph, self._params_tree, *settings, self.extensions)
         added = tuple(each.description for each in extensions if each.description)
         self.description = repr((model.config, model.build, self.groups, self.platform, *settings, *added))

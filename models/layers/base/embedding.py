@@ -48,20 +48,15 @@ def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
     return Source(name, vocab_size, padding=mesh.padded_vocab_size(vocab_size) - vocab_size)
 
 
-def own_logits(logits: jax.Array, vocab_size: int, suppressed: tuple[int, ...] = ()) -> jax.Array:
+def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Exchange logits between the devices that split the vocabulary, so that each has all logits of its own rows.
 
     logits: this device's part of the vocabulary for the rows of all these devices. Returns f32[R, V / n] if n devices
-    share the sampled rows, with -inf for suppressed tokens and where there is no token; V is `vocab_size` padded. On
-    one device nothing is exchanged.
+    share the sampled rows, with -inf where there is no token; V is `vocab_size` padded. On one device nothing is
+    exchanged.
     """
-    shards = num_shards("vocab")
-    if shards > 1:
-        logits = exchange_tokens(logits, "vocab")
-        token = shard_index("sampled_vocab") * logits.shape[1] + jnp.arange(logits.shape[1], dtype=jnp.int32)
-        logits = jnp.where(token < vocab_size, logits, -jnp.inf)
-    if not suppressed:
+    if num_shards("vocab") == 1:
         return logits
-    own = jnp.asarray(suppressed, jnp.int32) - shard_index("sampled_vocab") * logits.shape[1]
-    own = jnp.where(own < 0, logits.shape[1], own)  # a negative index would count from the end
-    return logits.at[:, own].set(-jnp.inf, mode="drop")
+    logits = exchange_tokens(logits, "vocab")
+    token = shard_index("sampled_vocab") * logits.shape[1] + jnp.arange(logits.shape[1], dtype=jnp.int32)
+    return jnp.where(token < vocab_size, logits, -jnp.inf)

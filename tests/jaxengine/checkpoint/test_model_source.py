@@ -130,14 +130,23 @@ def test_ends_of_generation_config_are_the_models(tmp_path):
 
 def test_suppressed_tokens_of_generation_config_are_the_models(tmp_path):
     folder = copy(tmp_path)
-    for given, expected in ([5, 3, 1 << 20, 5], (5, 3)), (4, (4,)), (None, ()):
+    cases = (
+        ([5, 3, 1 << 20, 5], (5, 3)),
+        (4, (4,)),
+        (None, ()),
+        ([-1], ()),
+        (-1, ()),
+        ([*range(99)] * 20, (*range(99),)),
+    )
+    for given, expected in cases:
         (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": given}))
         for source in "auto", "vllm":
             config = EngineConfig(model=str(folder), generation_config=source)
             assert open_model(config).config.suppressed_tokens == expected
-    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": ["a"]}))
-    with pytest.raises(ModelFileError, match="generation_config.json: suppress_tokens must be"):
-        open_model(EngineConfig(model=str(folder)))
+    for wrong in ["a"], [-2], [True], [*range(128)]:
+        (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": wrong}))
+        with pytest.raises(ModelFileError, match="generation_config.json: suppress_tokens must be"):
+            open_model(EngineConfig(model=str(folder)))
 
 
 def test_defaults_of_another_folder_and_of_the_user_go_before_the_models(tmp_path):

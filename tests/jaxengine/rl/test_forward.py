@@ -6,6 +6,7 @@ Golden logits: tests/fixtures/recorders/models.py; gradients: tests/fixtures/rec
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -35,10 +36,11 @@ from tests.tables import each_row
 
 TOLERANCE = 1e-5  # of the largest number
 ROUNDING = float(np.finfo(np.float32).eps)  # of the norm of all gradients
-# Of gradients that are farther than 1e-5 from those in float64 (docs/reinforcement_learning.md).
-TOLERANCES = {"bailing_hybrid": 1.2e-4, "bamba": 4e-5, "lara_mini": 4e-5, "gemma4": 2e-5}
+# Gradients whose distance from those in float64 may exceed 1e-5, up to as many times the distance of transformers' own
+# in float32, which is recorded with them: float32 has no more digits of these (docs/reinforcement_learning.md).
+TIMES = {"bailing_hybrid": 1.5, "bamba": 1.5, "lara_mini": 0.5, "gemma4": 1.5}
 # The same of optimised programs, which add in another order.
-OPTIMISED = TOLERANCES | {"llama": 3e-5} | dict.fromkeys(("falcon_mamba", "kimi_linear", "olmo_hybrid"), 4e-5)
+OPTIMISED = TIMES | {"bamba": 2, "llama": 2.5, "falcon_mamba": 2.5, "kimi_linear": 2, "olmo_hybrid": 2}
 # Of logits. transformers' own of this model are 2.7e-5 from those in float64, ours 6e-6.
 OF_LOGITS = {"mamba2": 5e-5}
 # Dense, windows, experts, latent attention, states, keys of other layers: all whose gradients are recorded.
@@ -66,8 +68,12 @@ def loss_of_last(params: nnx.State, case: SimpleNamespace, rows: SimpleNamespace
     return loss(logits[0, rows.last], jnp.asarray(rows.tokens[0, rows.last])), logits
 
 
-def recorded_gradients(name: str, model: Any, folder: Any) -> tuple[nnx.State, float]:
-    """Weights of the model's structure that hold transformers' gradients, NaN where none is recorded; their norm."""
+def recorded_gradients(
+    name: str, model: Any, folder: Any, times: Mapping[str, float] = TIMES
+) -> tuple[nnx.State, float, float]:
+    """Weights of the model's structure that hold transformers' gradients, NaN where none is recorded; the norm of all;
+    and how far from them gradients may be, as `times` says.
+    """
     tensors = {
         key: np.full(values.shape, np.nan, np.float32)
         for path in checkpoint(name).glob("*.safetensors")
@@ -80,11 +86,12 @@ def recorded_gradients(name: str, model: Any, folder: Any) -> tuple[nnx.State, f
         ):
             tensors[key].flat[places] = values
         norm = float(found["norm"])
+        tolerance = max(TOLERANCE, times[name] * float(found["float32_error"])) if name in times else TOLERANCE
     save_file(tensors, folder / "model.safetensors")
     source = SafetensorsCheckpoint(folder)
     state = load_params(model, source)
     source.close()
-    return state, norm
+    return state, norm, tolerance
 
 
 def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, tolerance: float) -> None:
@@ -158,8 +165,8 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestco
     found = [*np.split(logits[0], ends), logits[1, : len(long)]]
     for ours, golden in zip(found, (*reversed(case.logits), *reversed(case.logits), case.logits[0]), strict=True):
         assert np.abs(ours - golden).max() <= OF_LOGITS.get(name, TOLERANCE) * np.abs(golden).max()
-    tolerances = OPTIMISED if pytestconfig.getoption("--optimised") else TOLERANCES
-    assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path), tolerances.get(name, TOLERANCE))
+    times = OPTIMISED if pytestconfig.getoption("--optimised") else TIMES
+    assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path, times))
 
 
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("lfm2", marks=FURTHER)])

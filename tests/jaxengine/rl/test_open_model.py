@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 
 import jaxengine
-from jaxengine import ConfigError, ModelFileError
+from jaxengine import LLM, ConfigError, ModelFileError, SamplingParams
 from jaxengine.rl import forward
+from tests.conftest import TINY_OPTIONS
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
 
@@ -65,6 +68,25 @@ def test_tokens_that_are_none_are_refused(kind, model):
     for call in (model.forward, model.hidden_states):
         with pytest.raises(ValueError, match=text):
             call(tokens)
+
+
+def test_suppressed_tokens_are_not_sampled_but_have_logits_and_raw_logprobs(model, tmp_path):
+    prompt = load_recorded("llama").prompts[1].tolist()
+    logits = np.asarray(model.forward(prompt))
+    suppressed = [int(logits[-1].argmax())]
+    folder = shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("eagle3.*"))
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": suppressed}))
+    assert (np.asarray(jaxengine.open_model(folder).forward(prompt)) == logits).all()
+    llm = LLM(str(folder), **{**TINY_OPTIONS, "max_model_len": 64})
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=1, ignore_eos=True)
+    output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0]
+    assert not set(output.token_ids) & set(suppressed)
+    whole = np.asarray(jax.nn.log_softmax(model.forward([*prompt, *output.token_ids]), axis=-1))[len(prompt) - 1 :]
+    for token, reported, own in zip(output.token_ids, output.logprobs, whole, strict=False):
+        assert abs(reported[token].logprob - own[token]) <= 1e-4
+        assert token == np.delete(own, suppressed).argmax() + (token > suppressed[0])
+    best = output.logprobs[0][suppressed[0]]
+    assert best.rank == 1 and abs(best.logprob - whole[0].max()) <= 1e-4
 
 
 def test_models_that_cannot_be_opened_are_refused(tmp_path):

@@ -26,13 +26,12 @@ OTHER = pytest.mark.thorough("these parameters with what else varies")
 ALL_OFF = SamplerFlags(*[jnp.array(False)] * 6)
 
 
-@partial(jax.jit, static_argnames=("max_logprobs", "logprobs_mode"))
+@partial(jax.jit, static_argnames=("max_logprobs", "logprobs_mode", "suppressed_tokens"))
 def jit_sample(
-    logits, state, counts, slots, positions, flags, max_logprobs=5, logprobs_mode="raw_logprobs"
+    logits, state, counts, slots, positions, flags, max_logprobs=5, logprobs_mode="raw_logprobs", suppressed_tokens=()
 ) -> SampleOutput:
-    return sampler.sample(
-        logits, state, counts, slots, positions, flags, max_logprobs=max_logprobs, logprobs_mode=logprobs_mode
-    )
+    static = {"max_logprobs": max_logprobs, "logprobs_mode": logprobs_mode, "suppressed_tokens": suppressed_tokens}
+    return sampler.sample(logits, state, counts, slots, positions, flags, **static)
 
 
 def run(logits, state, slots, positions, flags=ALL_ON, *, counts=(), **static) -> SampleOutput:
@@ -412,3 +411,21 @@ def test_counting_tokens(num_rows):
     np.testing.assert_array_equal(counted, expected)
     unchanged = sampling_state.count_tokens(counts, slots, tokens, jnp.zeros(num_rows, bool))
     np.testing.assert_array_equal(unchanged, counts)
+
+
+def test_suppressed_tokens_are_sampled_by_no_row_and_keep_their_raw_logprobs():
+    suppressed, params = (0, 33, 299), [SamplingParams(temperature=0), SamplingParams(temperature=1, seed=1)]
+    logits = np.random.default_rng(5).normal(size=(2, 300)).astype(np.float32)
+    logits[:, suppressed] += 9
+    forbidding = np.zeros((2, 300), np.float32)
+    forbidding[:, suppressed] = -np.inf
+    biased = state_of(300, *params, bias=forbidding)
+    mode = {"logprobs_mode": MODES[0]}  # its program without suppressed tokens is that of test_pipeline_is_the_oracles
+    free = ALL_OFF._replace(any_random=ALL_ON.any_random, any_logprobs=ALL_ON.any_logprobs)
+    for flags in (ALL_ON, free, free._replace(any_random=ALL_OFF.any_random)):
+        got = run(logits, state_of(300, *params), [0, 1], [7, 8], flags, suppressed_tokens=suppressed, **mode)
+        expected = run(logits, biased, [0, 1], [7, 8], flags._replace(any_bias=jnp.array(True)), **mode)
+        assert not set(got.token_ids.tolist()) & set(suppressed)
+        for name, ours, theirs in zip(SampleOutput._fields, got, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        assert set(got.top_ids[0, :3].tolist()) == set(suppressed) and np.isfinite(got.top_logprobs).all()

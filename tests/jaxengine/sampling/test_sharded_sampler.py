@@ -193,6 +193,7 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
 
     def sample(logits, state, counts, slots, positions, only, flags):
         chosen = {"max_logprobs": NUM_TOP, "logprobs_mode": mode, "only": only}
+        chosen["suppressed_tokens"] = tuple(BORDERS[::3]) if mode.startswith("processed") else ()
         return sampler.sample(logits, state, counts, slots, positions, flags, **chosen)
 
     alone = jax.jit(sample)

@@ -128,7 +128,8 @@ def make_head_draft(spec: DraftHeadSpec) -> Callable:
 
         def choose(step: Any, hidden: jax.Array, drafts: jax.Array) -> tuple[jax.Array, jax.Array]:
             head, model = spec.both(weights)
-            return draw_drafts(head.draft_logits(hidden, model), rows, state, step, drafts)
+            suppressed = model.config.suppressed_tokens
+            return draw_drafts(head.draft_logits(hidden, model), rows, state, step, drafts, suppressed)
 
         def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array, jax.Array]):
             kv, hidden, token, drafts = carried

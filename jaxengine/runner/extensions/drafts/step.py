@@ -124,7 +124,8 @@ def make_draft(spec: DraftSpec) -> Callable:
             hidden, kv = model(one_token_each(spec, rows, step, token), kv)
 
             def choose() -> tuple[jax.Array, jax.Array]:
-                return draw_drafts(model.logits(hidden), rows, state, step, drafts)
+                suppressed = model.config.suppressed_tokens
+                return draw_drafts(model.logits(hidden), rows, state, step, drafts, suppressed)
 
             return kv, *lax.cond(step < num_drafts, choose, lambda: (token, drafts))
 
@@ -136,13 +137,14 @@ def make_draft(spec: DraftSpec) -> Callable:
 
 
 def draw_drafts(
-    logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
+    logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array, suppressed_tokens: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Sample draft number `step` (from 0) of each row from logits f32[S, V / n], with the row's parameters and noise as
     in the sampler; drafts that the message has (`rows.forced`) replace sampled ones.
 
-    drafts: i32[S, k], earlier drafts, -1 for the others. state: DeviceState before the step. Returns the tokens i32[S],
-    and `drafts` with them in column `step`. A row with logits that are not finite gets token 0.
+    drafts: i32[S, k], earlier drafts, -1 for the others. state: DeviceState before the step. suppressed_tokens: tokens
+    that are never sampled. Returns the tokens i32[S], and `drafts` with them in column `step`. A row with logits that
+    are not finite gets token 0.
     """
     assert state.tokens is not None and state.sampling is not None
     with jax.named_scope("sample"):
@@ -155,6 +157,7 @@ def draw_drafts(
             rows.flags,
             max_logprobs=1,
             logprobs_mode="raw_logprobs",
+            suppressed_tokens=suppressed_tokens,
             assumed=drafts,
         ).token_ids
     chosen = jnp.maximum(chosen, 0)  # a row that is not finite: its request ends anyway
