@@ -142,9 +142,11 @@ def selected_attention(
     *,
     v_head_dim: int,
     sm_scale: float,
+    sinks: np.ndarray | None = None,  # [N]
 ) -> np.ndarray:
     """Compute softmax attention of q [T, N, H] over the keys at `positions` [T, k] alone, of k_pages [P, page_size, H],
     whose first v_head_dim elements are their values: return float64 [T, N, v_head_dim]. sm_scale: factor of the logits.
+    sinks: one more logit of each head, whose value is 0; None for none.
 
     A token of no sequence, or without a position >= 0, gives 0. The other arguments are those of RaggedBatch.
     """
@@ -155,7 +157,8 @@ def selected_attention(
             keys = k_pages[page_table[seq, own // page_size], own % page_size].astype(np.float64)
             for head in range(q.shape[1]):
                 logits = keys @ q[token, head].astype(np.float64) * sm_scale
-                out[token, head], _ = softmax_average(logits, keys[:, :v_head_dim], -np.inf)
+                sink = -np.inf if sinks is None else float(sinks[head])
+                out[token, head], _ = softmax_average(logits, keys[:, :v_head_dim], sink)
     return out
 
 

@@ -91,6 +91,8 @@ class KeyIndex:
       head_dim: elements of a query, and of its one key for each token, which is cached in addition to the layer's keys.
       top_k: number of keys that a token attends to; all of them if there are no more.
       interleaved: Rope.interleaved of its rope, which otherwise equals the layer's.
+      rotates_last: whether the last elements of its queries and keys are rotated instead of the first.
+      norm_eps: epsilon of the norm of its keys.
       source: number of the earlier layer whose selection of keys is used; the indexer then has no weights. None for its
         own selection.
     """
@@ -99,6 +101,8 @@ class KeyIndex:
     head_dim: int
     top_k: int
     interleaved: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
     source: int | None = None
 
     def __post_init__(self) -> None:
@@ -218,8 +222,8 @@ class LayerAttention:
                     f"a latent needs one kv head of kv_lora_rank + qk_rope_head_dim = {width}, got num_kv_heads "
                     f"{self.num_kv_heads} and head_dim {self.head_dim}"
                 )
-            if self.qk_norm or self.sinks:
-                raise ModelConfigError("latent attention takes no qk_norm and no sinks")
+            if self.qk_norm or (self.sinks and self.index is None):
+                raise ModelConfigError("latent attention takes no qk_norm, and sinks only with an indexer")
         if (compressed := self.compressed) is not None:
             kept = (self.num_kv_heads, self.head_dim, self.beside_state)
             if kept != (1, compressed.head_dim, compressed.rate is not None):

@@ -78,6 +78,7 @@ def selected_attention(
     positions: jax.Array,
     *,
     spec: AttentionSpec,
+    sinks: jax.Array | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array:
     """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` alone; return o
@@ -85,8 +86,9 @@ def selected_attention(
 
     positions: i32 [T, k] in each token's own sequence, distinct, with -1 after a token's last one. A token without any,
     or of no sequence, gets exactly 0. Only these keys of the pool are read. spec: must have values in keys, one kv
-    head, and no window, chunk or soft cap. tuning: tile sizes, None for the chip's sizes from the table. Raises
-    ValueError for shapes, dtypes or options that do not fit.
+    head, and no window, chunk or soft cap. sinks: f32 [N], an additional logit of each head in the softmax denominator,
+    with value 0; None for none. tuning: tile sizes, None for the chip's sizes from the table. Raises ValueError for
+    shapes, dtypes or options that do not fit.
     """
     num_tokens, (width, rest) = q.shape[0], spec.query_dims
     for name, array, columns in (("q", q, width), ("q_rest", q_rest, rest)):
@@ -102,6 +104,9 @@ def selected_attention(
         raise ValueError("selected_attention: needs values in keys of one kv head, no window, chunk or soft cap")
     if kv.spec.head_dim != spec.head_dim:
         raise ValueError(f"selected_attention: the pool holds head dim {kv.spec.head_dim}, not {spec.head_dim}")
+    if sinks is not None and (sinks.shape != (spec.num_q_heads,) or sinks.dtype != jnp.float32):
+        wanted = f"float32[{spec.num_q_heads}]"
+        raise ValueError(f"selected_attention: sinks must be {wanted}, got {sinks.dtype}{list(sinks.shape)}")
     check_batch(batch, num_tokens)
-    options: dict[str, Any] = {"spec": spec, "tuning": tuning or tuning_of(kv.platform)}
+    options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning or tuning_of(kv.platform)}
     return kernel("selected_attention", kv.platform)(q, q_rest, kv, batch, positions, **options)

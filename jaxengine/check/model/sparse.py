@@ -26,7 +26,7 @@ def sparse_attention(
     """
     index = attention.index
     assert index is not None
-    spec = attention_spec(replace(attention, index=None), mesh)
+    spec = attention_spec(replace(attention, index=None, sinks=False), mesh)
 
     def function(index_q: Any, weights: Any, q: Any, q_rest: Any, kv: Any, batch: Any) -> Any:
         """Return the attention output over the keys that the indexer selects."""

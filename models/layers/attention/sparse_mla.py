@@ -24,13 +24,11 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.layers.base.section import SelectedKeys
-from jaxengine.models.params.declare import Source
+from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
-
-_KEY_EPS = 1e-6  # epsilon of the norm of the indexer's keys, whatever that of a model's other norms
 
 
 class Indexer(nnx.Module):
@@ -39,12 +37,12 @@ class Indexer(nnx.Module):
     """
 
     def __init__(self, index: KeyIndex, q_rank: int, hidden_size: int, *, source: str, build: Build):
-        self.num_heads, self.head_dim, self.interleaved = index.num_heads, index.head_dim, index.interleaved
+        self.index, self.num_heads, self.head_dim = index, index.num_heads, index.head_dim
         heads = (Source(f"{source}.wq_b", index.num_heads * index.head_dim),)
         self.q = Linear(q_rank, heads, axes=("latent", "latent"), build=build)
         key = (Source(f"{source}.wk", index.head_dim),)
         self.k = Linear(hidden_size, key, axes=("embed", "latent"), build=build)
-        self.k_norm = LayerNorm(index.head_dim, _KEY_EPS, source=f"{source}.k_norm", build=build)
+        self.k_norm = LayerNorm(index.head_dim, index.norm_eps, source=f"{source}.k_norm", build=build)
         # Stored plain in all checkpoints and multiplied in float32: the result ranks keys.
         plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
         weights = (Source(f"{source}.weights_proj", index.num_heads),)
@@ -59,9 +57,18 @@ class Indexer(nnx.Module):
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         k = self.k_norm(self.k(x, step.rows))[:, None]
         if step.rope is not None:
-            q, k = (apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q, k))
+            q, k = (self._rotated(part, step.rope) for part in (q, k))
         weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
         return q, weights * (self.num_heads * self.head_dim) ** -0.5, k
+
+    def _rotated(self, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Return x [T, heads, J] with its first elements, or with `rotates_last` its last ones, rotated. rope: cos and
+        sin [T, R / 2].
+        """
+        if not self.index.rotates_last:
+            return apply_rope(x, *rope, interleaved=self.index.interleaved)
+        kept, last = jnp.split(x, (x.shape[-1] - 2 * rope[0].shape[-1],), axis=-1)
+        return jnp.concatenate([kept, apply_rope(last, *rope, interleaved=self.index.interleaved)], axis=-1)
 
 
 class SparseLatentAttention(LatentAttention):
@@ -76,11 +83,13 @@ class SparseLatentAttention(LatentAttention):
         index, latent = attention.index, attention.latent
         if index is None or latent is None or latent.q_lora_rank is None:
             raise ModelConfigError("index must be set for sparse attention, got None")
-        super().__init__(replace(attention, index=None), hidden_size, source=source, build=build)
+        super().__init__(replace(attention, index=None, sinks=False), hidden_size, source=source, build=build)
         self.top_k, self.index_width, self.notes = index.top_k, index.head_dim, notes
         sizes = latent.q_lora_rank, hidden_size
         own = index.source is None
         self.indexer = Indexer(index, *sizes, source=f"{source}.indexer", build=build) if own else None
+        sinks = ParamDecl(("heads",), (Source(f"{source}.sinks", attention.num_heads),), init_std=1.0)
+        self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's latents and this layer's keys of the indexer written).
@@ -109,8 +118,9 @@ class SparseLatentAttention(LatentAttention):
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q, contract=0).astype(q.dtype)
         with jax.named_scope("selected_attention"):
-            o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec)
+            sinks = None if self.sinks is None else self.sinks[...]
+            o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec, sinks=sinks)
         with jax.named_scope("values"):
             o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
         with jax.named_scope("o_proj"):
-            return self.out(self.gated(o.reshape(x.shape[0], -1), q_latent, step), step.rows), kv
+            return self.out(self.gated(o.reshape(x.shape[0], -1), x, q_latent, step), step.rows), kv

@@ -198,6 +198,7 @@ def selected_attention(
     positions: jax.Array,
     *,
     spec: AttentionSpec,
+    sinks: jax.Array | None,
     tuning: Tuning,
 ) -> jax.Array:
     """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` i32 [T, k] (-1 past
@@ -228,7 +229,8 @@ def selected_attention(
             return _folded(softmax, rows, keys, scales, chosen >= 0, scale, spec)
 
         shape = size, num_heads
-        start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, spec.v_head_dim)))
+        first_logits = jnp.full(shape, -jnp.inf) if sinks is None else jnp.broadcast_to(sinks, shape)
+        start = (first_logits, jnp.where(first_logits > -jnp.inf, 1.0, 0.0), jnp.zeros((*shape, spec.v_head_dim)))
         most = jnp.max(jnp.sum(own >= 0, axis=1, dtype=jnp.int32))
         _, total, sums = lax.fori_loop(0, -(-most // block), fold, start)
         if kv.k_scale is not None:

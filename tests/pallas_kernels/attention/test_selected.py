@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,7 @@ def check(name: str, dtype: str, platform: str, count: int, keys=None, num_heads
     index_q = jnp.asarray(rng.standard_normal((num_tokens, num_heads, WIDTH)), q_dtype)
     weights = jnp.asarray(rng.standard_normal((num_tokens, num_heads)), jnp.float32)
     q = jnp.asarray(rng.standard_normal((num_tokens, SPEC.num_q_heads, RANK + REST)), q_dtype)
+    sinks = np.array([-np.inf, 0.5, 2.0], np.float32) if dtype == "float32" else None
 
     @jax.jit
     def run(index_q, weights, q, kv, batch):
@@ -87,13 +89,14 @@ def check(name: str, dtype: str, platform: str, count: int, keys=None, num_heads
         schedule = selection_schedule(batch, **sizes)
         found = select_keys(index_q, weights, kv, batch, count=count, schedule=schedule)
         parts = jnp.split(q, (RANK,), axis=-1)
-        return found, selected_attention(*parts, kv, batch, found, spec=SPEC, tuning=TUNING)
+        given = None if sinks is None else jnp.asarray(sinks)
+        return found, selected_attention(*parts, kv, batch, found, spec=SPEC, sinks=given, tuning=TUNING)
 
     found, o = map(np.asarray, run(index_q, weights, q, kv, batch))
     rows = np.asarray(batch.cu_q_lens), np.asarray(batch.kv_lens), np.asarray(batch.page_table), int(batch.num_seqs)
     inputs = (np.asarray(each, np.float32) for each in (index_q, weights))
     np.testing.assert_array_equal(found, reference.select_keys(*inputs, own, *rows, count))
-    sizes = {"v_head_dim": RANK, "sm_scale": SPEC.sm_scale}
+    sizes: dict[str, Any] = {"v_head_dim": RANK, "sm_scale": SPEC.sm_scale, "sinks": sinks}
     cu, _, table, live = rows
     exact = reference.selected_attention(np.asarray(q, np.float32), latents, cu, table, live, found, **sizes)
     near = 3e-2 if q_dtype == "bfloat16" else 3e-5
@@ -179,6 +182,7 @@ def test_shapes_that_do_not_fit():
         ({"q_rest": parts[0]}, "q_rest must be"),
         ({"positions": found.astype(float)}, "positions must be"),
         ({"spec": replace(SPEC, window=3)}, "needs values in keys"),
+        ({"sinks": jnp.zeros(2)}, "sinks must be"),
         ({"spec": replace(SPEC, head_dim=RANK + 1), "q_rest": parts[1][..., :1]}, "the pool holds"),
     ):
         given = {"q": parts[0], "q_rest": parts[1], "kv": kv, "batch": batch, "positions": found, "spec": SPEC}
