@@ -112,13 +112,15 @@ def select_keys(
     page_table: np.ndarray,  # [S, W]
     num_seqs: int,
     count: int,
+    pooling: np.ndarray | None = None,  # [m, J]
 ) -> np.ndarray:
     """Return i64 [T, count], the positions that attention.selected.select_keys selects, by scores in float64: all
     causal positions, ascending, if they are at most `count`, else those of the largest scores, the best first. Unused
     entries are -1.
 
     A key's score is the sum over heads i of weights [T, I] times relu(q[i] . key), with q [T, I, J] and key_pages [P,
-    page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots.
+    page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots. With `pooling` the
+    result is numbers of groups of m tokens, and the keys in key_pages [P, page_size, 2 * J] are followed by gates.
     """
     found, page_size = np.full((len(q), count), -1), key_pages.shape[1]
     for seq in range(num_seqs):
@@ -126,6 +128,11 @@ def select_keys(
         for token in range(first, end):
             seen = np.arange(int(kv_lens[seq]) - (end - first) + token - first + 1)
             keys = key_pages[page_table[seq, seen // page_size], seen % page_size].astype(np.float64)
+            if pooling is not None:
+                seen = seen[: len(seen) // len(pooling)]
+                grouped = keys[: len(seen) * len(pooling)].reshape(len(seen), *pooling.shape[:1], keys.shape[1])
+                shares = np.exp(grouped[..., pooling.shape[1] :] + pooling)
+                keys = (grouped[..., : pooling.shape[1]] * shares).sum(axis=1) / shares.sum(axis=1)
             scores = np.maximum(keys @ q[token].astype(np.float64).T, 0.0) @ weights[token].astype(np.float64)
             best = seen if len(seen) <= count else np.argsort(-scores, kind="stable")[:count]
             found[token, : len(best)] = best

@@ -5,7 +5,6 @@ hyper-connections.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -16,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.deepseek_v4 import DeepseekV4Layer
+from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
@@ -24,7 +23,6 @@ from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import ClampedSilu
-from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.layers.hyper_connections import IndependentConnection, JoinedStreams
 from jaxengine.models.params.declare import Source
@@ -84,17 +82,6 @@ class HYV4Attention(SparseLatentAttention):
         return (o.astype(jnp.float32) * gate).astype(o.dtype)
 
 
-class HYV4Layer(DeepseekV4Layer):
-    """DeepSeek-V4's layer with IndependentConnections, and with a dense MLP in some layers."""
-
-    def __init__(self, config: Any, attention: nnx.Module, mlp: Any, build: Build):
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, build=build)
-        self.before_attention = IndependentConnection(config, name=f"{LAYER}.attn_hc.")
-        self.input_norm, self.attention = norm(source=f"{LAYER}.input_layernorm"), attention
-        self.before_mlp = IndependentConnection(config, name=f"{LAYER}.ffn_hc.")
-        self.mlp_norm, self.mlp = norm(source=f"{LAYER}.post_attention_layernorm"), mlp
-
-
 class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
     """GLM-5.2 whose layers pass on A hidden states of each token, [T, A * D], with rope on the last elements of the
     indexer's heads, and with routed experts whose activation is clamped.
@@ -146,7 +133,8 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", build=build, **options)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        return HYV4Layer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
+        parts = self.make_attention(layer, build), self.make_mlp(layer, build), build
+        return DeepseekV4Layer(self.config, *parts, connection=IndependentConnection, names=STREAM_NAMES)
 
     def make_norm(self, build: Build) -> nnx.Module:
         return JoinedStreams(self.config, super().make_norm(build), name="model.hc_head.hc_")

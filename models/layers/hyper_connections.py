@@ -131,6 +131,16 @@ def joined(x: jax.Array, shares: jax.Array) -> jax.Array:
     return jnp.sum(shares[..., None] * wide, axis=1).astype(x.dtype)
 
 
+class MeanOfStreams(nnx.Module):
+    """Norm of the mean of a token's hidden states: [T, A * D] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, norm: Any):
+        self.num_streams, self.norm = config.num_streams, norm
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(joined(x, jnp.full((x.shape[0], self.num_streams), 1 / self.num_streams, jnp.float32)))
+
+
 class JoinedStreams(nnx.Module):
     """Norm of the weighted sum of a token's hidden states: [T, A * D] -> [T, D]."""
 

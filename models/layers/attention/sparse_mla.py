@@ -19,16 +19,30 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex, LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
-from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.attention.mla import LATENT_EPS, LatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.layers.base.section import SelectedKeys
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
-from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention
+from jaxengine.pallas_kernels.attention.selected import positions_of_groups, select_keys, selected_attention
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
+
+
+class KeyPooling(nnx.Module):
+    """Weights with which the keys of a group of tokens are averaged, where `index` has a `pool`: `gate` projects hidden
+    states to gates [T, J], to which `bias` f32[m, J] is added by a token's number in its group of m.
+    """
+
+    def __init__(self, index: KeyIndex, hidden_size: int, *, source: str, build: Build):
+        assert index.pool is not None
+        gate, bias = (f"{source}.index_kpool_compress_{name}" for name in ("gate", "ape"))
+        whole, size = replace(build, scheme=PLAIN), index.head_dim
+        self.gate = whole.weight((hidden_size, size), (Source(gate, size),), ("embed", None))
+        places = ParamDecl((None, None), (Source(bias, index.pool),), init_std=0.3)
+        self.bias = declare((index.pool, size), jnp.float32, places)
 
 
 class Indexer(nnx.Module):
@@ -48,9 +62,11 @@ class Indexer(nnx.Module):
         weights = (Source(f"{source}.weights_proj", index.num_heads),)
         self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
 
+        self.pooling = None if index.pool is None else KeyPooling(index, hidden_size, source=source, build=build)
+
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [T, I, J], the weights of their heads f32[T, I], divided by sqrt(I * J), and normed keys [T,
-        1, J].
+        1, J], followed by gates, [T, 1, 2 * J], where keys are pooled.
 
         x: [T, D]. q_latent: [T, q_rank]. Queries and keys are rotated if the step has rope.
         """
@@ -58,6 +74,8 @@ class Indexer(nnx.Module):
         k = self.k_norm(self.k(x, step.rows))[:, None]
         if step.rope is not None:
             q, k = (self._rotated(part, step.rope) for part in (q, k))
+        if self.pooling is not None:
+            k = jnp.concatenate([k, self.pooling.gate.matmul(x).astype(k.dtype)[:, None]], axis=-1)
         weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
         return q, weights * (self.num_heads * self.head_dim) ** -0.5, k
 
@@ -79,12 +97,21 @@ class SparseLatentAttention(LatentAttention):
     SelectedKeys. Raises ModelConfigError without an indexer configuration or a latent of queries.
     """
 
-    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, notes: bool = False):
+    def __init__(
+        self,
+        attention: LayerAttention,
+        hidden_size: int,
+        *,
+        source: str,
+        build: Build,
+        notes: bool = False,
+        eps: float = LATENT_EPS,
+    ):
         index, latent = attention.index, attention.latent
         if index is None or latent is None or latent.q_lora_rank is None:
             raise ModelConfigError("index must be set for sparse attention, got None")
-        super().__init__(replace(attention, index=None, sinks=False), hidden_size, source=source, build=build)
-        self.top_k, self.index_width, self.notes = index.top_k, index.head_dim, notes
+        super().__init__(replace(attention, index=None, sinks=False), hidden_size, source=source, build=build, eps=eps)
+        self.top_k, self.index_width, self.notes = index.top_k, index.stored_size, notes
         sizes = latent.q_lora_rank, hidden_size
         own = index.source is None
         self.indexer = Indexer(index, *sizes, source=f"{source}.indexer", build=build) if own else None
@@ -111,8 +138,12 @@ class SparseLatentAttention(LatentAttention):
             selected = step.selected
         else:
             with jax.named_scope("select_keys"):
+                pooling = None if self.indexer.pooling is None else self.indexer.pooling.bias[...]
+                size = 1 if pooling is None else len(pooling)
                 count = min(self.top_k, ragged.page_table.shape[1] * kv.page_size)  # of the longest sequence
-                selected = select_keys(index_q, weights, kv, ragged, count=count, schedule=step.schedule)
+                options = {"count": max(count // size, 1), "schedule": step.schedule, "pooling": pooling}
+                selected = select_keys(index_q, weights, kv, ragged, **options)
+                selected = selected if pooling is None else positions_of_groups(selected, ragged, size)
         if self.notes:
             self.selected = SelectedKeys(selected)
         with jax.named_scope("absorb"):

@@ -14,7 +14,12 @@ import pytest
 from jaxengine.check.compiled.hlo import parse
 from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention, selection_schedule
+from jaxengine.pallas_kernels.attention.selected import (
+    positions_of_groups,
+    select_keys,
+    selected_attention,
+    selection_schedule,
+)
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, storage_dtype
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import Tuning, XlaSelection
@@ -51,10 +56,10 @@ def batch_of(name: str) -> tuple[RaggedBatch, int]:
     return RaggedBatch(*map(jnp.asarray, (cu, lens, table, slots, np.int32(len(rows)), np.int32(decodes)))), num_tokens
 
 
-def pool_of(batch: RaggedBatch, dtype: str, platform: str, keys=None):
+def pool_of(batch: RaggedBatch, dtype: str, platform: str, keys=None, width: int = WIDTH):
     """A pool that holds NaN wherever no token sees anything, and its latents and keys, float32."""
     rng = np.random.default_rng(5)
-    parts = rng.standard_normal((PAGES, PAGE, 1, RANK + REST)), rng.standard_normal((PAGES, PAGE, 1, WIDTH))
+    parts = rng.standard_normal((PAGES, PAGE, 1, RANK + REST)), rng.standard_normal((PAGES, PAGE, 1, width))
     latents, own = (part.astype(np.float32) for part in parts)
     own = own if keys is None else keys(own)
     if dtype != "int8":
@@ -126,6 +131,34 @@ def test_further_against_float64(name, dtype, platform):
         check(name, dtype, platform, count)
 
 
+@each_row(("name", "platform", "size", "count"), [("chunks and decodes", "cpu", 3, 2), ("decodes", "tpu", 6, 3)])
+def test_groups_of_keys_against_float64(name, platform, size, count):
+    batch, num_tokens = batch_of(name)
+    kv, (_, own) = pool_of(batch, "float32", platform, width=2 * WIDTH)
+    rng = np.random.default_rng(7)
+    shapes = (num_tokens, HEADS, WIDTH), (num_tokens, HEADS), (size, WIDTH)
+    q, weights, pooling = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+    @jax.jit
+    def run(q, weights, pooling, kv, batch):
+        sizes = {"num_tokens": num_tokens, "page_size": PAGE, "platform": platform, "tuning": TUNING}
+        schedule = selection_schedule(batch, **sizes)
+        groups = select_keys(q, weights, kv, batch, count=count, schedule=schedule, pooling=pooling)
+        return groups, positions_of_groups(groups, batch, size)
+
+    groups, positions = map(np.asarray, run(q, weights, pooling, kv, batch))
+    cu, lens, table = (np.asarray(each) for each in (batch.cu_q_lens, batch.kv_lens, batch.page_table))
+    live = int(batch.num_seqs)
+    exact = reference.select_keys(q, weights, own, cu, lens, table, live, count, pooling)
+    np.testing.assert_array_equal(groups, exact)
+    ends = [int(lens[seq]) - int(cu[seq + 1]) + 1 + t for seq in range(live) for t in range(cu[seq], cu[seq + 1])]
+    for found, of_token, end in zip(positions, exact, ends, strict=False):
+        wanted = [*range(end - end % size, end)]
+        wanted += [group * size + token for group in of_token if group >= 0 for token in range(size)]
+        assert found.tolist() == wanted + [-1] * (len(found) - len(wanted))
+    assert (positions[len(ends) :] == -1).all()
+
+
 def test_of_equal_scores_the_lowest_position_comes_first():
     """Keys of few values and one head: most scores are zero, of either sign, and many others are equal."""
     check("chunks and decodes", "float32", "cpu", 6, keys=np.sign, num_heads=1)
@@ -174,6 +207,7 @@ def test_shapes_that_do_not_fit():
         ({"weights": weights.astype(jnp.bfloat16)}, "weights must be"),
         ({"kv": latents}, "the pool must have"),
         ({"count": 0}, "count must be"),
+        ({"pooling": jnp.zeros((2, WIDTH // 2 + 1)), "q": q[..., : WIDTH // 2]}, "pooling must be"),
     ):
         with pytest.raises(ValueError, match=f"select_keys: {said}"):
             select_keys(**{"q": q, "weights": weights, "kv": kv, "batch": batch, "count": 3} | change)

@@ -108,6 +108,8 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("Ernie4_5_VLMoeForConditionalGeneration", "model.language_model.layers.1.mlp.up_proj", "mlp.up_proj"),
         ("HunYuanVLForConditionalGeneration", "model.language_model.layers.1.mlp.up_proj", "mlp.up_proj"),
         ("HYV3ForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_mlp.up_proj"),
+        ("Glm5NextForConditionalGeneration", "model.language_model.layers.1.self_attn.q_b_proj", "self_attn.q_b_proj"),
+        ("Glm5NextForConditionalGeneration", "self_attn.forget_gate.f_b_proj", "self_attn.f_b_proj"),
         ("HYV4ForCausalLM", "mlp.shared_experts.linear_gate", "mlp.shared_experts.gate_proj"),
         ("HYV4ForCausalLM", "hc_attn_layer.hc_pre.hc_fn", "attn_hc.fn"),
         ("HYV4ForCausalLM", "hc_pre.hc_mlp_layer.hc_fn", "ffn_hc.fn"),
