@@ -141,6 +141,8 @@ _MODULES = {
     "DeepseekV4ForCausalLM": "deepseek_v4",
     "LongcatFlashForCausalLM": "longcat_flash",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    "HYV4ForCausalLM": "hy_v4",
+    "Glm5NextForConditionalGeneration": "glm5_next",
     "MiniCPM3ForCausalLM": "minicpm3",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",

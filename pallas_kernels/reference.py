@@ -112,13 +112,15 @@ def select_keys(
     page_table: np.ndarray,  # [S, W]
     num_seqs: int,
     count: int,
+    pooling: np.ndarray | None = None,  # [m, J]
 ) -> np.ndarray:
     """Return i64 [T, count], the positions that attention.selected.select_keys selects, by scores in float64: all
     causal positions, ascending, if they are at most `count`, else those of the largest scores, the best first. Unused
     entries are -1.
 
     A key's score is the sum over heads i of weights [T, I] times relu(q[i] . key), with q [T, I, J] and key_pages [P,
-    page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots.
+    page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots. With `pooling` the
+    result is numbers of groups of m tokens, and the keys in key_pages [P, page_size, 2 * J] are followed by gates.
     """
     found, page_size = np.full((len(q), count), -1), key_pages.shape[1]
     for seq in range(num_seqs):
@@ -126,6 +128,11 @@ def select_keys(
         for token in range(first, end):
             seen = np.arange(int(kv_lens[seq]) - (end - first) + token - first + 1)
             keys = key_pages[page_table[seq, seen // page_size], seen % page_size].astype(np.float64)
+            if pooling is not None:
+                seen = seen[: len(seen) // len(pooling)]
+                grouped = keys[: len(seen) * len(pooling)].reshape(len(seen), *pooling.shape[:1], keys.shape[1])
+                shares = np.exp(grouped[..., pooling.shape[1] :] + pooling)
+                keys = (grouped[..., : pooling.shape[1]] * shares).sum(axis=1) / shares.sum(axis=1)
             scores = np.maximum(keys @ q[token].astype(np.float64).T, 0.0) @ weights[token].astype(np.float64)
             best = seen if len(seen) <= count else np.argsort(-scores, kind="stable")[:count]
             found[token, : len(best)] = best
@@ -142,9 +149,11 @@ def selected_attention(
     *,
     v_head_dim: int,
     sm_scale: float,
+    sinks: np.ndarray | None = None,  # [N]
 ) -> np.ndarray:
     """Compute softmax attention of q [T, N, H] over the keys at `positions` [T, k] alone, of k_pages [P, page_size, H],
     whose first v_head_dim elements are their values: return float64 [T, N, v_head_dim]. sm_scale: factor of the logits.
+    sinks: one more logit of each head, whose value is 0; None for none.
 
     A token of no sequence, or without a position >= 0, gives 0. The other arguments are those of RaggedBatch.
     """
@@ -155,7 +164,8 @@ def selected_attention(
             keys = k_pages[page_table[seq, own // page_size], own % page_size].astype(np.float64)
             for head in range(q.shape[1]):
                 logits = keys @ q[token, head].astype(np.float64) * sm_scale
-                out[token, head], _ = softmax_average(logits, keys[:, :v_head_dim], -np.inf)
+                sink = -np.inf if sinks is None else float(sinks[head])
+                out[token, head], _ = softmax_average(logits, keys[:, :v_head_dim], sink)
     return out
 
 

@@ -29,6 +29,8 @@ from jaxengine.models.config.state import (
     StateSpace,
 )
 
+_MOST_POOLED = 4096  # tokens of a group of keys
+
 # Recurrent state that a layer may have instead of attention, or in addition to it.
 LayerState = GatedDelta | GatedRecurrence | LinearState | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
 
@@ -75,8 +77,9 @@ class Latent:
     q_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             check_size(name, getattr(self, name), MAX_HEAD_DIM)
+        check_size("qk_rope_head_dim", self.qk_rope_head_dim, MAX_HEAD_DIM, 0)
         if self.q_lora_rank is not None:
             check_size("q_lora_rank", self.q_lora_rank, MAX_HIDDEN)
 
@@ -91,6 +94,10 @@ class KeyIndex:
       head_dim: elements of a query, and of its one key for each token, which is cached in addition to the layer's keys.
       top_k: number of keys that a token attends to; all of them if there are no more.
       interleaved: Rope.interleaved of its rope, which otherwise equals the layer's.
+      rotates_last: whether the last elements of its queries and keys are rotated instead of the first.
+      norm_eps: epsilon of the norm of its keys.
+      pool: tokens of a group that has one key, the mean of its tokens' keys with learned weights, and of which all
+        tokens are selected (GLM-5.3); those after the last whole group are always selected. None for keys of tokens.
       source: number of the earlier layer whose selection of keys is used; the indexer then has no weights. None for its
         own selection.
     """
@@ -99,12 +106,24 @@ class KeyIndex:
     head_dim: int
     top_k: int
     interleaved: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
+    pool: int | None = None
     source: int | None = None
 
     def __post_init__(self) -> None:
         check_size("index_n_heads", self.num_heads, MAX_HEADS)
         check_size("index_head_dim", self.head_dim, MAX_HEAD_DIM)
         check_size("index_topk", self.top_k, MAX_INTEGER)
+        if self.pool is not None:
+            check_size("index_kpool", self.pool, _MOST_POOLED)
+            if self.top_k % self.pool:
+                raise ModelConfigError(f"index_topk must be a multiple of index_kpool = {self.pool}, got {self.top_k}")
+
+    @property
+    def stored_size(self) -> int:
+        """Number of cached elements of a token: of its key and, where keys are pooled, of its gates."""
+        return self.head_dim * (1 if self.pool is None else 2)
 
 
 @lru_cache(maxsize=8)
@@ -218,8 +237,8 @@ class LayerAttention:
                     f"a latent needs one kv head of kv_lora_rank + qk_rope_head_dim = {width}, got num_kv_heads "
                     f"{self.num_kv_heads} and head_dim {self.head_dim}"
                 )
-            if self.qk_norm or self.sinks:
-                raise ModelConfigError("latent attention takes no qk_norm and no sinks")
+            if self.qk_norm or (self.sinks and self.index is None):
+                raise ModelConfigError("latent attention takes no qk_norm, and sinks only with an indexer")
         if (compressed := self.compressed) is not None:
             kept = (self.num_kv_heads, self.head_dim, self.beside_state)
             if kept != (1, compressed.head_dim, compressed.rate is not None):
@@ -255,10 +274,10 @@ class LayerAttention:
     @property
     def v_head_dim(self) -> int:
         """Number of elements of a cached value. With a latent these are the first elements of the key. With an indexer,
-        its key is cached in place of the value.
+        its key, and its gates if it has any, are cached in place of the value.
         """
         if self.index is not None:
-            return self.index.head_dim
+            return self.index.stored_size
         return (self.value_size or self.head_dim) if self.latent is None else self.latent.kv_lora_rank
 
     @property

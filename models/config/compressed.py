@@ -136,20 +136,25 @@ class CompressedKeys:
 @dataclass(frozen=True)
 class HyperConnections:
     """Several hidden states of a token, which a layer mixes to one input and to all of which it adds its output (Xie
-    et al. 2026, manifold-constrained hyper-connections).
+    et al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4).
 
     Attributes:
       num_streams: number of hidden states of a token.
-      rounds: rounds of scaling rows and columns (Sinkhorn) that make the mixing matrix doubly stochastic.
-      eps: number added to divisors.
+      rounds: rounds of scaling rows and columns (Sinkhorn) that make the mixing matrix doubly stochastic; None where
+        hidden states are not mixed with each other.
+      eps: number added to divisors, and to shares.
+      magnitude: largest factor of a layer's output, without eps.
     """
 
     num_streams: int
-    rounds: int
+    rounds: int | None
     eps: float
+    magnitude: float = 2.0
 
     def __post_init__(self) -> None:
         check_size("hc_mult", self.num_streams, _MOST_STREAMS, 2)
-        check_size("hc_sinkhorn_iters", self.rounds, _MOST_ROUNDS)
-        if not 0 < self.eps < float("inf"):
-            raise ModelConfigError(f"hc_eps must be a finite number > 0, got {self.eps!r}")
+        if self.rounds is not None:
+            check_size("hc_sinkhorn_iters", self.rounds, _MOST_ROUNDS)
+        for name, value in (("hc_eps", self.eps), ("hc_magnitude", self.magnitude)):
+            if not 0 < value < float("inf"):
+                raise ModelConfigError(f"{name} must be a finite number > 0, got {value!r}")

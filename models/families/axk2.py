@@ -77,11 +77,11 @@ class Axk2Attention(SparseLatentAttention):
         """Return the latent of queries [T, R] as [T, 2 * R]: its norm, followed by the latent itself."""
         return jnp.concatenate([super().normed(q_latent), q_latent], axis=-1)
 
-    def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates, one for each element. x: [T, .], the
-        latent of queries as `normed` returns it. Computed in float32; returned in the dtype of o.
+    def gated(self, o: jax.Array, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates of the latent of queries, as `normed`
+        returns it, one for each element. Computed in float32; returned in the dtype of o.
         """
-        gate = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
+        gate = jax.nn.sigmoid(self.gate(q_latent, step.rows).astype(jnp.float32))
         return (o.astype(jnp.float32) * gate).astype(o.dtype)
 
 

@@ -119,7 +119,7 @@ class GatedLatentAttention(LatentAttention):
         gate = (Source(f"{source}.g_proj", attention.num_heads, group=1),)
         self.gate = Linear(hidden_size, gate, axes=("embed", "heads"), build=build)
 
-    def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+    def gated(self, o: jax.Array, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> jax.Array:
         """Return the heads' outputs o [T, N * Hv] multiplied by one sigmoid gate per head, projected from x [T, D].
         Computed in float32; returned in the dtype of o.
         """

@@ -20,7 +20,8 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
     """DeepSeek-V3 with an indexer in each layer; by default the first three layers are dense."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    # Defaults of the indexer's number of heads, and of whether its rope pairs neighbouring elements.
+    # Whether rope pairs neighbouring elements; defaults of the indexer's number of heads, and of whether its rope does.
+    interleaved: ClassVar[bool] = True
     index_heads: ClassVar[int] = 64
     index_interleaved: ClassVar[bool] = False
 
@@ -29,11 +30,11 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         kinds = fields.value("layer_types", None)
         if kinds is not None and kinds != ["indexed_attention"] * fields.integer("num_hidden_layers"):
             raise fields.fail("layer_types", "a list of indexed_attention for each layer, or absent")
-        fields.require(rope_interleave=True)
+        fields.require(rope_interleave=cls.interleaved)
         own = {name: value for name, value in fields.raw.items() if name != "layer_types"}
         own |= {"n_routed_experts": fields.value("num_experts", own.get("n_routed_experts"))}  # an older name
         own = ConfigFields(own)
-        shared = super().read_hf(own.with_defaults(**DEFAULTS, rms_norm_eps=1e-6))
+        shared = super().read_hf(own.with_defaults(**DEFAULTS, rms_norm_eps=1e-6, rope_interleave=cls.interleaved))
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),
             head_dim=fields.integer("index_head_dim", 128),
@@ -55,9 +56,12 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         """
         return [None] * fields.integer("num_hidden_layers")
 
-    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+    def notes_selection(self, layer: int) -> bool:
+        """Return whether the layer after number `layer` uses its selection of keys."""
         config = self.config
         after = config.attention[layer + 1].index if layer + 1 < config.num_layers else None
-        notes = after is not None and after.source is not None
-        sizes = config.attention[layer], config.hidden_size
+        return after is not None and after.source is not None
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        sizes, notes = (self.config.attention[layer], self.config.hidden_size), self.notes_selection(layer)
         return SparseLatentAttention(*sizes, source=f"{LAYER}.self_attn", build=build, notes=notes)

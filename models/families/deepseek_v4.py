@@ -4,7 +4,7 @@ token (manifold-constrained hyper-connections), and experts that the first layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -77,6 +77,8 @@ _PARTS = (
     (".mlp.gate.e_score_correction_bias", ".ffn.gate.bias"),
     (".mlp.", ".ffn."),
 )
+# Names of connections and norms as transformers has them in later families.
+STREAM_NAMES = ("attn_hc.", "input_layernorm", "ffn_hc.", "post_attention_layernorm")
 NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="gate.bias")
 
 
@@ -103,14 +105,27 @@ class HashedExperts(MixtureOfExperts):
 class DeepseekV4Layer(nnx.Module):
     """Layer of attention, then experts. Each reads one hidden state, mixed from all hidden states of a token, and its
     output is added to all of them.
+
+    connection: class of the two connections. names: checkpoint names of the first connection, the norm after it, the
+    second connection and its norm.
     """
 
-    def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: MixtureOfExperts, build: Build):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nnx.Module,
+        mlp: nnx.Module,
+        build: Build,
+        *,
+        connection: Callable[..., Any] = HyperConnection,
+        names: tuple[str, str, str, str] = ("hc_attn_", "attn_norm", "hc_ffn_", "ffn_norm"),
+    ):
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, build=build)
-        self.before_attention = HyperConnection(config, name=f"{LAYER}.hc_attn_")
-        self.input_norm, self.attention = norm(source=f"{LAYER}.attn_norm"), attention
-        self.before_mlp = HyperConnection(config, name=f"{LAYER}.hc_ffn_")
-        self.mlp_norm, self.mlp = norm(source=f"{LAYER}.ffn_norm"), mlp
+        before_attention, input_norm, before_mlp, mlp_norm = (f"{LAYER}.{name}" for name in names)
+        self.before_attention = connection(config, name=before_attention)
+        self.input_norm, self.attention = norm(source=input_norm), attention
+        self.before_mlp = connection(config, name=before_mlp)
+        self.mlp_norm, self.mlp = norm(source=mlp_norm), mlp
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Return the hidden states after the layer, [T, A * D] for x [T, A * D], and the pool with this step's keys and

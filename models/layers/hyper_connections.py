@@ -1,5 +1,5 @@
 """Several hidden states of a token, which a part of a layer reads as one and writes as many: manifold-constrained
-hyper-connections (Xie et al. 2026, as in DeepSeek-V4). A: how many there are.
+hyper-connections (Xie et al. 2026, as in DeepSeek-V4), or independent ones (as in Hy4). A: how many there are.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class HyperConnection(nnx.Module):
     def __init__(self, config: ModelConfig, *, name: str):
         assert config.hyper_connections is not None
         self.form: HyperConnections = config.hyper_connections
+        assert self.form.rounds is not None
         count = self.form.num_streams
+        self.rounds = self.form.rounds
         self.mixer = Mixer(config, (2 + count) * count, 3, name=name)
 
     def read(self, x: jax.Array) -> tuple[jax.Array, Mixing]:
@@ -80,10 +82,10 @@ class HyperConnection(nnx.Module):
         reading, writing, matrix = (part * factor + own for part, own, factor in parts)
         matrix = jax.nn.softmax(matrix.reshape(-1, count, count), axis=-1) + eps
         matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-        for _ in range(self.form.rounds - 1):
+        for _ in range(self.rounds - 1):
             for axis in (-1, -2):
                 matrix = matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
-        return joined(x, jax.nn.sigmoid(reading) + eps), Mixing(2 * jax.nn.sigmoid(writing), matrix)
+        return joined(x, jax.nn.sigmoid(reading) + eps), Mixing(self.form.magnitude * jax.nn.sigmoid(writing), matrix)
 
     def write(self, x: jax.Array, output: jax.Array, mixing: Mixing) -> jax.Array:
         """Return the hidden states [T, A * D] after a part with output [T, D]: the hidden states x before it, mixed by
@@ -95,12 +97,48 @@ class HyperConnection(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape)
 
 
+class IndependentConnection(nnx.Module):
+    """HyperConnection that leaves the hidden states [T, A * D] as they are and only adds a part's output to each."""
+
+    def __init__(self, config: ModelConfig, *, name: str):
+        assert config.hyper_connections is not None
+        self.form: HyperConnections = config.hyper_connections
+        self.mixer = Mixer(config, 2 * self.form.num_streams, 2, name=name)
+
+    def read(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the part's input [T, D], mixed from hidden states x [T, A * D] with shares sigmoid(.) + eps, and the
+        factors f32[T, A] with which `write` adds its output, magnitude * sigmoid(.) + eps.
+        """
+        parts = zip(*(jnp.split(each, 2, axis=-1) for each in (self.mixer(x), self.mixer.bias[...])), strict=True)
+        shares = (part * factor + own for (part, own), factor in zip(parts, self.mixer.factors[...], strict=True))
+        reading, writing = (jax.nn.sigmoid(each) for each in shares)
+        return joined(x, reading + self.form.eps), self.form.magnitude * writing + self.form.eps
+
+    def write(self, x: jax.Array, output: jax.Array, factors: jax.Array) -> jax.Array:
+        """Return the hidden states x [T, A * D], each plus the part's output [T, D] multiplied by its factor of f32[T,
+        A], computed in float32, in x's dtype.
+        """
+        wide = x.astype(jnp.float32).reshape(*factors.shape, -1)
+        added = wide + factors[..., None] * output.astype(jnp.float32)[:, None]
+        return added.astype(x.dtype).reshape(x.shape)
+
+
 def joined(x: jax.Array, shares: jax.Array) -> jax.Array:
     """Return the sum [T, D] of a token's A hidden states x [T, A * D], multiplied by their shares f32[T, A], in x's
     dtype.
     """
     wide = x.astype(jnp.float32).reshape(*shares.shape, -1)
     return jnp.sum(shares[..., None] * wide, axis=1).astype(x.dtype)
+
+
+class MeanOfStreams(nnx.Module):
+    """Norm of the mean of a token's hidden states: [T, A * D] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, norm: Any):
+        self.num_streams, self.norm = config.num_streams, norm
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(joined(x, jnp.full((x.shape[0], self.num_streams), 1 / self.num_streams, jnp.float32)))
 
 
 class JoinedStreams(nnx.Module):

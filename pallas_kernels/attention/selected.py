@@ -4,7 +4,8 @@ The public operations of DeepSeek Sparse Attention (DeepSeek-AI 2025, "DeepSeek-
 folder of each implementation, their oracles in reference.py. Pages hold latents as keys. In place of values they hold
 the indexer's keys, of KVSpec.v_head_dim elements. Layers and requests do not occur here.
 
-Further shape letters: I heads of the indexer, J elements of its keys, k keys that a token selects.
+Further shape letters: I heads of the indexer, J elements of its keys, k keys that a token selects, m tokens of a group
+where one key is pooled for a group.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
-from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.pages import KVPages, is_quantized
 from jaxengine.pallas_kernels.registry import kernel
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
-__all__ = ["select_keys", "selected_attention", "selection_schedule"]
+__all__ = ["positions_of_groups", "select_keys", "selected_attention", "selection_schedule"]
 
 
 def selection_schedule(
@@ -36,7 +37,14 @@ def selection_schedule(
 
 
 def select_keys(
-    q: jax.Array, weights: jax.Array, kv: KVPages, batch: RaggedBatch, *, count: int, schedule: Any = None
+    q: jax.Array,
+    weights: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    *,
+    count: int,
+    schedule: Any = None,
+    pooling: jax.Array | None = None,
 ) -> jax.Array:
     """Return, for each token, the positions i32 [T, k] of the k = count keys with the highest scores among those it
     sees.
@@ -47,10 +55,15 @@ def select_keys(
     followed by -1; a token of no sequence gets -1 alone. Slots that no token sees may hold NaN. A pool of codes has one
     scale for all keys of the head; it does not change their order and is not applied.
 
+    pooling: f32 [m, J] for one key of each group of m tokens, counted from the first; the result is then the numbers of
+    groups, of which a token sees those that end with its own key or before. The pool then holds keys and after each of
+    them as many gates, and no codes. A group's key is the mean of its tokens' keys, weighted in each element by the
+    softmax of gates plus `pooling`. None for the tokens' own keys.
+
     schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes and
     dtypes that do not fit, a pool without exactly one kv head of an indexer's keys, and a `count` below 1.
     """
-    width, num_tokens = kv.spec.v_head_dim, q.shape[0]
+    width, num_tokens = kv.spec.v_head_dim // (1 if pooling is None else 2), q.shape[0]
     if q.ndim != 3 or num_tokens < 1 or q.shape[2] != width:
         raise ValueError(f"select_keys: q must be [T, I, {width}] with T >= 1, got {list(q.shape)}")
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -61,13 +74,33 @@ def select_keys(
         )
     if kv.spec.values_in_keys or kv.spec.num_kv_heads != 1:
         raise ValueError("select_keys: the pool must have one kv head with keys of an indexer, got one without")
+    if pooling is not None and (pooling.shape[1:] != (width,) or pooling.dtype != jnp.float32 or is_quantized(kv.spec)):
+        text = f"pooling must be float32[m, {width}] over a pool without codes"
+        raise ValueError(f"select_keys: {text}, got {pooling.dtype}{list(pooling.shape)} over {kv.dtype}")
     if count < 1:
         raise ValueError(f"select_keys: count must be at least 1, got {count}")
     check_batch(batch, num_tokens)
     if schedule is None:
         sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "platform": kv.platform}
         schedule = selection_schedule(batch, **sizes)
-    return kernel("select_keys", kv.platform)(q, weights, kv, batch, schedule, count=count)
+    return kernel("select_keys", kv.platform)(q, weights, kv, batch, schedule, count=count, pooling=pooling)
+
+
+def positions_of_groups(groups: jax.Array, batch: RaggedBatch, size: int) -> jax.Array:
+    """Return the positions i32 [T, G * m + m - 1] that each token attends to: those that it sees after its last whole
+    group, then those of the tokens of its groups i32 [T, G], which `select_keys` has returned with `pooling`, then -1.
+    size: m. Tokens of no sequence get -1 alone.
+    """
+    num_tokens, num_rows = groups.shape[0], len(batch.kv_lens)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), num_rows - 1)
+    ends = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - 1 - tokens)
+    ends = jnp.where(tokens < batch.cu_q_lens[batch.num_seqs], ends, 0)[:, None]
+    places = jnp.arange(groups.shape[1] * size + size - 1, dtype=jnp.int32) - ends % size
+    inner = jnp.clip(places, 0, groups.shape[1] * size - 1)
+    chosen = jnp.take_along_axis(groups, inner // size, axis=1)
+    of_groups = jnp.where((chosen >= 0) & (places == inner), chosen * size + inner % size, -1)
+    return jnp.where(places < 0, ends + places, of_groups)
 
 
 def selected_attention(
@@ -78,6 +111,7 @@ def selected_attention(
     positions: jax.Array,
     *,
     spec: AttentionSpec,
+    sinks: jax.Array | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array:
     """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` alone; return o
@@ -85,8 +119,9 @@ def selected_attention(
 
     positions: i32 [T, k] in each token's own sequence, distinct, with -1 after a token's last one. A token without any,
     or of no sequence, gets exactly 0. Only these keys of the pool are read. spec: must have values in keys, one kv
-    head, and no window, chunk or soft cap. tuning: tile sizes, None for the chip's sizes from the table. Raises
-    ValueError for shapes, dtypes or options that do not fit.
+    head, and no window, chunk or soft cap. sinks: f32 [N], an additional logit of each head in the softmax denominator,
+    with value 0; None for none. tuning: tile sizes, None for the chip's sizes from the table. Raises ValueError for
+    shapes, dtypes or options that do not fit.
     """
     num_tokens, (width, rest) = q.shape[0], spec.query_dims
     for name, array, columns in (("q", q, width), ("q_rest", q_rest, rest)):
@@ -102,6 +137,9 @@ def selected_attention(
         raise ValueError("selected_attention: needs values in keys of one kv head, no window, chunk or soft cap")
     if kv.spec.head_dim != spec.head_dim:
         raise ValueError(f"selected_attention: the pool holds head dim {kv.spec.head_dim}, not {spec.head_dim}")
+    if sinks is not None and (sinks.shape != (spec.num_q_heads,) or sinks.dtype != jnp.float32):
+        wanted = f"float32[{spec.num_q_heads}]"
+        raise ValueError(f"selected_attention: sinks must be {wanted}, got {sinks.dtype}{list(sinks.shape)}")
     check_batch(batch, num_tokens)
-    options: dict[str, Any] = {"spec": spec, "tuning": tuning or tuning_of(kv.platform)}
+    options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning or tuning_of(kv.platform)}
     return kernel("selected_attention", kv.platform)(q, q_rest, kv, batch, positions, **options)

@@ -104,7 +104,7 @@ def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     if index.source is None:
         keys, pairs = visible_keys(bucket, context, None)
         num_bytes += bucket.num_tokens * index.num_heads * index.head_dim * itemsize + keys * spec.value_width * cached
-        flops += 2 * pairs * index.num_heads * index.head_dim
+        flops += 2 * (pairs // (index.pool or 1)) * index.num_heads * index.head_dim
     return Work(num_bytes, flops)
 
 

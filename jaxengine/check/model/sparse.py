@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.layers.attention.attention import attention_spec, selection_schedule
-from jaxengine.models.layers.attention.sparse_mla import select_keys, selected_attention
+from jaxengine.models.layers.attention.sparse_mla import positions_of_groups, select_keys, selected_attention
 from jaxengine.sharding.layout import MeshLayout
 
 
@@ -26,12 +26,17 @@ def sparse_attention(
     """
     index = attention.index
     assert index is not None
-    spec = attention_spec(replace(attention, index=None), mesh)
+    spec = attention_spec(replace(attention, index=None, sinks=False), mesh)
 
     def function(index_q: Any, weights: Any, q: Any, q_rest: Any, kv: Any, batch: Any) -> Any:
         """Return the attention output over the keys that the indexer selects."""
         schedule = selection_schedule(batch, num_tokens=num_tokens, page_size=kv.page_size, platform=kv.platform)
-        found = select_keys(index_q, weights, kv, batch, count=index.top_k, schedule=schedule)
+        pooling, size = None, index.pool or 1
+        if index.pool is not None:
+            pooling = jnp.zeros((index.pool, index.head_dim), jnp.float32)
+        options: dict[str, Any] = {"count": index.top_k // size, "schedule": schedule, "pooling": pooling}
+        found = select_keys(index_q, weights, kv, batch, **options)
+        found = found if index.pool is None else positions_of_groups(found, batch, size)
         return selected_attention(q, q_rest, kv, batch, found, spec=spec)
 
     sizes = [(index.num_heads, index.head_dim), (index.num_heads,), *((spec.num_q_heads, x) for x in spec.query_dims)]

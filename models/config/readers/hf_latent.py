@@ -12,19 +12,25 @@ from jaxengine.models.config.readers.hf import hf_fields, read_rope
 from jaxengine.models.config.rope import read_mscale
 
 
-def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
+def hf_latent_fields(
+    fields: ConfigFields, *, interleaved: bool = True, roped: bool = True, **options: Any
+) -> dict[str, Any]:
     """Return keyword arguments of ModelConfig, without the architecture, from the config.json of a model with
     multi-head latent attention: those of `hf_fields`, with a Latent in each layer, one KV head, and a softmax scale
     that includes the square of YaRN's mscale.
 
     Args:
       interleaved: see Rope.
+      roped: whether keys have a rotated part; otherwise qk_rope_head_dim must be 0, and no layer has rope.
       options: options of hf_fields.
 
     Raises ModelConfigError for a field that is missing, wrong or not supported, and for a num_key_value_heads that
     differs from num_attention_heads.
     """
-    num_heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
+    num_heads = fields.integer("num_attention_heads")
+    if not roped:
+        fields.require(qk_rope_head_dim=0)
+    rope_dim = fields.integer("qk_rope_head_dim") if roped else 0
     if fields.integer("num_key_value_heads", num_heads) != num_heads:
         raise fields.fail("num_key_value_heads", f"num_attention_heads = {num_heads}: all heads share a latent")
     latent = Latent(
@@ -35,8 +41,10 @@ def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **option
         q_lora_rank=fields.integer("q_lora_rank", None),
     )
     # transformers 5 calls the rotated part `head_dim`, so the field carries no other information.
-    fields = ConfigFields({**fields.raw, "head_dim": rope_dim, "num_key_value_heads": 1})
-    ropes = [read_rope(fields, rope_dim, interleaved=interleaved)] * fields.integer("num_hidden_layers")
+    head_dim = rope_dim or latent.kv_lora_rank
+    fields = ConfigFields({**fields.raw, "head_dim": head_dim, "num_key_value_heads": 1})
+    rope = read_rope(fields, rope_dim, interleaved=interleaved) if roped else None
+    ropes = [rope] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, **options)
     scale = (latent.qk_nope_head_dim + rope_dim) ** -0.5 * _mscale(fields) ** 2
     layers = (

@@ -72,18 +72,18 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written)."""
-        q, keys, _ = self.project(x, step)
+        q, keys, q_latent = self.project(x, step)
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
-        o = self.gated(self._attend(q, keys[:, 0], kv, ragged, step), x, step)
+        o = self.gated(self._attend(q, keys[:, 0], kv, ragged, step), x, q_latent, step)
         with jax.named_scope("o_proj"):
             return self.out(o, step.rows), kv
 
-    def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+    def gated(self, o: jax.Array, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> jax.Array:
         """Return the outputs of heads that are projected: o [T, N * Hv] itself. Subclasses may multiply it by a gate.
 
-        x: [T, D], the layer's input; SparseLatentAttention passes the latent of queries.
+        x: [T, D], the layer's input. q_latent: [T, .], the latent of queries as `project` returns it.
         """
         return o
 

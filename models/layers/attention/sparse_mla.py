@@ -2,7 +2,9 @@
 "DeepSeek-V3.2-Exp").
 
 The indexer has a few small heads and one key for each token, cached in the layer's pages in the place of a value. A
-token attends to the `top_k` keys of the highest scores, over latents as all latent attention does. The published code
+token attends to the `top_k` keys of the highest scores, over latents as all latent attention does. Where `pool` is set
+(GLM-5.3), the indexer scores groups of tokens by one key for each, which is averaged anew from the cached keys and
+gates of its tokens whenever keys are selected. The published code
 multiplies the indexer's queries and keys by a Hadamard matrix before it rounds them to fp8; that changes no product,
 and nothing is rounded here.
 """
@@ -19,18 +21,30 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex, LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
-from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.attention.mla import LATENT_EPS, LatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.layers.base.section import SelectedKeys
-from jaxengine.models.params.declare import Source
+from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
-from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention
+from jaxengine.pallas_kernels.attention.selected import positions_of_groups, select_keys, selected_attention
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 
-_KEY_EPS = 1e-6  # epsilon of the norm of the indexer's keys, whatever that of a model's other norms
+
+class KeyPooling(nnx.Module):
+    """Weights with which the keys of a group of tokens are averaged, where `index` has a `pool`: `gate` projects hidden
+    states to gates [T, J], to which `bias` f32[m, J] is added by a token's number in its group of m.
+    """
+
+    def __init__(self, index: KeyIndex, hidden_size: int, *, source: str, build: Build):
+        assert index.pool is not None
+        gate, bias = (f"{source}.index_kpool_compress_{name}" for name in ("gate", "ape"))
+        whole, size = replace(build, scheme=PLAIN), index.head_dim
+        self.gate = whole.weight((hidden_size, size), (Source(gate, size),), ("embed", None))
+        places = ParamDecl((None, None), (Source(bias, index.pool),), init_std=0.3)
+        self.bias = declare((index.pool, size), jnp.float32, places)
 
 
 class Indexer(nnx.Module):
@@ -39,29 +53,42 @@ class Indexer(nnx.Module):
     """
 
     def __init__(self, index: KeyIndex, q_rank: int, hidden_size: int, *, source: str, build: Build):
-        self.num_heads, self.head_dim, self.interleaved = index.num_heads, index.head_dim, index.interleaved
+        self.index, self.num_heads, self.head_dim = index, index.num_heads, index.head_dim
         heads = (Source(f"{source}.wq_b", index.num_heads * index.head_dim),)
         self.q = Linear(q_rank, heads, axes=("latent", "latent"), build=build)
         key = (Source(f"{source}.wk", index.head_dim),)
         self.k = Linear(hidden_size, key, axes=("embed", "latent"), build=build)
-        self.k_norm = LayerNorm(index.head_dim, _KEY_EPS, source=f"{source}.k_norm", build=build)
+        self.k_norm = LayerNorm(index.head_dim, index.norm_eps, source=f"{source}.k_norm", build=build)
         # Stored plain in all checkpoints and multiplied in float32: the result ranks keys.
         plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
         weights = (Source(f"{source}.weights_proj", index.num_heads),)
         self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
 
+        self.pooling = None if index.pool is None else KeyPooling(index, hidden_size, source=source, build=build)
+
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [T, I, J], the weights of their heads f32[T, I], divided by sqrt(I * J), and normed keys [T,
-        1, J].
+        1, J], followed by gates, [T, 1, 2 * J], where keys are pooled.
 
         x: [T, D]. q_latent: [T, q_rank]. Queries and keys are rotated if the step has rope.
         """
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         k = self.k_norm(self.k(x, step.rows))[:, None]
         if step.rope is not None:
-            q, k = (apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q, k))
+            q, k = (self._rotated(part, step.rope) for part in (q, k))
+        if self.pooling is not None:
+            k = jnp.concatenate([k, self.pooling.gate.matmul(x).astype(k.dtype)[:, None]], axis=-1)
         weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
         return q, weights * (self.num_heads * self.head_dim) ** -0.5, k
+
+    def _rotated(self, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Return x [T, heads, J] with its first elements, or with `rotates_last` its last ones, rotated. rope: cos and
+        sin [T, R / 2].
+        """
+        if not self.index.rotates_last:
+            return apply_rope(x, *rope, interleaved=self.index.interleaved)
+        kept, last = jnp.split(x, (x.shape[-1] - 2 * rope[0].shape[-1],), axis=-1)
+        return jnp.concatenate([kept, apply_rope(last, *rope, interleaved=self.index.interleaved)], axis=-1)
 
 
 class SparseLatentAttention(LatentAttention):
@@ -72,15 +99,26 @@ class SparseLatentAttention(LatentAttention):
     SelectedKeys. Raises ModelConfigError without an indexer configuration or a latent of queries.
     """
 
-    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, notes: bool = False):
+    def __init__(
+        self,
+        attention: LayerAttention,
+        hidden_size: int,
+        *,
+        source: str,
+        build: Build,
+        notes: bool = False,
+        eps: float = LATENT_EPS,
+    ):
         index, latent = attention.index, attention.latent
         if index is None or latent is None or latent.q_lora_rank is None:
             raise ModelConfigError("index must be set for sparse attention, got None")
-        super().__init__(replace(attention, index=None), hidden_size, source=source, build=build)
-        self.top_k, self.index_width, self.notes = index.top_k, index.head_dim, notes
+        super().__init__(replace(attention, index=None, sinks=False), hidden_size, source=source, build=build, eps=eps)
+        self.top_k, self.index_width, self.notes = index.top_k, index.stored_size, notes
         sizes = latent.q_lora_rank, hidden_size
         own = index.source is None
         self.indexer = Indexer(index, *sizes, source=f"{source}.indexer", build=build) if own else None
+        sinks = ParamDecl(("heads",), (Source(f"{source}.sinks", attention.num_heads),), init_std=1.0)
+        self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's latents and this layer's keys of the indexer written).
@@ -102,15 +140,20 @@ class SparseLatentAttention(LatentAttention):
             selected = step.selected
         else:
             with jax.named_scope("select_keys"):
+                pooling = None if self.indexer.pooling is None else self.indexer.pooling.bias[...]
+                size = 1 if pooling is None else len(pooling)
                 count = min(self.top_k, ragged.page_table.shape[1] * kv.page_size)  # of the longest sequence
-                selected = select_keys(index_q, weights, kv, ragged, count=count, schedule=step.schedule)
+                options = {"count": max(count // size, 1), "schedule": step.schedule, "pooling": pooling}
+                selected = select_keys(index_q, weights, kv, ragged, **options)
+                selected = selected if pooling is None else positions_of_groups(selected, ragged, size)
         if self.notes:
             self.selected = SelectedKeys(selected)
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q, contract=0).astype(q.dtype)
         with jax.named_scope("selected_attention"):
-            o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec)
+            sinks = None if self.sinks is None else self.sinks[...]
+            o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec, sinks=sinks)
         with jax.named_scope("values"):
             o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
         with jax.named_scope("o_proj"):
-            return self.out(self.gated(o.reshape(x.shape[0], -1), q_latent, step), step.rows), kv
+            return self.out(self.gated(o.reshape(x.shape[0], -1), x, q_latent, step), step.rows), kv

@@ -8,6 +8,7 @@ time and gathers only the keys that they selected, so that the latents it reads 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -46,18 +47,26 @@ class _Step(NamedTuple):
     batch: RaggedBatch  # rows of the step
     sizes: XlaAttention  # of the schedule
     count: int  # k, keys that a token selects
+    pooling: jax.Array | None  # f32 [m, J], what is added to gates where a group of m tokens has one key
 
 
 def select_keys(
-    q: jax.Array, weights: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Schedule, *, count: int
+    q: jax.Array,
+    weights: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: Schedule,
+    *,
+    count: int,
+    pooling: jax.Array | None,
 ) -> jax.Array:
     """Return the positions i32 [T, k] of the k = count keys of each token with the highest scores, -1 after the last,
     computed in plain XLA. Arguments, and the order of positions, are those of attention.selected.select_keys, which has
-    checked them.
+    checked them; with `pooling` the result is numbers of groups.
     """
     num_tokens, num_heads, _ = q.shape
     q = q.astype(_operand_dtype(q, kv))
-    step, single, runs = _Step(kv, batch, schedule.sizes, count), schedule.single, schedule.runs
+    step, single, runs = _Step(kv, batch, schedule.sizes, count, pooling), schedule.single, schedule.runs
     width = single.seqs.shape[1]
 
     def read(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -119,10 +128,13 @@ def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step:
     """Return the positions i32 [B, Q, k] that the tokens of one tile select, the best first, -1 after the last.
 
     q: queries [B, Q * I, J]. weights: f32 [B, Q, I]. A token that sees at most k keys selects all, in order. If that
-    holds for every token of the tile, no scores are computed.
+    holds for every token of the tile, no scores are computed. With `pooling` all of this is about groups.
     """
-    ends, count = tiles.end[tile], step.count
-    block = step.sizes.block_kv_of(step.kv.page_size, ends.size)
+    group, count = (1 if step.pooling is None else len(step.pooling)), step.count
+    ends = tiles.end[tile] // group
+    unit = math.lcm(step.kv.page_size, group)
+    num_keys = max(step.sizes.block_kv_of(step.kv.page_size, ends.size) // unit, 1) * unit
+    block = num_keys // group
     most = -(-_MERGED * count // block)
     # Where every token selects all that it sees, no score is needed.
     last = jnp.max(ends)
@@ -131,7 +143,8 @@ def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step:
 
     def merge(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def score(number: jax.Array, scores: jax.Array) -> jax.Array:
-            keys, scales = _index_keys(tiles.seqs[tile], index * most + number, block, q.dtype, step)
+            keys, scales = _index_keys(tiles.seqs[tile], index * most + number, num_keys, q.dtype, step)
+            keys = keys if step.pooling is None else _pooled(keys, step.pooling)
             new = _scores(q, weights, keys, scales)
             seen = (index * most + number) * block + offsets[:block] < ends[..., None]
             return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), number * block, 2)
@@ -151,6 +164,15 @@ def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step:
     return jnp.where(
         ends > count, found.reshape(*ends.shape[:2], count), jnp.where(all_of_them < ends, all_of_them, -1)
     )
+
+
+def _pooled(rows: jax.Array, pooling: jax.Array) -> jax.Array:
+    """Return keys [B, b / m, J] of groups of m tokens, in the dtype of `rows` [B, b, 2 * J], keys followed by gates:
+    means of keys weighted by the softmax of gates + pooling f32 [m, J].
+    """
+    grouped = rows.astype(jnp.float32).reshape(rows.shape[0], -1, len(pooling), rows.shape[2])
+    keys, gates = jnp.split(grouped, 2, axis=-1)
+    return jnp.sum(jax.nn.softmax(gates + pooling, axis=2) * keys, axis=2).astype(rows.dtype)
 
 
 def _scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -198,6 +220,7 @@ def selected_attention(
     positions: jax.Array,
     *,
     spec: AttentionSpec,
+    sinks: jax.Array | None,
     tuning: Tuning,
 ) -> jax.Array:
     """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` i32 [T, k] (-1 past
@@ -228,7 +251,8 @@ def selected_attention(
             return _folded(softmax, rows, keys, scales, chosen >= 0, scale, spec)
 
         shape = size, num_heads
-        start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, spec.v_head_dim)))
+        first_logits = jnp.full(shape, -jnp.inf) if sinks is None else jnp.broadcast_to(sinks, shape)
+        start = (first_logits, jnp.where(first_logits > -jnp.inf, 1.0, 0.0), jnp.zeros((*shape, spec.v_head_dim)))
         most = jnp.max(jnp.sum(own >= 0, axis=1, dtype=jnp.int32))
         _, total, sums = lax.fori_loop(0, -(-most // block), fold, start)
         if kv.k_scale is not None:

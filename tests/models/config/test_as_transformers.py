@@ -59,6 +59,8 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("glm4_moe_lite", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 768}),
         ("glm_moe_dsa", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 2048}),
         ("axk2", {"n_group": None, "topk_group": None, "n_shared_experts": 1, "q_lora_rank": 384}),
+        ("hy_v4", {**SMALL, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_key_value_heads": 4}),
+        ("hy_v4", {"routed_scaling_factor": 2.827, "norm_topk_prob": True, "hc_magnitude": 2.0, "hc_eps": 1e-6}),
         ("glm4_moe", {"first_k_dense_replace": 1, "n_shared_experts": 1}),
         ("deepseek_v2", {"n_shared_experts": 2, "q_lora_rank": 1536}),
         ("ernie4_5_moe", {"moe_num_shared_experts": 2}),
@@ -350,6 +352,7 @@ def test_olmo_hybrid_has_rope_where_its_base_is_not_null():
     [
         ("axk2", "rope_interleave", False),
         ("axk2", "indexer_rope_interleave", True),
+        *(("hy_v4", name, True) for name in ("rope_interleave", "indexer_rope_interleave")),
         *((name, "rope_interleave", False) for name in ("deepseek_v32", "glm_moe_dsa")),
     ],
 )

@@ -107,5 +107,8 @@ def test_what_engines_refuse():
     ):
         with pytest.raises(ConfigError, match=message):
             resolve(**options)
+    pooled = read_folder(FOLDER / "glm5_next")
+    with pytest.raises(ConfigError, match="kv_cache_dtype is .* whose gates of pooled keys are kept in no codes"):
+        EngineConfig.from_options(kv_cache_dtype="fp8").resolved(pooled, PLATFORMS["cpu"])
     with pytest.raises(ValueError, match="cannot be run over whole sequences: .* keys of blocks of tokens"):
         check_unpaged(build_model(model, Build("float32")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,12 @@ import pytest
 from jaxengine.check.compiled.hlo import parse
 from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention, selection_schedule
+from jaxengine.pallas_kernels.attention.selected import (
+    positions_of_groups,
+    select_keys,
+    selected_attention,
+    selection_schedule,
+)
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, storage_dtype
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import Tuning, XlaSelection
@@ -50,10 +56,10 @@ def batch_of(name: str) -> tuple[RaggedBatch, int]:
     return RaggedBatch(*map(jnp.asarray, (cu, lens, table, slots, np.int32(len(rows)), np.int32(decodes)))), num_tokens
 
 
-def pool_of(batch: RaggedBatch, dtype: str, platform: str, keys=None):
+def pool_of(batch: RaggedBatch, dtype: str, platform: str, keys=None, width: int = WIDTH):
     """A pool that holds NaN wherever no token sees anything, and its latents and keys, float32."""
     rng = np.random.default_rng(5)
-    parts = rng.standard_normal((PAGES, PAGE, 1, RANK + REST)), rng.standard_normal((PAGES, PAGE, 1, WIDTH))
+    parts = rng.standard_normal((PAGES, PAGE, 1, RANK + REST)), rng.standard_normal((PAGES, PAGE, 1, width))
     latents, own = (part.astype(np.float32) for part in parts)
     own = own if keys is None else keys(own)
     if dtype != "int8":
@@ -80,6 +86,7 @@ def check(name: str, dtype: str, platform: str, count: int, keys=None, num_heads
     index_q = jnp.asarray(rng.standard_normal((num_tokens, num_heads, WIDTH)), q_dtype)
     weights = jnp.asarray(rng.standard_normal((num_tokens, num_heads)), jnp.float32)
     q = jnp.asarray(rng.standard_normal((num_tokens, SPEC.num_q_heads, RANK + REST)), q_dtype)
+    sinks = np.array([-np.inf, 0.5, 2.0], np.float32) if dtype == "float32" else None
 
     @jax.jit
     def run(index_q, weights, q, kv, batch):
@@ -87,13 +94,14 @@ def check(name: str, dtype: str, platform: str, count: int, keys=None, num_heads
         schedule = selection_schedule(batch, **sizes)
         found = select_keys(index_q, weights, kv, batch, count=count, schedule=schedule)
         parts = jnp.split(q, (RANK,), axis=-1)
-        return found, selected_attention(*parts, kv, batch, found, spec=SPEC, tuning=TUNING)
+        given = None if sinks is None else jnp.asarray(sinks)
+        return found, selected_attention(*parts, kv, batch, found, spec=SPEC, sinks=given, tuning=TUNING)
 
     found, o = map(np.asarray, run(index_q, weights, q, kv, batch))
     rows = np.asarray(batch.cu_q_lens), np.asarray(batch.kv_lens), np.asarray(batch.page_table), int(batch.num_seqs)
     inputs = (np.asarray(each, np.float32) for each in (index_q, weights))
     np.testing.assert_array_equal(found, reference.select_keys(*inputs, own, *rows, count))
-    sizes = {"v_head_dim": RANK, "sm_scale": SPEC.sm_scale}
+    sizes: dict[str, Any] = {"v_head_dim": RANK, "sm_scale": SPEC.sm_scale, "sinks": sinks}
     cu, _, table, live = rows
     exact = reference.selected_attention(np.asarray(q, np.float32), latents, cu, table, live, found, **sizes)
     near = 3e-2 if q_dtype == "bfloat16" else 3e-5
@@ -121,6 +129,34 @@ def test_against_float64(name, dtype, platform):
 def test_further_against_float64(name, dtype, platform):
     for count in (1, 60):
         check(name, dtype, platform, count)
+
+
+@each_row(("name", "platform", "size", "count"), [("chunks and decodes", "cpu", 3, 2), ("decodes", "tpu", 6, 3)])
+def test_groups_of_keys_against_float64(name, platform, size, count):
+    batch, num_tokens = batch_of(name)
+    kv, (_, own) = pool_of(batch, "float32", platform, width=2 * WIDTH)
+    rng = np.random.default_rng(7)
+    shapes = (num_tokens, HEADS, WIDTH), (num_tokens, HEADS), (size, WIDTH)
+    q, weights, pooling = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+    @jax.jit
+    def run(q, weights, pooling, kv, batch):
+        sizes = {"num_tokens": num_tokens, "page_size": PAGE, "platform": platform, "tuning": TUNING}
+        schedule = selection_schedule(batch, **sizes)
+        groups = select_keys(q, weights, kv, batch, count=count, schedule=schedule, pooling=pooling)
+        return groups, positions_of_groups(groups, batch, size)
+
+    groups, positions = map(np.asarray, run(q, weights, pooling, kv, batch))
+    cu, lens, table = (np.asarray(each) for each in (batch.cu_q_lens, batch.kv_lens, batch.page_table))
+    live = int(batch.num_seqs)
+    exact = reference.select_keys(q, weights, own, cu, lens, table, live, count, pooling)
+    np.testing.assert_array_equal(groups, exact)
+    ends = [int(lens[seq]) - int(cu[seq + 1]) + 1 + t for seq in range(live) for t in range(cu[seq], cu[seq + 1])]
+    for found, of_token, end in zip(positions, exact, ends, strict=False):
+        wanted = [*range(end - end % size, end)]
+        wanted += [group * size + token for group in of_token if group >= 0 for token in range(size)]
+        assert found.tolist() == wanted + [-1] * (len(found) - len(wanted))
+    assert (positions[len(ends) :] == -1).all()
 
 
 def test_of_equal_scores_the_lowest_position_comes_first():
@@ -171,6 +207,7 @@ def test_shapes_that_do_not_fit():
         ({"weights": weights.astype(jnp.bfloat16)}, "weights must be"),
         ({"kv": latents}, "the pool must have"),
         ({"count": 0}, "count must be"),
+        ({"pooling": jnp.zeros((2, WIDTH // 2 + 1)), "q": q[..., : WIDTH // 2]}, "pooling must be"),
     ):
         with pytest.raises(ValueError, match=f"select_keys: {said}"):
             select_keys(**{"q": q, "weights": weights, "kv": kv, "batch": batch, "count": 3} | change)
@@ -179,6 +216,7 @@ def test_shapes_that_do_not_fit():
         ({"q_rest": parts[0]}, "q_rest must be"),
         ({"positions": found.astype(float)}, "positions must be"),
         ({"spec": replace(SPEC, window=3)}, "needs values in keys"),
+        ({"sinks": jnp.zeros(2)}, "sinks must be"),
         ({"spec": replace(SPEC, head_dim=RANK + 1), "q_rest": parts[1][..., :1]}, "the pool holds"),
     ):
         given = {"q": parts[0], "q_rest": parts[1], "kv": kv, "batch": batch, "positions": found, "spec": SPEC}

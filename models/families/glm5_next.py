@@ -1,0 +1,188 @@
+"""GLM-5.3-Flash (Z.ai 2026), served as text: Kimi delta attention in most layers, latent attention without rope to
+groups of keys that an indexer selects in the others, DeepSeek-V4's hyper-connections, and a clamped activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import KeyIndex, LayerAttention
+from jaxengine.models.config.compressed import HyperConnections
+from jaxengine.models.config.fields import MAX_FLOAT, ConfigFields
+from jaxengine.models.config.readers.hf import FULL, read_each_layer, text_fields
+from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer
+from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
+from jaxengine.models.layers.base.mlp import ClampedSilu, GatedMLP
+from jaxengine.models.layers.experts.moe import MixtureOfExperts
+from jaxengine.models.layers.hyper_connections import MeanOfStreams
+from jaxengine.models.layers.states.delta_net import CONVS, JOINED
+from jaxengine.models.params.source import CheckpointNames
+
+INDEXED = "indexed_attention"
+# transformers' defaults for fields that a file lacks.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 154880,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 45,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 1 << 20,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 288,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 256,
+    "v_head_dim": 256,
+    "num_nextn_predict_layers": 1,
+}
+# Fields of `linear_attn_config` -> those that transformers has outside of it.
+_INNER = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+    "gate_lower_bound": "linear_lower_bound",
+}
+_BOUND = "linear_lower_bound"
+_GATE = ".index_kpool_compress_gate"
+
+
+class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
+    """Kimi Linear with an indexer in the layers with attention, whose layers pass on A hidden states of each token, [T,
+    A * D]. The vision tower is not read.
+    """
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.language_model.", "model."),),
+        suffixes=((_GATE, f"{_GATE}.weight"),),
+        unused=("model.visual.", "visual."),
+        squeezed=(*CONVS, *JOINED),
+        raveled=(".A_log",),
+        joined=JOINED,
+        parts=(
+            *((f".self_attn.forget_gate.{name}", f".self_attn.{name}") for name in ("f_", "dt_bias", "A_log")),
+            *((f".hc_{each}_", f".{each}_hc.") for each in ("attn", "ffn")),
+        ),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = (text_fields(fields) if fields.has("text_config") else fields).with_defaults(**DEFAULTS)
+        fields.require(index_kpool_always_select_tail=True, moe_layer_freq=1)
+        kinds, bias = _mixer_kinds(fields), fields.boolean("attention_bias", False)
+        shared = hf_latent_fields(fields, roped=False, bias=bias, output_bias=bias)
+        index = KeyIndex(
+            num_heads=fields.integer("index_n_heads", 32),
+            head_dim=fields.integer("index_head_dim", 128),
+            top_k=fields.integer("index_topk", 2048),
+            pool=fields.integer("index_kpool", 16),
+        )
+        state, layers = _read_delta(fields), zip(shared["attention"], kinds, strict=True)
+        return shared | {
+            "attention": tuple(_of_kind(each, kind, index, state) for each, kind in layers),
+            "experts": replace(sigmoid_experts(fields), swiglu_limit=fields.number("swiglu_limit", 10.0)),
+            "hyper_connections": HyperConnections(
+                num_streams=fields.integer("hc_mult", 4),
+                rounds=fields.integer("hc_sinkhorn_iters", 20),
+                eps=fields.number("hc_eps", 1e-6),
+            ),
+        }
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        parts = self.make_attention(layer, build), self.make_mlp(layer, build), build
+        return DeepseekV4Layer(self.config, *parts, names=STREAM_NAMES)
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, own = self.config, self.config.attention[layer]
+        if own.state is not None:
+            return super().make_attention(layer, build)
+        source, eps = f"{LAYER}.self_attn", config.rms_norm_eps
+        return SparseLatentAttention(own, config.hidden_size, source=source, build=build, eps=eps)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        config, experts = self.config, self.config.experts
+        assert experts is not None
+        source, clamped = f"{LAYER}.mlp", ClampedSilu(experts.swiglu_limit)
+        if layer in experts.dense_layers:
+            sizes = config.hidden_size, config.intermediate_size
+            return GatedMLP(*sizes, source=source, build=build, clamped=clamped)
+        options: dict[str, Any] = {"activation": clamped, "router_dtype": jnp.float32, "shared": {"clamped": clamped}}
+        return MixtureOfExperts(config, source=source, build=build, **options)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        return MeanOfStreams(self.config, super().make_norm(build))
+
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""
+        return jnp.tile(x, (1, self.config.num_streams))
+
+
+def _of_kind(attention: LayerAttention, kind: str, index: KeyIndex, state: GatedDelta) -> LayerAttention:
+    """Return the attention of a layer: with `index` for INDEXED, or with `state` and no latent for LINEAR, of the sizes
+    of what the others cache.
+    """
+    if kind == INDEXED:
+        return replace(attention, index=index)
+    return replace(
+        attention, latent=None, scale=None, bias=False, output_bias=False, state=state, value_size=index.stored_size
+    )
+
+
+def _mixer_kinds(fields: ConfigFields) -> list[str]:
+    """Return LINEAR or INDEXED for each layer, as listed in `layer_types`, where FULL also means INDEXED; without the
+    list every fourth layer is INDEXED. Raises ModelConfigError for a wrong list, and where `indexer_types`,
+    `index_topk_pattern` or `index_topk_freq` let an INDEXED layer use the selection of another: no other layer comes
+    right before it whose selection it could use.
+    """
+    count = fields.integer("num_hidden_layers")
+    kinds = read_each_layer(fields, "layer_types", (LINEAR, INDEXED, FULL))
+    kinds = [LINEAR if (layer + 1) % 4 else INDEXED for layer in range(count)] if kinds is None else kinds
+    kinds = [INDEXED if kind == FULL else kind for kind in kinds]
+    own = read_each_layer(fields, "indexer_types", ("full", "shared")) or ["full"] * count
+    if any(kind == INDEXED and each != "full" for kind, each in zip(kinds, own, strict=True)):
+        raise fields.fail("indexer_types", f"full for each layer of {INDEXED}, or absent")
+    fields.require(index_topk_pattern=None, index_topk_freq=1)
+    return kinds
+
+
+def _read_delta(fields: ConfigFields) -> GatedDelta:
+    """Return the delta net of LINEAR layers. `linear_attn_config` goes before the fields outside of it. The lower bound
+    of decays is -5 by default; null means none, unless `linear_attn_config` is present without a false `safe_gate`,
+    where it means -5. Raises ModelConfigError for wrong fields.
+    """
+    inner, raw = fields.mapping("linear_attn_config"), dict(fields.raw)
+    raw |= {outer: inner[name] for name, outer in _INNER.items() if inner is not None and name in inner}
+    bound = raw.get(_BOUND, -5.0)
+    if bound is None and inner is not None and ConfigFields(dict(inner)).boolean("safe_gate", True):
+        bound = -5.0
+    if bound is not None and (type(bound) not in (int, float) or not -MAX_FLOAT <= bound < 0):
+        raise ConfigFields(raw).fail(_BOUND, "a number < 0, or null")
+    sizes = ConfigFields(raw)
+    return GatedDelta(
+        num_k_heads=(heads := sizes.integer("linear_num_heads", 64)),
+        num_v_heads=heads,
+        k_head_dim=(head_dim := sizes.integer("linear_head_dim", 128)),
+        v_head_dim=head_dim,
+        conv_kernel=sizes.integer("linear_conv_kernel_dim", 4),
+        by_element=True,
+        rank=head_dim,
+        lower_bound=None if bound is None else float(bound),
+    )
