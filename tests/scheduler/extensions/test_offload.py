@@ -10,7 +10,7 @@ import pytest
 from jaxengine.scheduler.base.config import SchedulerConfig
 from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus, Wait
 from jaxengine.scheduler.base.token_params import TokenParams
-from jaxengine.scheduler.extensions.offload import OffloadOptions
+from jaxengine.scheduler.extensions.offload import Load, LoadRoom, OffloadOptions
 from jaxengine.scheduler.scheduler import Scheduler
 
 PROMPTS = [np.arange(first, first + 17, dtype=np.int32) for first in (0, 20, 40)]
@@ -149,6 +149,21 @@ def test_loads_wait_for_room_and_for_each_other():
         num_read, num_used = run(scheduler, queued(scheduler, prompts))
         assert num_read == num_used == num_stored
         assert scheduler.num_prefix_hits == 30 * 16
+
+
+def test_a_loaded_request_that_waits_for_another_extension_is_no_reason_to_wait():
+    """It may wait for the adapter slot of the very request that waits for its pages."""
+    scheduler, _ = scheduler_of(num_pages=8)
+    room = LoadRoom(scheduler.ranks[0])
+    keys = [[bytes([first + at]) for at in range(5)] for first in (0, 5)]
+    first, second = (
+        Load(each, 0, own, own, 20) for each, own in zip(queued(scheduler, PROMPTS[:2]), keys, strict=True)
+    )
+    assert room.takes(first) and not room.takes(second)
+    first.is_done = True
+    assert not list(room.ready())
+    first.request.wait = Wait.APART
+    assert list(room.ready()) == [second.request]
 
 
 def step_of(scheduler, index: int) -> dict[bytes, int]:
