@@ -242,8 +242,8 @@ def test_a_draft_model_gets_its_pages(tiny_options, tmp_path, plain_tokens):
         outputs = decode(llm, prompts, params)
         assert tokens(outputs) == plain_tokens
         assert {each.num_cached_tokens for each in outputs} == {NUM_CACHED} and llm.core.runner.compiles.count == 0
-        drafts = llm.core.engine.extensions.by_name["drafts"].stats
-        assert drafts.num_tokens == drafts.accepted.sum() > 12
+        drafts: Any = llm.core.engine.extensions.by_name["drafts"]
+        assert drafts.stats.num_tokens == drafts.stats.accepted.sum() > 12
 
 
 @pytest.mark.thorough("another way to draft")
