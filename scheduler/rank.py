@@ -149,8 +149,7 @@ class Rank:
         if not count or (count < len(known) - cached and not self.config.enable_chunked_prefill):
             return None
         need = most_pages_of(self.config, len(known)) - sum(map(len, hits.pages))
-        reserved = self._num_promised + self._num_kept_free()
-        return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
+        return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + self.num_reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
         """Give a request a slot, and the pages and tokens of an offer, and set its rank and its status, RUNNING.
@@ -180,6 +179,19 @@ class Rank:
     def num_decodes(self) -> int | None:
         """Number of decodes of the step being scheduled; None if the step has other rows as well."""
         return None if self._prefills else len(self.decodes)
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of free pages that admission leaves to running requests: those for their known tokens, and one more
+        column for each request that may outgrow the columns that it has.
+
+        Without this watermark a request might be admitted only to be preempted as soon as a decode begins a new page.
+        It depends on the running requests, so an empty replica reserves nothing. (vLLM's watermark is a fixed share of
+        the pool.)
+        """
+        s = self.slots
+        may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
+        return self._num_promised + self.pages.num_to_grow(np.flatnonzero(may_grow))
 
     def commit(self) -> ScheduledBatch:
         """End the step being scheduled and return its batch, which must then be dispatched. Extensions complete the
@@ -375,18 +387,6 @@ class Rank:
         """Return how many more pages the known tokens of a slot will take at most (`most_pages_of`)."""
         held = self.pages.count_held(np.array([slot]))
         return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
-
-    def _num_kept_free(self) -> int:
-        """Return the number of pages that admission leaves free for running requests: one more column for each request
-        that may outgrow those that it has.
-
-        Without this watermark a request might be admitted only to be preempted as soon as a decode begins a new page.
-        It depends on the running requests, so an empty replica keeps nothing free. (vLLM's watermark is a fixed share
-        of the pool.)
-        """
-        s = self.slots
-        may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
-        return self.pages.num_to_grow(np.flatnonzero(may_grow))
 
     def _chunk(self, request: Request, start: int, remaining: int, hits: Hits | None = None) -> int:
         """Return how many of the `remaining` tokens of a request, from `start` on, the step computes. The budget,

@@ -100,7 +100,7 @@ def test_all_at_once(llm, name, mode, thorough):
 def test_constant_preemption(llm, report, thorough, monkeypatch):
     """Pools that hold a few of the requests: whoever is preempted is computed again, and says the same."""
     # Admission that keeps nothing back for those that run, or few would be preempted.
-    monkeypatch.setattr(Rank, "_num_kept_free", lambda self: 0)
+    monkeypatch.setattr(Rank, "num_reserved", property(lambda self: self._num_promised))
     crowd, preemptions = many_short_ones(), {}
     cases = [(crowd, 9, True)]
     if thorough:

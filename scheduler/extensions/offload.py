@@ -3,20 +3,23 @@
 Pages and snapshots are stored under their digests when they are about to be overwritten, or as soon as they are filled.
 A request that could reuse a longer prefix with stored ones waits, outside the queue, while they are loaded. They become
 cached pages that no request holds, so its admission finds them like any others. No request waits twice for the same
-pages: if they were overwritten in the meantime, its tokens are computed.
+pages: if they were overwritten in the meantime, its tokens are computed. So that pages do not overwrite each other
+before their requests run, only as many are loaded at once as there are free pages and slots for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxengine.scheduler.base.request import Request, RequestStatus
+from jaxengine.scheduler.base.request import Request, RequestStatus, Wait
 from jaxengine.scheduler.extension import RankExtension
-from jaxengine.scheduler.pages.groups import page_key
+from jaxengine.scheduler.pages.groups import most_pages_of, page_key
 from jaxengine.scheduler.pages.reach import reach, state_key
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Offer, Rank
@@ -95,6 +98,8 @@ class Load:
       pages: keys of the pages of the prefix, in the order of their columns.
       keys: keys of the pages to load, those that the replica lacks, and after them that of a state, if any.
       num_tokens: number of tokens that need not be computed once all are loaded.
+      num_more: number of pages that the request needs in addition to `pages` when it is admitted.
+      is_done: whether all that came has been written into the pool; the engine's extension sets it.
     """
 
     request: Request
@@ -102,6 +107,105 @@ class Load:
     pages: list[bytes]
     keys: list[bytes]
     num_tokens: int
+    num_more: int = 0
+    is_done: bool = False
+
+
+class _Deferred(NamedTuple):
+    """A load that is not ordered yet: the pages that it takes of those that are free, and a load that brings some of
+    its keys, or None.
+    """
+
+    load: Load
+    num_pages: int
+    leader: Load | None
+
+
+class LoadRoom:
+    """Free pages and slots of one replica as room for loads: which load may begin, and which must wait.
+
+    The slot and the pages of a request count from the start of its load until the request runs or has ended. Pages that
+    running requests hold are not free and do not count; pages of several loads count once.
+
+    Attributes:
+      rank: the replica.
+      loads: the load of each request whose pages count.
+    """
+
+    def __init__(self, rank: Rank):
+        """Begin without loads, for this replica."""
+        self.rank = rank
+        self.loads: dict[Request, Load] = {}
+        self._counted: dict[Request, list[bytes]] = {}  # keys of the pages that were free when the load began
+        self._num_loads = Counter[bytes]()  # of each such key
+        self._num_more = 0
+        self._deferred: list[_Deferred] = []  # in the order of their requests
+
+    def takes(self, load: Load) -> bool:
+        """Begin a load and return True; or keep it for `ready` and return False, if too few slots or pages are free
+        (beyond `Rank.num_reserved`), an earlier request's load is kept already, or another load is bringing some of its
+        keys.
+
+        If no request runs and none of those with loads is about to, there is always room, so that loads cannot wait for
+        each other.
+        """
+        pool = self.rank.pool
+        pages = {key: page for key in load.pages if (page := pool.find(key)) is not None}
+        free = [key for key in load.pages if key not in pages or not pool.ref_count[pages[key]]]
+        num_pages = sum(key not in self._num_loads for key in free) + load.num_more
+        keys = {key for key in load.keys if key in self._num_loads}
+        others = self.loads.values() if keys else ()
+        leader = next((each for each in others if not each.is_done and not keys.isdisjoint(each.keys)), None)
+        deferred = _Deferred(load, num_pages, leader)
+        is_first = not self._deferred or _order(deferred) <= _order(self._deferred[0])
+        if not (is_first and self._fits(deferred)):
+            insort(self._deferred, deferred, key=_order)
+            return False
+        self.loads[load.request], self._counted[load.request] = load, free
+        self._num_loads.update(free)
+        self._num_more += load.num_more
+        return True
+
+    def ready(self) -> Iterator[Request]:
+        """Yield and remove the requests of kept loads that can probably begin now, in order, until one cannot. What
+        they load is then looked for again, because the pool has changed.
+        """
+        num_requests = num_pages = 0
+        while self._deferred and self._fits(self._deferred[0], num_requests, num_pages):
+            num_requests += 1
+            num_pages += self._deferred[0].num_pages
+            yield self._deferred.pop(0).load.request
+
+    def remove(self, request: Request) -> None:
+        """Count the pages of a request no longer; do nothing if it has no load."""
+        if request not in self.loads:
+            return
+        self._num_more -= self.loads.pop(request).num_more
+        for key in self._counted.pop(request):
+            self._num_loads[key] -= 1
+            if not self._num_loads[key]:
+                del self._num_loads[key]
+
+    def _fits(self, deferred: _Deferred, num_requests: int = 0, num_pages: int = 0) -> bool:
+        """Whether a load may begin as far as slots, pages and keys are concerned, or its request has ended: see
+        `takes`. num_requests, num_pages: other loads that are about to begin, and the pages that they take.
+        """
+        if deferred.load.request.status is RequestStatus.FINISHED:
+            return True
+        if (leader := deferred.leader) is not None and not leader.is_done and leader.request in self.loads:
+            return False
+        slots, free = self.rank.slots, self.rank.pool.num_free - self.rank.num_reserved
+        free -= len(self._num_loads) + self._num_more
+        if len(self.loads) + num_requests < slots.num_free and deferred.num_pages <= free - num_pages:
+            return True
+        # A loaded request that is held again waits for another extension, maybe for what a deferred request has there.
+        is_stuck = all(load.is_done and load.request.wait is Wait.APART for load in self.loads.values())
+        return is_stuck and not (num_requests or slots.num_active)
+
+
+def _order(deferred: _Deferred) -> tuple[int, int]:
+    """Return the order in which deferred loads may begin: that of the requests' priorities, then of their arrival."""
+    return deferred.load.request.priority, deferred.load.request.arrival_index
 
 
 @dataclass(eq=False)
@@ -123,7 +227,8 @@ class Offload(SchedulerExtension):
 
     Attributes:
       store: the stored content; a NoStore until the engine's extension sets it.
-      loads: loads that requests wait for; the engine's extension starts them and empties the list.
+      loads: loads to start, for which requests wait; the engine's extension starts them and empties the list.
+      rooms: the LoadRoom of each replica.
       num_queries, num_hits: tokens that requests looked for in the store, and tokens that were loaded for them.
       num_by_mode: number of preempted requests by how they get their pages back.
       num_forgotten: how often the pools have dropped all their pages.
@@ -150,13 +255,15 @@ class Offload(SchedulerExtension):
     def start(self, ranks: Sequence[Rank]) -> None:
         """Create `ranks`, which listen to the replicas' pools and snapshots from then on."""
         self._ranks, self.ranks = ranks, [RankOffload(self, rank) for rank in ranks]
+        self.rooms = [LoadRoom(rank) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
         """Return whether a request can be admitted without waiting for stored pages. If it must wait, append a Load to
-        `loads`, for the replica with the least work (tokens held there, minus those that would be loaded).
+        `loads`, for the replica with the least work (tokens held there, minus those that would be loaded), or have it
+        wait for `ready` if it cannot be loaded yet (`LoadRoom.takes`).
 
         It need not wait if it was checked before, if no replica has room for it now, if nothing useful is stored, or if
-        it was preempted and is to be recomputed. Also counts the tokens looked for in the store.
+        it was preempted and is to be recomputed. Once it is decided, also counts the tokens looked for in the store.
         """
         if request in self._checked:
             return True
@@ -164,15 +271,22 @@ class Offload(SchedulerExtension):
         if not offers:
             return True  # the request stays in the queue until there is room, and is checked again
         loads = [self._load(request, *each) for each in offers]
-        self._count_lookups(request, *offers[0])
         work = [rank.num_tokens - load.num_tokens for (rank, _), load in zip(offers, loads, strict=True)]
         best = loads[work.index(min(work))]
-        if not best.keys or not self._is_wanted(request, best):
+        is_wanted = bool(best.keys) and self._is_wanted(request, best)
+        if is_wanted and not self.rooms[best.rank].takes(best):
+            return False
+        self._count_lookups(request, *offers[0])
+        if not is_wanted:
             self._checked[request] = self._ranks[0].config.max_model_len
             return True
         self._checked[request] = offers[loads.index(best)][1].num_cached
         self.loads.append(best)
         return False
+
+    def ready(self) -> Iterable[Request]:
+        """Return the requests that wait because their loads could not begin, and now may be able to."""
+        return [request for room in self.rooms for request in room.ready()]
 
     def preempted(self, request: Request) -> str | None:
         """Count a preempted request by its mode, and return the mode in capitals: "SWAP" or "RECOMPUTE".
@@ -197,7 +311,11 @@ class Offload(SchedulerExtension):
         self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
-        """Unpin the stored content of a request that is running or has ended, and forget that it was checked."""
+        """Unpin the stored content of a request that is running or has ended, and forget its load and that it was
+        checked.
+        """
+        for room in self.rooms:
+            room.remove(request)
         if request in self._pinned:
             self.store.unpin(self._pinned.pop(request))
         self._checked.pop(request, None)
@@ -229,7 +347,8 @@ class Offload(SchedulerExtension):
         found = reach(rank.pages, digests, self.store.has)
         gain = found.num_columns - offer.hits.num_columns
         keys = found.missing if gain > 0 else []
-        return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size)
+        num_more = max(0, most_pages_of(rank.config, len(offer.known)) - len(found.pages))
+        return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size, num_more)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
         """Whether a request should wait for `load`. A preempted one should only in mode "swap", or in mode "auto" if

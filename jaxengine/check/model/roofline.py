@@ -257,27 +257,13 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         reached_bytes += uses * int(size * reached) * jnp.dtype(param.dtype).itemsize
         scales = param.path[-1] in ("scales", "zeros")
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
-            flops += (
-                uses * int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)
-            )  # two codes of four bits a byte
+            codes = 2 if param.dtype == jnp.uint8 else 1  # of four bits in a byte
+            flops += uses * codes * int(2 * size * rows)
             wide = part[-1] * (_num_matrices(param.decl) // over[0] or 1)
             row_bytes += uses * int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
-    for pool in declared_pools(model):  # adapters of every slot; a row uses one of them
-        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
-        part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
-        weight_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
-        if pool.decl.num_experts is not None:  # a row is multiplied by one pair of matrices
-            own, slots, *pair = part
-            sharing = math.prod(mesh.ranks_sharing(axis) for axis in pool.decl.axes if axis is not None)
-            rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // config.experts.num_routed
-            reached_bytes += math.prod(pair) * min(own * slots, rows) * jnp.dtype(pool.dtype).itemsize
-            flops += 2 * math.prod(pair) * rows
-            row_bytes += rows * sum(pair) * itemsize
-            continue
-        uses = _num_uses(model, pool.decl.modules[0])
-        reached_bytes += uses * math.prod(part) * jnp.dtype(pool.dtype).itemsize
-        flops += 2 * math.prod(part) * bucket.num_tokens * uses
-        row_bytes += bucket.num_tokens * sum(part) * itemsize * uses
+    of_adapters = _adapter_work(model, bucket, itemsize)
+    weight_bytes, reached_bytes = weight_bytes + of_adapters[0], reached_bytes + of_adapters[1]
+    flops, row_bytes = flops + of_adapters[2], row_bytes + of_adapters[3]
     if block is not None:
         # The tokens of all replicas and their sums, and a block's results and their sums, in float32.
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
@@ -291,6 +277,32 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
     state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state) // mesh.model
     sums = weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes
     return Products(flops, *sums, 0 if kv is None else _gathered_bytes(model, bucket, kv))
+
+
+def _adapter_work(model: Any, bucket: Bucket, itemsize: int) -> tuple[int, int, int, int]:
+    """Return what adapters need on one device: bytes of their pools, bytes that products read of them, operations, and
+    bytes of the products' inputs and outputs. Every slot of a pool is read; a row uses one of them.
+
+    model: abstract. itemsize: bytes of an element of the rows.
+    """
+    config, mesh = model.config, model.mesh
+    held = reached = flops = row_bytes = 0
+    for pool in declared_pools(model):
+        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
+        part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
+        item = jnp.dtype(pool.dtype).itemsize
+        held += math.prod(part) * item
+        if pool.decl.num_experts is not None:  # a row is multiplied by one pair of matrices
+            own, slots, *pair = part
+            sharing = math.prod(mesh.ranks_sharing(axis) for axis in pool.decl.axes if axis is not None)
+            rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // config.experts.num_routed
+            reached += math.prod(pair) * min(own * slots, rows) * item
+        else:
+            pair, rows = part, bucket.num_tokens * _num_uses(model, pool.decl.modules[0])
+            reached += math.prod(part) * item * _num_uses(model, pool.decl.modules[0])
+        flops += 2 * math.prod(pair) * rows
+        row_bytes += rows * sum(pair) * itemsize
+    return held, reached, flops, row_bytes
 
 
 def _num_uses(model: Any, name: str) -> int:

@@ -18,9 +18,12 @@ from jaxengine import LLM
 from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tiers.host import HostTier
+from tests.conftest import TINY_CHECKPOINT
 from tests.jaxengine.engine.kv_transfer_cases import DECODE, Producer, asking, connector, prefill
 from tests.jaxengine.engine.offload_cases import Poisoned, prompts_of
-from tests.jaxengine.engine.test_offload import KINDS, SMALL, options_of, plainly
+from tests.jaxengine.engine.test_draft_models import accepted_share
+from tests.jaxengine.engine.test_offload import KINDS, SMALL, head_load, head_options, options_of, plainly
+from tests.jaxengine.engine.test_speculation import force
 from tests.tables import each_row
 
 POOL = {name: value for name, value in SMALL.items() if name != "kv_offloading_size"}
@@ -226,6 +229,41 @@ def test_every_kind_of_page(executables_dir, tmp_path, kind):
         params = [prefill(llm, each, index) for index, each in enumerate(prompts_of(3))]
         outputs = decode(llm, prompts_of(3), params)
         assert tokens(outputs) == plain and {each.num_cached_tokens for each in outputs} == {NUM_CACHED}
+        assert llm.core.runner.compiles.count == 0
+
+
+def test_a_draft_model_gets_its_pages(tiny_options, tmp_path, plain_tokens):
+    """One that is the model itself is always right, unless it reads what has not come."""
+    chosen = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 2}
+    prompts, drafting = prompts_of(3), {"speculative_config": chosen}
+    with LLM(**tiny_options | POOL | drafting | connector("kv_both", "tcp", tmp_path)) as llm:
+        Poisoned(llm)
+        params = [prefill(llm, each, index) for index, each in enumerate(prompts)]
+        outputs = decode(llm, prompts, params)
+        assert tokens(outputs) == plain_tokens
+        assert {each.num_cached_tokens for each in outputs} == {NUM_CACHED} and llm.core.runner.compiles.count == 0
+        drafts: Any = llm.core.engine.extensions.by_name["drafts"]
+        assert drafts.stats.num_tokens == drafts.stats.accepted.sum() > 12
+
+
+@pytest.mark.thorough("another way to draft")
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_head_gets_its_pages(executables_dir, tmp_path, method):
+    """It is right by its keys and values alone."""
+    prompts, params = head_load()
+    options = head_options(method, tmp_path, executables_dir) | connector("kv_both", "tcp", tmp_path)
+    with LLM(**options) as llm:
+        Poisoned(llm)
+        force(llm, 1)
+        expected = llm.generate(prompts, params, use_tqdm=False)  # without drafts
+        force(llm, 2)
+        for own, prompt in zip(params, prompts, strict=True):
+            own.extra_args = {"kv_transfer_params": prefill(llm, prompt["prompt_token_ids"])}
+        llm.reset_prefix_cache()
+        orders = llm.core.engine.scheduler.extension("offload")
+        before = orders.num_hits
+        assert accepted_share(llm, prompts, params, expected) > 0.95
+        assert extension(llm).stats.num_received > 100 and orders.num_hits - before >= 12 * 40
         assert llm.core.runner.compiles.count == 0
 
 

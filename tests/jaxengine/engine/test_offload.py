@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.offload_cases import Poisoned, over_devices, params_of, passes, prompts_of
 from tests.jaxengine.engine.test_draft_models import accepted_share
 from tests.jaxengine.engine.test_eagle3 import attending
+from tests.jaxengine.engine.test_next_token import one_layer
 from tests.jaxengine.engine.test_speculation import force
 from tests.sharding.parallel_cases import OPTIONS
 
@@ -51,18 +53,36 @@ def test_a_draft_model_finds_its_pages(make_llm, plain_tokens):
     assert drafts.num_tokens == drafts.accepted.sum() > 64
 
 
-def test_a_head_finds_its_pages_in_the_folder(executables_dir, tmp_path):
-    """It is right by its keys and values alone, which it writes once the sampler has run."""
-    model, head = attending(tmp_path, 2)  # it drafts all tokens but 0 and 1
+def head_options(method: str, folder: Path, executables_dir: str) -> dict[str, Any]:
+    """Options of an engine whose head, or next-token layer, is right by its keys and values alone. It drafts all tokens
+    but 0 and 1, one at a time.
+
+    method: of speculative_config. folder: empty, for the checkpoints.
+    """
     options = OPTIONS | {"load_format": "auto", "skip_tokenizer_init": True, "compile_cache_dir": executables_dir}
-    options |= {"model": model, "num_gpu_blocks_override": 60}
-    options |= {"kv_offloading_size": 0.05, "kv_offloading_path": str(tmp_path / "pages")}
-    options["speculative_config"] = {"method": "eagle3", "model": head, "num_speculative_tokens": 1}
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 1}
+    if method == "eagle3":
+        model, drafts["model"] = attending(folder, 2)
+    else:
+        model = one_layer(folder / "model")
+    return options | {"model": model, "num_gpu_blocks_override": 60, "speculative_config": drafts}
+
+
+def head_load() -> tuple[list[Any], list[SamplingParams]]:
+    """Prompts of 41 tokens for `head_options`, and how their tokens are chosen, among those that are drafted."""
     own: Any = {"max_tokens": 20, "ignore_eos": True, "detokenize": False, "logit_bias": {0: -100.0, 1: -100.0}}
-    # Some 100 tokens are drafted: how often a request waits for its pages, and drafts nothing, is a matter of time.
+    # How often a request waits for its pages, and then drafts nothing, is a matter of time: some 100 are drafted.
     params = [SamplingParams(temperature=0.7 * (index % 2), seed=index, **own) for index in range(12)]
     rng = np.random.default_rng(2)
-    prompts = [{"prompt_token_ids": [0, *rng.integers(1, 32, 40).tolist()]} for _ in params]
+    return [{"prompt_token_ids": [0, *rng.integers(1, 32, 40).tolist()]} for _ in params], params
+
+
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.thorough("another head"))])
+def test_a_head_finds_its_pages_in_the_folder(executables_dir, tmp_path, method):
+    """It is right by its keys and values alone, which it writes once the sampler has run."""
+    options = head_options(method, tmp_path, executables_dir)
+    options |= {"kv_offloading_size": 0.05, "kv_offloading_path": str(tmp_path / "pages")}
+    prompts, params = head_load()
     with LLM(**options) as llm:
         offload: Any = llm.core.engine.extensions.by_name["offload"]
         force(llm, 1)
@@ -73,9 +93,10 @@ def test_a_head_finds_its_pages_in_the_folder(executables_dir, tmp_path):
         assert accepted_share(llm, prompts, params, expected) > 0.95
         assert offload.orders.num_hits > 200 and llm.core.runner.compiles.count == 0
         # With other weights of the head a page has another content.
-        before, name = offload.mover.describe(), "midlayer.self_attn.o_proj.weight"
-        tensors = load_file(f"{head}/model.safetensors")
-        llm.update_weights({name: -tensors[name]}, target="draft", strict=False)
+        before = offload.mover.describe()
+        folder = options["speculative_config"].get("model", options["model"])
+        name = {"eagle3": "midlayer.self_attn.o_proj.weight", "mtp": "model.layers.1.eh_proj.weight"}[method]
+        llm.update_weights({name: -load_file(f"{folder}/model.safetensors")[name]}, target="draft", strict=False)
         assert offload.mover.describe() != before
         llm.generate(prompts[:1], params[:1], use_tqdm=False)
         assert offload.tiers.disk is None

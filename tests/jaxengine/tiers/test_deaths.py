@@ -13,10 +13,8 @@ from jaxengine.tiers.transport import Transport
 from tests.jaxengine.tiers.test_disk import block, key
 from tests.jaxengine.tiers.transport_process import BLOCK_BYTES, KEYS, NEVER, opened, process, source_of
 
-TRANSPORTS = [
-    "tcp",
-    *(pytest.param(each, marks=pytest.mark.thorough("another transport")) for each in ("jax", "folder")),
-]
+MORE = [pytest.param(each, marks=pytest.mark.thorough("another transport")) for each in ("tcp", "jax", "folder")]
+TRANSPORTS = ["tcp", *MORE[1:]]
 
 
 def come(transport: Transport, port: int, keys: list[bytes]) -> int:
@@ -59,7 +57,7 @@ def test_a_killed_producer(consumer, tmp_path, thorough):
         assert come(transport, port, KEYS) == (len(KEYS) if name == "folder" else 0)
 
 
-@pytest.mark.parametrize("consumer", TRANSPORTS[1:], indirect=True)
+@pytest.mark.parametrize("consumer", MORE, indirect=True)
 def test_a_killed_consumer(consumer, tmp_path):
     name, reading = consumer
     producer = opened(name, tmp_path, produces=True)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxengine.scheduler.base.config import SchedulerConfig
-from jaxengine.scheduler.base.request import Request, Wait
+from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus, Wait
 from jaxengine.scheduler.base.token_params import TokenParams
-from jaxengine.scheduler.extensions.offload import OffloadOptions
+from jaxengine.scheduler.extensions.offload import Load, LoadRoom, OffloadOptions
 from jaxengine.scheduler.scheduler import Scheduler
 
 PROMPTS = [np.arange(first, first + 17, dtype=np.int32) for first in (0, 20, 40)]
@@ -33,6 +33,30 @@ class Store:
 
     def pays(self, num_stored, num_tokens):
         return self.is_cheap
+
+
+def run(scheduler, requests: list[Request]) -> tuple[int, int]:
+    """Run requests that come together; the number of pages read from the store, and of those that were still in the
+    pool when their requests ran. A load takes two steps.
+    """
+    offload, rank = scheduler.extension("offload"), scheduler.extension("offload").ranks[0]
+    num_read, num_hits, coming = 0, offload.num_hits, []
+    for _ in range(40 * len(requests)):
+        found = scheduler.schedule()
+        if found.num_rows:
+            scheduler.update(found, np.full((1, 2), 7, np.int32))
+        for load in coming:
+            num_read += len(load.keys)
+            rank.take(load.keys, load.pages)
+            load.is_done = True
+            scheduler.release(load.request)
+        coming, offload.loads = offload.loads, []
+        for request in requests:
+            if request.status is RequestStatus.FINISHED:
+                offload.ended(request)
+    assert not scheduler.num_unfinished and not offload._checked
+    assert all(not (each.loads or each._num_loads or each._num_more or each._deferred) for each in offload.rooms)
+    return num_read, (offload.num_hits - num_hits) // 4
 
 
 def scheduler_of(*, num_pages=8, pays=True, **options) -> tuple[Scheduler, Store]:
@@ -98,6 +122,48 @@ def test_a_page_is_stored_once_it_is_looked_for_often():
         assert not step_of(scheduler, index) or index == 1
     scheduler, _ = scheduler_of()
     assert not step_of(scheduler, 0) and step_of(scheduler, 1)
+
+
+def queued(scheduler, prompts) -> list[Request]:
+    """Requests of these prompts, i32 [n] each, all in the queue."""
+    requests = []
+    for prompt in prompts:
+        name = str(scheduler._num_arrived)
+        requests.append(Request(name, np.asarray(prompt, np.int32), TokenParams(temperature=0.0), 6))
+        scheduler.add_request(requests[-1])
+    return requests
+
+
+def test_loads_wait_for_room_and_for_each_other():
+    """Prompts of 17 tokens have four pages in the store, and the pool has room for two or three of them."""
+    document = list(range(100, 112))
+    apart = [list(range(20 * index, 20 * index + 17)) for index in range(30)]
+    shared = [[*document, *range(20 * index, 20 * index + 5)] for index in range(30)]
+    for prompts, num_stored in ((apart, 120), (shared, 33)):
+        scheduler, store = scheduler_of(num_pages=13)
+        for request in queued(scheduler, prompts):
+            request.compute_with(scheduler.ranks[0].weights_digest)
+            store.keys |= set(request.extend_page_hashes(request.prompt_token_ids, 4))
+            scheduler.finish(request, FinishReason.ABORT)
+        assert len(store.keys) == num_stored
+        num_read, num_used = run(scheduler, queued(scheduler, prompts))
+        assert num_read == num_used == num_stored
+        assert scheduler.num_prefix_hits == 30 * 16
+
+
+def test_a_loaded_request_that_waits_for_another_extension_is_no_reason_to_wait():
+    """It may wait for the adapter slot of the very request that waits for its pages."""
+    scheduler, _ = scheduler_of(num_pages=8)
+    room = LoadRoom(scheduler.ranks[0])
+    keys = [[bytes([first + at]) for at in range(5)] for first in (0, 5)]
+    first, second = (
+        Load(each, 0, own, own, 20) for each, own in zip(queued(scheduler, PROMPTS[:2]), keys, strict=True)
+    )
+    assert room.takes(first) and not room.takes(second)
+    first.is_done = True
+    assert not list(room.ready())
+    first.request.wait = Wait.APART
+    assert list(room.ready()) == [second.request]
 
 
 def step_of(scheduler, index: int) -> dict[bytes, int]:

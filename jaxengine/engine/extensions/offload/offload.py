@@ -267,7 +267,8 @@ class Offload(LoopExtension):
             self.stats.count("load", len(entries), size, 0.0)
 
     def _finish_load(self, loading: Loading) -> None:
-        """Add a completed load to the stats and to the loading rate, and log its error, if any."""
+        """Mark a load as done, add it to the stats and to the loading rate, and log its error, if any."""
+        loading.load.is_done = True
         if (error := loading.error) is not None:
             logger.error("pages could not be brought back; they are computed: %s", error)
         seconds = time.monotonic() - loading.start
