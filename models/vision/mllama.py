@@ -60,7 +60,7 @@ class MllamaTowerConfig(VitTowerConfig):
 
     Attributes:
       num_global: layers of the second transformer.
-      taken: numbers of layers of the first, after each of which hidden states are taken.
+      taken: numbers of layers of the first, before each of which hidden states are taken.
       max_tiles: most tiles of an image.
       layers: numbers of the decoder's layers with cross-attention.
       num_kv_heads, head_dim, text_eps: of these layers.
@@ -203,8 +203,8 @@ class MllamaTower(nnx.Module):
         x = x.reshape(len(number), -1, size)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x = layer(x, is_patch)
                 taken += [x.reshape(whole)[:, :, :count]] * config.taken.count(index)
+                x = layer(x, is_patch)
         order = np.argsort(np.argsort(config.taken, kind="stable"), kind="stable")
         x = self.last_norm(x).reshape(whole)
         x = _add(x, after * self.after[...][number].reshape(*shape, 1, size)).reshape(len(number), -1, size)
