@@ -113,7 +113,7 @@ def read_mllama_tower(
     ratios = vision.value("supported_aspect_ratios", None)
     if ratios is not None and ratios != [list(each) for each in _tilings(most)]:
         raise vision.fail("supported_aspect_ratios", f"all tilings of at most {most} tiles, in their order, or absent")
-    taken = vision.value("intermediate_layers_indices")
+    taken = vision.value("intermediate_layers_indices", _DEFAULTS["intermediate_layers_indices"])  # may be null
     if not isinstance(taken, list) or any(type(n) is not int or not 0 <= n < vit.num_layers for n in taken):
         raise vision.fail("intermediate_layers_indices", f"a list of layers from 0 to {vit.num_layers - 1}")
     if len(taken) > _MAX_LAYERS or vision.integer("vision_output_dim") != vit.hidden_size * (1 + len(taken)):
