@@ -121,6 +121,26 @@ def test_a_prefix_is_found_for_the_same_pictures_alone(case, llm):
     assert len({round(score, 4) for _, score in found}) == 3
 
 
+def test_requests_that_leave_leave_nothing(case, llm):
+    """Before, while and after their pictures are encoded; meanwhile what is encoded is forgotten."""
+    core, params = llm.core, SamplingParams(temperature=0, max_tokens=6)
+    for steps in range(3):
+        prepared = [core.inputs.prepare(prompt, params) for prompt in case.prompts]
+        for each in prepared:
+            core.add(each)
+        for _ in range(steps):
+            core.step()
+        for each in prepared[::2]:
+            core.abort(each.request_id)
+        llm.reset_mm_cache()
+        core.step()
+        for each in prepared[1::2]:
+            core.abort(each.request_id)
+        while core.has_unfinished:
+            core.step()
+    check(case, llm)
+
+
 def test_what_is_refused(case, llm):
     many: dict[str, Any] = {"prompt": text_of("w1 " + "@ w3 " * 9), "multi_modal_data": {"image": []}}
     for index in range(9):
