@@ -54,7 +54,9 @@ DEFAULTS: dict[str, Any] = {
     "index_topk_freq": 4,
 }
 # Names in published checkpoints -> transformers', which puts `hc_pre` elsewhere when it saves a model.
-_HEADS = tuple((f"model.{old}hc_head_", "model.hc_head.hc_") for old in ("hc_pre.hc_head.", "hc_head."))
+_HEADS = tuple(
+    (f"model.{old}hc_head_", "model.hc_head.hc_") for old in ("hc_pre.hc_head.", "hc_head.hc_pre.", "hc_head.")
+)
 _PARTS = (
     (".hc_attn_layer.hc_pre.hc_", ".attn_hc."),
     (".hc_pre.hc_attn_layer.hc_", ".attn_hc."),

@@ -60,7 +60,7 @@ class MllamaTowerConfig(VitTowerConfig):
 
     Attributes:
       num_global: layers of the second transformer.
-      taken: numbers of layers of the first, after each of which hidden states are taken.
+      taken: numbers of layers of the first, before each of which hidden states are taken.
       max_tiles: most tiles of an image.
       layers: numbers of the decoder's layers with cross-attention.
       num_kv_heads, head_dim, text_eps: of these layers.
@@ -113,7 +113,7 @@ def read_mllama_tower(
     ratios = vision.value("supported_aspect_ratios", None)
     if ratios is not None and ratios != [list(each) for each in _tilings(most)]:
         raise vision.fail("supported_aspect_ratios", f"all tilings of at most {most} tiles, in their order, or absent")
-    taken = vision.value("intermediate_layers_indices")
+    taken = vision.value("intermediate_layers_indices", _DEFAULTS["intermediate_layers_indices"])  # may be null
     if not isinstance(taken, list) or any(type(n) is not int or not 0 <= n < vit.num_layers for n in taken):
         raise vision.fail("intermediate_layers_indices", f"a list of layers from 0 to {vit.num_layers - 1}")
     if len(taken) > _MAX_LAYERS or vision.integer("vision_output_dim") != vit.hidden_size * (1 + len(taken)):
@@ -203,8 +203,8 @@ class MllamaTower(nnx.Module):
         x = x.reshape(len(number), -1, size)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x = layer(x, is_patch)
                 taken += [x.reshape(whole)[:, :, :count]] * config.taken.count(index)
+                x = layer(x, is_patch)
         order = np.argsort(np.argsort(config.taken, kind="stable"), kind="stable")
         x = self.last_norm(x).reshape(whole)
         x = _add(x, after * self.after[...][number].reshape(*shape, 1, size)).reshape(len(number), -1, size)

@@ -94,8 +94,8 @@ class AriaProcessor(UnitProcessor):
         return found
 
     def placeholder_id(self) -> int:
-        """Return image_token_index, or image_token_id, of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_index", "image_token_id")
+        """Return image_token_id, or image_token_index, of config.json. Raises ModelConfigError if it is invalid."""
+        return self.token_id("image_token_id", "image_token_index")  # the latter has a default
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image with the most crops."""

@@ -153,6 +153,8 @@ class MediaInputs:
         options = self._options(options)
         if not any(values.values()):
             return list(token_ids), None
+        if self._towers[0].by_place:  # `room` hardly limits images of one embedding, each of which has all patches
+            self._check_rows(sum(map(len, values.values())))
         # One cache for the entire prompt: self.cache may be replaced in the meantime.
         cache, found, seen = self.cache, {}, dict[bytes, _Found]()
         room = self._config.max_model_len - 1
@@ -202,16 +204,21 @@ class MediaInputs:
             problem = f"this model encodes all images of a prompt at once: {patches} patches, where at most "
             problem += f"{config.max_encoder_patches} are possible: give fewer, or raise max_num_batched_encoder_tokens"
             raise RequestError(problem, param=DATA, value=patches)
-        # A slot has columns for each image, also for one that comes twice.
-        rows = len(items) if by_place else sum({item.digest: item.num_rows for item in items}.values())
-        if rows > config.num_encoder_rows:
-            problem = f"this model needs all images of a prompt at once: {rows} embeddings, where at most "
-            problem += f"{config.num_encoder_rows} are kept: give fewer, or raise encoder_cache_size"
-            raise RequestError(problem, param=DATA, value=rows)
+        if not by_place:
+            self._check_rows(sum({item.digest: item.num_rows for item in items}.values()))
         digest = hashlib.sha256(b"" if by_place else np.asarray(token_ids, np.int32).tobytes())
         for item in items:
             digest.update(item.digest)
         return 1 if by_place else len(token_ids), digest.digest()
+
+    def _check_rows(self, rows: int) -> None:
+        """Raise RequestError for a prompt whose images have more embeddings in all, `rows`, than are kept at once. An
+        image that comes twice counts twice if layers attend to it: slots have columns for each.
+        """
+        if rows > self._config.num_encoder_rows:
+            problem = f"this model needs all images of a prompt at once: {rows} embeddings, where at most "
+            problem += f"{self._config.num_encoder_rows} are kept: give fewer, or raise encoder_cache_size"
+            raise RequestError(problem, param=DATA, value=rows)
 
     def _options(self, options: Any) -> dict[str, Any]:
         """Return a request's mm_processor_kwargs, which may be None, merged over the engine's. Raises RequestError for

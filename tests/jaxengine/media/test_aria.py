@@ -9,6 +9,7 @@ import pytest
 from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 
 from jaxengine.media.processors.grids import learned_places
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.errors import RequestError
 from tests.fixtures.unit_pictures import CASES, picture
@@ -55,6 +56,13 @@ def test_pixels_and_places_are_those_of_transformers(index, most, splits, count,
     assert item.num_rows == count * queries == len(made.pieces(item))
     assert item.rows[item.rows >= 0].tolist() == list(range(item.num_rows))
     assert (item.rows.reshape(count, 5)[:, queries:] == -1).all()
+
+
+def test_either_field_names_the_placeholder(tmp_path):
+    made: Any = processor(tmp_path, NAME)
+    for said, wanted in (({"image_token_id": 7}, 7), ({"image_token_index": 8}, 8), ({}, 9)):
+        made.config_fields = ConfigFields(said).with_defaults(**made.config_defaults)
+        assert made.placeholder_id() == wanted
 
 
 def test_what_is_refused(tmp_path):

@@ -262,6 +262,7 @@ PIXTRAL: dict[str, Any] = {
         (MLLAMA, "vision_config", {"supported_aspect_ratios": 7}, "supported_aspect_ratios must be all tilings"),
         (MLLAMA, "vision_config", {"image_size": 1600}, "image_size must be such that 4 tiles have at most"),
         (MLLAMA, "vision_config", {"intermediate_layers_indices": [3]}, "indices must be a list of layers from 0"),
+        (MLLAMA, "vision_config", {"intermediate_layers_indices": None}, "must be a list of layers from 0 to 2"),
         (MLLAMA, "vision_config", {"vision_output_dim": 64}, "vision_output_dim must be hidden_size times 3"),
         (MLLAMA, "text_config", {"cross_attention_layers": [5]}, "must be a list of some, but not all, layers"),
         (MLLAMA, "text_config", {"cross_attention_layers": [1, 1]}, "must be a list of some, but not all, layers"),

@@ -113,6 +113,7 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("HYV4ForCausalLM", "mlp.shared_experts.linear_gate", "mlp.shared_experts.gate_proj"),
         ("HYV4ForCausalLM", "hc_attn_layer.hc_pre.hc_fn", "attn_hc.fn"),
         ("HYV4ForCausalLM", "hc_pre.hc_mlp_layer.hc_fn", "ffn_hc.fn"),
+        ("HYV4ForCausalLM", "model.hc_head.hc_pre.hc_head_fn", "model.hc_head.hc_fn"),
         ("KimiLinearForCausalLM", "self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),
         ("KimiLinearForCausalLM", "mlp.shared_experts.up_proj", "block_sparse_moe.shared_experts.up_proj"),
         ("LagunaForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),
