@@ -140,7 +140,5 @@ class MllamaForConditionalGeneration(LlamaForCausalLM):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return logits f32[R, V / n] of hidden states [R, D], as Decoder does, with -inf for FURTHER_TOKENS."""
-        size = self.config.vocab_size
-        further = tuple(range(size - FURTHER_TOKENS, size))
         with jax.named_scope("logits"):
-            return own_logits(self.token_logits(hidden), size, (*self.config.suppressed_tokens, *further))
+            return own_logits(self.token_logits(hidden), self.config.vocab_size - FURTHER_TOKENS)

@@ -52,11 +52,12 @@ def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Exchange logits between the devices that split the vocabulary, so that each has all logits of its own rows.
 
     logits: this device's part of the vocabulary for the rows of all these devices. Returns f32[R, V / n] if n devices
-    share the sampled rows, with -inf where there is no token; V is `vocab_size` padded. On one device nothing is
-    exchanged.
+    share the sampled rows, with -inf from column `vocab_size` on; V is the number of all columns. On one device nothing
+    is exchanged.
     """
-    if num_shards("vocab") == 1:
+    if num_shards("vocab") > 1:
+        logits = exchange_tokens(logits, "vocab")
+    elif logits.shape[1] == vocab_size:
         return logits
-    logits = exchange_tokens(logits, "vocab")
     token = shard_index("sampled_vocab") * logits.shape[1] + jnp.arange(logits.shape[1], dtype=jnp.int32)
     return jnp.where(token < vocab_size, logits, -jnp.inf)

@@ -145,6 +145,7 @@ def test_embedding():
 def test_padding_has_no_logits(monkeypatch):
     logits = jnp.arange(8.0)[None]
     assert own_logits(logits, 8).tolist() == logits.tolist()
+    assert np.flatnonzero(np.isinf(own_logits(logits, 5))).tolist() == [5, 6, 7]
     for number, expected in enumerate(([], [7])):  # the second of two devices has tokens 8 to 14, and padding
         monkeypatch.setattr(embedding, "num_shards", lambda axis: 2)
         monkeypatch.setattr(embedding, "shard_index", lambda axis, number=number: number)
