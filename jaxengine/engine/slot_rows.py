@@ -44,7 +44,6 @@ class SlotRows:
         self._runner = runner
         self._scheduler = scheduler
         self._biases: dict[int, _SlotBias] = {}
-        self._all_tokens = np.ones(runner.vocab_size, bool)
 
     def sync(self, step: ScheduledStep) -> None:
         """Send the devices the changed inputs of this step's sampler, which must be dispatched next.
@@ -100,8 +99,11 @@ class SlotRows:
         """Set the stop_reason of a request that ended because its own bias left no token to sample, such as an only
         allowed token that min_tokens forbids: its logits need not be at fault.
         """
-        if request.stop_reason == NOT_FINITE and not self.leaves_any(request, self._all_tokens):
-            request.stop_reason = _NOTHING_LEFT
+        if request.stop_reason == NOT_FINITE:
+            # Made only here: the vocabulary of a simulated device has 2^31 tokens.
+            every = np.ones(self._runner.vocab_size, bool)
+            if not self.leaves_any(request, every):
+                request.stop_reason = _NOTHING_LEFT
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
         """Whether any of the tokens `allowed`, bool[V], had a logit when the request sampled its last token: the model

@@ -4,20 +4,20 @@ Pages and snapshots are stored under their digests when they are about to be ove
 A request that could reuse a longer prefix with stored ones waits, outside the queue, while they are loaded. They become
 cached pages that no request holds, so its admission finds them like any others. No request waits twice for the same
 pages: if they were overwritten in the meantime, its tokens are computed. So that pages do not overwrite each other
-before their requests run, only as many are loaded at once as there are free pages and slots for.
+before their requests run, only as many are loaded at once as there are free pages and slots for. A request whose pages
+must wait for room stays first in the queue, so that no later one overtakes it.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from jaxengine.scheduler.base.request import Request, RequestStatus, Wait
+from jaxengine.scheduler.base.request import Request, RequestStatus
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.groups import most_pages_of, page_key
 from jaxengine.scheduler.pages.reach import reach, state_key
@@ -111,18 +111,8 @@ class Load:
     is_done: bool = False
 
 
-class _Deferred(NamedTuple):
-    """A load that is not ordered yet: the pages that it takes of those that are free, and a load that brings some of
-    its keys, or None.
-    """
-
-    load: Load
-    num_pages: int
-    leader: Load | None
-
-
 class LoadRoom:
-    """Free pages and slots of one replica as room for loads: which load may begin, and which must wait.
+    """Free pages and slots of one replica as room for loads.
 
     The slot and the pages of a request count from the start of its load until the request runs or has ended. Pages that
     running requests hold are not free and do not count; pages of several loads count once.
@@ -139,42 +129,44 @@ class LoadRoom:
         self._counted: dict[Request, list[bytes]] = {}  # keys of the pages that were free when the load began
         self._num_loads = Counter[bytes]()  # of each such key
         self._num_more = 0
-        self._deferred: list[_Deferred] = []  # in the order of their requests
 
-    def takes(self, load: Load) -> bool:
-        """Begin a load and return True; or keep it for `ready` and return False, if too few slots or pages are free
-        (beyond `Rank.num_reserved`), an earlier request's load is kept already, or another load is bringing some of its
-        keys.
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose pages the loads bring or use."""
+        return sum(len(load.pages) for load in self.loads.values()) * self.rank.config.page_size
 
-        If no request runs and none of those with loads is about to, there is always room, so that loads cannot wait for
-        each other.
+    def num_pages(self, load: Load) -> int:
+        """Return the number of free pages that a load and its request would take in addition to those that count."""
+        return sum(key not in self._num_loads for key in self._free(load)) + load.num_more
+
+    def fits(self, num_pages: int) -> bool:
+        """Whether the first request in the queue may begin a load that takes `num_pages` free pages: a slot and pages
+        are left, beyond `Rank.num_reserved`, or no load is in progress.
+
+        In the latter case those whose pages count would run after this request, or wait for another extension, maybe
+        for what this request has there: if it waited for them, nothing might ever run.
         """
-        pool = self.rank.pool
-        pages = {key: page for key in load.pages if (page := pool.find(key)) is not None}
-        free = [key for key in load.pages if key not in pages or not pool.ref_count[pages[key]]]
-        num_pages = sum(key not in self._num_loads for key in free) + load.num_more
+        if all(load.is_done for load in self.loads.values()):
+            return True
+        free = self.rank.pool.num_free - self.rank.num_reserved - len(self._num_loads) - self._num_more
+        return len(self.loads) < self.rank.slots.num_free and num_pages <= free
+
+    def leader(self, load: Load) -> Load | None:
+        """Return a load in progress that brings some of the pages of `load`; None if there is none."""
         keys = {key for key in load.keys if key in self._num_loads}
         others = self.loads.values() if keys else ()
-        leader = next((each for each in others if not each.is_done and not keys.isdisjoint(each.keys)), None)
-        deferred = _Deferred(load, num_pages, leader)
-        is_first = not self._deferred or _order(deferred) <= _order(self._deferred[0])
-        if not (is_first and self._fits(deferred)):
-            insort(self._deferred, deferred, key=_order)
-            return False
+        return next((each for each in others if not each.is_done and not keys.isdisjoint(each.keys)), None)
+
+    def is_in_progress(self, load: Load) -> bool:
+        """Whether a load has begun and neither it nor its request has ended."""
+        return not load.is_done and load.request in self.loads
+
+    def begin(self, load: Load) -> None:
+        """Count the slot and the pages of a load from now on."""
+        free = self._free(load)
         self.loads[load.request], self._counted[load.request] = load, free
         self._num_loads.update(free)
         self._num_more += load.num_more
-        return True
-
-    def ready(self) -> Iterator[Request]:
-        """Yield and remove the requests of kept loads that can probably begin now, in order, until one cannot. What
-        they load is then looked for again, because the pool has changed.
-        """
-        num_requests = num_pages = 0
-        while self._deferred and self._fits(self._deferred[0], num_requests, num_pages):
-            num_requests += 1
-            num_pages += self._deferred[0].num_pages
-            yield self._deferred.pop(0).load.request
 
     def remove(self, request: Request) -> None:
         """Count the pages of a request no longer; do nothing if it has no load."""
@@ -186,26 +178,11 @@ class LoadRoom:
             if not self._num_loads[key]:
                 del self._num_loads[key]
 
-    def _fits(self, deferred: _Deferred, num_requests: int = 0, num_pages: int = 0) -> bool:
-        """Whether a load may begin as far as slots, pages and keys are concerned, or its request has ended: see
-        `takes`. num_requests, num_pages: other loads that are about to begin, and the pages that they take.
-        """
-        if deferred.load.request.status is RequestStatus.FINISHED:
-            return True
-        if (leader := deferred.leader) is not None and not leader.is_done and leader.request in self.loads:
-            return False
-        slots, free = self.rank.slots, self.rank.pool.num_free - self.rank.num_reserved
-        free -= len(self._num_loads) + self._num_more
-        if len(self.loads) + num_requests < slots.num_free and deferred.num_pages <= free - num_pages:
-            return True
-        # A loaded request that is held again waits for another extension, maybe for what a deferred request has there.
-        is_stuck = all(load.is_done and load.request.wait is Wait.APART for load in self.loads.values())
-        return is_stuck and not (num_requests or slots.num_active)
-
-
-def _order(deferred: _Deferred) -> tuple[int, int]:
-    """Return the order in which deferred loads may begin: that of the requests' priorities, then of their arrival."""
-    return deferred.load.request.priority, deferred.load.request.arrival_index
+    def _free(self, load: Load) -> list[bytes]:
+        """Return the keys of a load's pages that no running request holds."""
+        pool = self.rank.pool
+        pages = {key: page for key in load.pages if (page := pool.find(key)) is not None}
+        return [key for key in load.pages if key not in pages or not pool.ref_count[pages[key]]]
 
 
 @dataclass(eq=False)
@@ -249,6 +226,9 @@ class Offload(SchedulerExtension):
         self.is_own, self.is_due = True, False
         # Requests that `admits` has checked, with the number of their tokens that were cached then.
         self._checked: dict[Request, int] = {}
+        self._followers: dict[Request, Load] = {}  # requests that wait for the load of another one
+        # The first request in the queue if there is no room for its load, and the least number of pages that it takes.
+        self._blocked: tuple[Request, int] | None = None
         self._pinned: dict[Request, list[bytes]] = {}
         self._num_lookups: dict[bytes, int] = {}  # by digest
 
@@ -259,34 +239,52 @@ class Offload(SchedulerExtension):
 
     def admits(self, request: Request) -> bool:
         """Return whether a request can be admitted without waiting for stored pages. If it must wait, append a Load to
-        `loads`, for the replica with the least work (tokens held there, minus those that would be loaded), or have it
-        wait for `ready` if it cannot be loaded yet (`LoadRoom.takes`).
+        `loads`, for the replica with the least work (tokens held or being loaded there, minus those that would be
+        loaded) among those with room, or have it wait for another load that brings some of its pages.
 
         It need not wait if it was checked before, if no replica has room for it now, if nothing useful is stored, or if
-        it was preempted and is to be recomputed. Once it is decided, also counts the tokens looked for in the store.
+        it was preempted and is to be recomputed. If its load has no room, it stays in the queue: see `defers`. Once it
+        is decided, also counts the tokens looked for in the store.
         """
-        if request in self._checked:
+        if request in self._checked or self._is_still_blocked(request):
             return True
+        self._blocked = None
         offers = [(rank, offer) for rank in self._ranks if rank.is_open and (offer := rank.offer(request)) is not None]
         if not offers:
             return True  # the request stays in the queue until there is room, and is checked again
-        loads = [self._load(request, *each) for each in offers]
-        work = [rank.num_tokens - load.num_tokens for (rank, _), load in zip(offers, loads, strict=True)]
-        best = loads[work.index(min(work))]
-        is_wanted = bool(best.keys) and self._is_wanted(request, best)
-        if is_wanted and not self.rooms[best.rank].takes(best):
-            return False
-        self._count_lookups(request, *offers[0])
-        if not is_wanted:
-            self._checked[request] = self._ranks[0].config.max_model_len
-            return True
-        self._checked[request] = offers[loads.index(best)][1].num_cached
-        self.loads.append(best)
-        return False
+        found = [(self._load(request, *each), *each) for each in offers]
+        found.sort(key=lambda each: each[1].num_tokens + self.rooms[each[0].rank].num_tokens - each[0].num_tokens)
+        for load, rank, offer in found:
+            if not load.keys or not self._is_wanted(request, load):
+                self._count_lookups(request, rank, offer)
+                self._checked[request] = rank.config.max_model_len
+                return True
+            room = self.rooms[load.rank]
+            if (leader := room.leader(load)) is not None:
+                self._followers[request] = leader
+                return False
+            if room.fits(room.num_pages(load)):
+                room.begin(load)
+                self._count_lookups(request, rank, offer)
+                self._checked[request] = offer.num_cached
+                self.loads.append(load)
+                return False
+        self._blocked = request, min(self.rooms[load.rank].num_pages(load) for load, *_ in found)
+        return True
+
+    def defers(self, request: Request) -> bool:
+        """Whether a request must stay in the queue, and with it all later ones, until there is room for its load."""
+        return self._blocked is not None and self._blocked[0] is request
 
     def ready(self) -> Iterable[Request]:
-        """Return the requests that wait because their loads could not begin, and now may be able to."""
-        return [request for room in self.rooms for request in room.ready()]
+        """Return the requests that waited for loads of other requests which are no longer in progress."""
+        followers = self._followers
+        if not followers:
+            return ()
+        ready = [each for each, load in followers.items() if not self.rooms[load.rank].is_in_progress(load)]
+        for request in ready:
+            del followers[request]
+        return ready
 
     def preempted(self, request: Request) -> str | None:
         """Count a preempted request by its mode, and return the mode in capitals: "SWAP" or "RECOMPUTE".
@@ -319,6 +317,9 @@ class Offload(SchedulerExtension):
         if request in self._pinned:
             self.store.unpin(self._pinned.pop(request))
         self._checked.pop(request, None)
+        self._followers.pop(request, None)
+        if self.defers(request):
+            self._blocked = None
 
     def admitted(self, request: Request, num_cached: int) -> None:
         """Count the tokens that were loaded for a request (at its first admission also in Request.num_external_tokens),
@@ -338,6 +339,12 @@ class Offload(SchedulerExtension):
         """
         least = self.options.store_threshold
         return not self.store.has(key) and (least < 2 or self._num_lookups.get(key[:32], 0) >= least)
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether a request's load had no room when it was looked for last, and still has none on any replica."""
+        if self._blocked is None or self._blocked[0] is not request:
+            return False
+        return not any(room.rank.is_open and room.fits(self._blocked[1]) for room in self.rooms)
 
     def _load(self, request: Request, rank: Rank, offer: Offer) -> Load:
         """Return the Load that would extend the prefix of a request that the replica has cached, according to its
@@ -386,6 +393,10 @@ class RankOffload(RankExtension):
         self._tables = rank.pages
         if rank.pages.snapshots is not None:
             rank.pages.snapshots.listener = _Listener(offload, self.states, state_key)
+
+    def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        """Return `count`, or 0 for a request that waits for room (`Offload.defers`)."""
+        return 0 if self._offload.defers(request) else count
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
         """Report the request's cached tokens to `Offload.admitted`."""

@@ -39,28 +39,40 @@ def run(scheduler, requests: list[Request]) -> tuple[int, int]:
     """Run requests that come together; the number of pages read from the store, and of those that were still in the
     pool when their requests ran. A load takes two steps.
     """
-    offload, rank = scheduler.extension("offload"), scheduler.extension("offload").ranks[0]
+    offload, ends = scheduler.extension("offload"), requests.copy()
     num_read, num_hits, coming = 0, offload.num_hits, []
     for _ in range(40 * len(requests)):
-        found = scheduler.schedule()
-        if found.num_rows:
-            scheduler.update(found, np.full((1, 2), 7, np.int32))
-        for load in coming:
-            num_read += len(load.keys)
-            rank.take(load.keys, load.pages)
-            load.is_done = True
-            scheduler.release(load.request)
-        coming, offload.loads = offload.loads, []
-        for request in requests:
-            if request.status is RequestStatus.FINISHED:
-                offload.ended(request)
-    assert not scheduler.num_unfinished and not offload._checked
-    assert all(not (each.loads or each._num_loads or each._num_more or each._deferred) for each in offload.rooms)
+        coming = loaded_step(scheduler, coming, ends)
+        num_read += sum(len(load.keys) for load in coming)
+        if not ends:
+            break
+    assert not scheduler.num_unfinished and not (offload._checked or offload._followers or offload._blocked)
+    assert all(not (each.loads or each._num_loads or each._num_more) for each in offload.rooms)
     return num_read, (offload.num_hits - num_hits) // 4
 
 
-def scheduler_of(*, num_pages=8, pays=True, **options) -> tuple[Scheduler, Store]:
+def loaded_step(scheduler, coming: list[Load], unfinished: list[Request]) -> list[Load]:
+    """Run a step, complete the loads that are `coming`, and remove the requests that have ended from `unfinished`; the
+    loads that the step ordered.
+    """
+    offload, found = scheduler.extension("offload"), scheduler.schedule()
+    if found.num_rows:
+        scheduler.update(found, np.full((len(scheduler.ranks), 2), 7, np.int32))
+    for load in coming:
+        offload.ranks[load.rank].take(load.keys, load.pages)
+        load.is_done = True
+        scheduler.release(load.request)
+    for request in [each for each in unfinished if each.status is RequestStatus.FINISHED]:
+        offload.ended(request)
+        unfinished.remove(request)
+    loads, offload.loads = offload.loads, []
+    return loads
+
+
+def scheduler_of(*, num_pages=8, pays=True, num_ranks=1, policy="fcfs", **options) -> tuple[Scheduler, Store]:
     config = SchedulerConfig(
+        num_ranks=num_ranks,
+        policy=policy,
         num_pages=num_pages,
         page_size=4,
         max_num_seqs=2,
@@ -124,14 +136,22 @@ def test_a_page_is_stored_once_it_is_looked_for_often():
     assert not step_of(scheduler, 0) and step_of(scheduler, 1)
 
 
-def queued(scheduler, prompts) -> list[Request]:
+def queued(scheduler, prompts, client: str = "", max_tokens: int = 6) -> list[Request]:
     """Requests of these prompts, i32 [n] each, all in the queue."""
-    requests = []
+    requests, greedy = [], TokenParams(temperature=0.0)
     for prompt in prompts:
         name = str(scheduler._num_arrived)
-        requests.append(Request(name, np.asarray(prompt, np.int32), TokenParams(temperature=0.0), 6))
+        requests.append(Request(name, np.asarray(prompt, np.int32), greedy, max_tokens, client=client))
         scheduler.add_request(requests[-1])
     return requests
+
+
+def store_all(scheduler, store: Store, prompts) -> None:
+    """Add the keys of all full pages of these prompts to the store."""
+    for request in queued(scheduler, prompts):
+        request.compute_with(scheduler.ranks[0].weights_digest)
+        store.keys |= set(request.extend_page_hashes(request.prompt_token_ids, 4))
+        scheduler.finish(request, FinishReason.ABORT)
 
 
 def test_loads_wait_for_room_and_for_each_other():
@@ -141,14 +161,49 @@ def test_loads_wait_for_room_and_for_each_other():
     shared = [[*document, *range(20 * index, 20 * index + 5)] for index in range(30)]
     for prompts, num_stored in ((apart, 120), (shared, 33)):
         scheduler, store = scheduler_of(num_pages=13)
-        for request in queued(scheduler, prompts):
-            request.compute_with(scheduler.ranks[0].weights_digest)
-            store.keys |= set(request.extend_page_hashes(request.prompt_token_ids, 4))
-            scheduler.finish(request, FinishReason.ABORT)
+        store_all(scheduler, store, prompts)
         assert len(store.keys) == num_stored
         num_read, num_used = run(scheduler, queued(scheduler, prompts))
         assert num_read == num_used == num_stored
         assert scheduler.num_prefix_hits == 30 * 16
+
+
+def test_a_load_without_room_is_not_overtaken():
+    """Later requests, of which nothing is stored, would always take the pages that it needs."""
+    scheduler, store = scheduler_of(num_pages=14)
+    small, large = list(range(17)), list(range(100, 150))
+    store_all(scheduler, store, [small, large])
+    unfinished, coming = queued(scheduler, [small, large]), []
+    (_, request), num_later = unfinished, 0
+    while request.status is not RequestStatus.FINISHED and num_later < 40:
+        for _ in range(scheduler.num_waiting, 3):
+            num_later += 1
+            first = 1000 + 20 * num_later
+            unfinished += queued(scheduler, [list(range(first, first + 13))], max_tokens=4 + num_later % 5)
+        coming = loaded_step(scheduler, coming, unfinished)
+    assert num_later < 10
+
+
+def test_loads_keep_the_order_of_a_fair_queue():
+    scheduler, store = scheduler_of(num_pages=13, policy="fair")
+    prompts = [list(range(20 * index, 20 * index + 17)) for index in range(12)]
+    store_all(scheduler, store, prompts)
+    unfinished, coming = queued(scheduler, prompts[:11], "many"), []
+    unfinished += (one := queued(scheduler, prompts[11:], "one"))
+    while one[0] in unfinished:
+        coming = loaded_step(scheduler, coming, unfinished)
+    assert len(unfinished) >= 8
+
+
+def test_loads_are_spread_over_replicas():
+    scheduler, store = scheduler_of(num_pages=26, num_ranks=2)
+    prompts = [list(range(20 * index, 20 * index + 17)) for index in range(8)]
+    store_all(scheduler, store, prompts)
+    unfinished, coming, num_steps = queued(scheduler, prompts), [], 0
+    while unfinished:
+        coming = loaded_step(scheduler, coming, unfinished)
+        num_steps += 1
+    assert num_steps < 20  # four requests at once, each of six steps, and two loads for each slot
 
 
 def test_a_loaded_request_that_waits_for_another_extension_is_no_reason_to_wait():
@@ -159,11 +214,10 @@ def test_a_loaded_request_that_waits_for_another_extension_is_no_reason_to_wait(
     first, second = (
         Load(each, 0, own, own, 20) for each, own in zip(queued(scheduler, PROMPTS[:2]), keys, strict=True)
     )
-    assert room.takes(first) and not room.takes(second)
+    room.begin(first)
+    assert not room.fits(room.num_pages(second))
     first.is_done = True
-    assert not list(room.ready())
-    first.request.wait = Wait.APART
-    assert list(room.ready()) == [second.request]
+    assert room.fits(room.num_pages(second))
 
 
 def step_of(scheduler, index: int) -> dict[bytes, int]:

@@ -70,7 +70,7 @@ class Pair:
             "num_encoder_rows": 1 << 12,
         }
         config = SimpleNamespace(mm_processor_cache_bytes=10 * SIZE, **options)
-        tower = SimpleNamespace(unit=4, merge=1, hears=False, num_parts=1, whole_prompt=0)
+        tower = SimpleNamespace(unit=4, merge=1, hears=False, num_parts=1, whole_prompt=0, by_place=False)
         self.processor = Squares()
         self.inputs = MediaInputs(self.processor, [tower], config)  # pyright: ignore[reportArgumentType]
         self.inputs.cache = sender.cache or self.inputs.cache
