@@ -274,6 +274,8 @@ def _streamed(
     if given.usage is not None:
         counts: GivenUsage = given.usage
         merged["usage"] = usage(number or counts.prompt_tokens, counts.completion_tokens or 0, 0)
+    if given.metrics is not None:
+        merged["metrics"] = given.metrics
     earlier = [] if state is None else state.output_token_ids
     added = [token_id for choice in given.choices for token_id in choice.token_ids or ()]
     return json_response({"chunk": merged, "stream_state": {"output_token_ids": [*earlier, *added]}})
@@ -281,9 +283,9 @@ def _streamed(
 
 def _joined(choice: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Return one choice of a chunk with the contents of two, which follow each other: texts and lists of calls are
-    joined, other fields are the later one's unless they are None there.
+    joined, other fields are the later one's unless they are None or empty there.
     """
-    joined = choice | {name: value for name, value in later.items() if value is not None}
+    joined = choice | {name: value for name, value in later.items() if value is not None and value != []}
     if "delta" in choice:
         delta = dict(choice["delta"])
         for name, value in later["delta"].items():

@@ -144,6 +144,13 @@ async def test_reasoning_and_calls_are_parsed(parsing, chat_engine):
     assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
     assert "".join(each["function"].get("arguments", "") for each in calls) == '{"at": "it"}'
     assert [each["id"] for each in calls if "id" in each] and reasons[-1] == "tool_calls"
+    # All in one event, which has what several chunks would: the tokens of the first, the finish reason of the last.
+    body["chat_request"] = {**chat, "return_token_ids": True}
+    event = {**given, "metrics": {"queue_time_ms": 1.5}}
+    answer = await post(parsing, f"{CHAT}/derender", stream=True, generate_chunk=event, **body)
+    (choice,) = answer.json["chunk"]["choices"]
+    assert choice["token_ids"] == ids and choice["finish_reason"] == "tool_calls"
+    assert answer.json["chunk"]["metrics"] == event["metrics"]
 
 
 async def test_what_cannot_be_derendered_is_refused_by_name(app, parsing):
