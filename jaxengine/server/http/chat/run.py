@@ -321,6 +321,8 @@ class ChatRun:
             "max_tokens": most or inputs.generation_defaults.get("max_tokens"),
             "logprobs": asked if body.logprobs else None,
         }
+        if self.hides_tokens:
+            changes["return_sampling_mass"] = False
         if body.echo and body.logprobs and body.prompt_logprobs is None and not body.stream:
             changes["prompt_logprobs"] = asked
         if self._tools.structure is not None:

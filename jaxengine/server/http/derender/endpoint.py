@@ -7,6 +7,7 @@ A stream has no state here: the client sends all earlier tokens with each event.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.params.options import RequestOptions
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import check_token_ids
@@ -90,8 +91,9 @@ async def _chat(server: ChatServer, body: DerenderChat, model: str) -> Response:
     if body.chat_request is None and (server.tool_format or server.reasoning_format):
         raise RequestError("chat_request is missing; it is needed, as this server has parsers", param="chat_request")
     ids = given.prompt_token_ids if body.prompt_token_ids is None else body.prompt_token_ids
-    recording = _recording(given, body.stream_state, ids, inputs, server.config.max_n)
-    chat = ChatRequest.of(_chat_fields(body, given, ids))
+    field = "generate_chunk" if body.stream else "generate_response"
+    recording = await asyncio.to_thread(_recording, given, field, body.stream_state, ids, inputs, server.config.max_n)
+    chat = ChatRequest.of(_chat_fields(body, given, ids, inputs.config.max_logprobs))
     recorded = dataclasses.replace(server, engine=RecordedEngine(server.engine, {name: recording}))
     run = ChatAnswer(recorded, chat, name, model, _OPTIONS)
     await run.prepare([])
@@ -119,19 +121,24 @@ async def _completion(engine: EngineClient, config: ServerConfig, body: Derender
         raise RequestError("prompt_tokens must be numbers from 0, and one number with stream", param="prompt_tokens")
     prompts = [each.prompt_token_ids if ids is None else ids for ids, each in zip(prompts, given, strict=True)]
     inputs, name = engine.inputs, given[0].request_id
-    asked = body.completion_request or _all_logprobs(given, chat=False)
+    asked = body.completion_request
+    if asked is None:
+        asked = _all_logprobs(given, inputs.config.max_logprobs, chat=False)
     _refuse(asked)
-    fields = {"n": max(len(each.choices) for each in given) or None, **asked, "prompt": [0], "prompt_embeds": None}
-    fields |= {"stream": body.stream, "stream_options": None}
+    fields = {**asked, "prompt": [0], "prompt_embeds": None, "stream": body.stream, "stream_options": None}
     try:
         completion = CompletionRequest.model_validate(fields)
     except ValidationError as error:
         raise as_request_error(error) from None
-    recordings = {}
+    field = "generate_chunk" if body.stream else "generate_responses"
+    recordings: dict[str, Recording] = {}
     for at, (each, ids) in enumerate(zip(given, prompts, strict=True)):
-        recordings[name if len(given) == 1 else f"{name}-{at}"] = _recording(
-            each, body.stream_state, ids, inputs, config.max_n
+        recordings[name if len(given) == 1 else f"{name}-{at}"] = await asyncio.to_thread(
+            _recording, each, field, body.stream_state, ids, inputs, config.max_n
         )
+    num_choices = max((choice.index + 1 for each in given for choice in each.choices), default=1)
+    if not body.stream and (completion.n is None or 0 < completion.n < num_choices):
+        completion.n = num_choices  # with a smaller one, choices of two prompts would have the same index
     recorded: Any = RecordedEngine(engine, recordings)  # it pools nothing
     run = CompletionRun(recorded, config, completion, name, model, _OPTIONS)
     run.prompts = [{"prompt_token_ids": each.prompt_ids} for each in recordings.values()]
@@ -151,18 +158,24 @@ async def _last(run: ChatAnswer | CompletionRun, recording: Recording) -> list[d
 
 
 def _recording(
-    given: GivenAnswer | GivenChunk, state: StreamState | None, ids: Any, inputs: InputProcessor, max_n: int
+    given: GivenAnswer | GivenChunk,
+    field: str,
+    state: StreamState | None,
+    ids: Any,
+    inputs: InputProcessor,
+    max_n: int,
 ) -> Recording:
     """Return what the engine has generated: the choices of an answer; or those of an event, after the earlier tokens in
-    `state` as a piece of their own, and no piece for an event without choices. ids: token ids of the prompt, or None.
+    `state` as a piece of their own, and no piece for an event without choices. A body may have a hundred thousand
+    log-probabilities: call it on a thread.
 
-    max_n: largest number of choices. Raises RequestError for ids that are none of the model's, for more tokens than its
-    context has, for too many choices, and for an event with several.
+    field: name of the field that has `given`, for errors. ids: token ids of the prompt, or None. max_n: largest number
+    of choices. Raises RequestError for ids that are none of the model's, for more tokens than its context has, for too
+    many choices, for indices that are too large or that two choices have, and for an event with several choices.
     """
     pieces: list[Sequence[GivenPiece]] = [given.choices] if given.choices else []
     earlier = [] if state is None else state.output_token_ids
     prompt_ids = [] if ids is None else ids
-    field = "generate_chunk" if isinstance(given, GivenChunk) else "generate_response"
     if not isinstance(prompt_ids, list) or not all(type(each) is int for each in prompt_ids):
         raise RequestError("prompt_token_ids must be a list of token ids", param="prompt_token_ids")
     if isinstance(given, GivenChunk):
@@ -174,6 +187,10 @@ def _recording(
         raise RequestError(f"{field} has no choices; at least one is needed", param=field)
     if len(given.choices) > max_n:
         raise RequestError(f"{field} has {len(given.choices)} choices; allowed: {max_n} (max_n)", param=field)
+    indices = [choice.index for choice in given.choices]
+    if len(set(indices)) < len(indices) or max(indices, default=0) >= max_n:
+        problem = f"{field} has choices with the indices {show_value(indices)}; allowed: 0 to {max_n - 1}, each once"
+        raise RequestError(problem, param=field)
     most, size = inputs.config.max_model_len, inputs.model_config.vocab_size
     for choice in given.choices:
         number = len(prompt_ids) + len(earlier) + len(choice.token_ids or ())
@@ -189,13 +206,15 @@ def _recording(
     return Recording(pieces, prompt_ids, getattr(given, "kv_transfer_params", None))
 
 
-def _chat_fields(body: DerenderChat, given: GivenAnswer | GivenChunk, ids: list[int] | None) -> dict[str, Any]:
+def _chat_fields(
+    body: DerenderChat, given: GivenAnswer | GivenChunk, ids: list[int] | None, max_logprobs: int
+) -> dict[str, Any]:
     """Return the fields of the ChatRequest that a DerenderChat stands for. Known token ids of the prompt replace its
     messages, of which only the last one's text stays. Without chat_request all log-probabilities of the answer are
-    listed. Raises RequestError for fields that need an engine.
+    listed, max_logprobs at most (-1: no limit). Raises RequestError for fields that need an engine.
     """
     asked = body.chat_request
-    fields = {"messages": []} | (_all_logprobs([given], chat=True) if asked is None else asked)
+    fields = {"messages": []} | (_all_logprobs([given], max_logprobs, chat=True) if asked is None else asked)
     _refuse(fields)
     fields |= {"stream": body.stream, "stream_options": None}
     if ids or asked is None:
@@ -209,14 +228,16 @@ def _chat_fields(body: DerenderChat, given: GivenAnswer | GivenChunk, ids: list[
     return fields
 
 
-def _all_logprobs(given: Sequence[GivenAnswer | GivenChunk], chat: bool) -> dict[str, Any]:
+def _all_logprobs(given: Sequence[GivenAnswer | GivenChunk], max_logprobs: int, *, chat: bool) -> dict[str, Any]:
     """Return fields of a request, a ChatRequest or a CompletionRequest, that lists all log-probabilities that the
-    answers have; {} if they have none.
+    answers have, but max_logprobs at most (-1: no limit); {} if they have none. /inference/v1/generate lists the
+    sampled token besides those that were asked for, so one more than the limit is usual.
     """
     listed = [each.logprobs.content or [] for one in given for each in one.choices if each.logprobs is not None]
     most = max((len(position.top_logprobs) for each in listed for position in each), default=0)
     if not listed:
         return {}
+    most = most if max_logprobs == -1 else min(most, max_logprobs)
     return {"logprobs": True, "top_logprobs": most} if chat else {"logprobs": most}
 
 
@@ -253,6 +274,8 @@ def _streamed(
     if given.usage is not None:
         counts: GivenUsage = given.usage
         merged["usage"] = usage(number or counts.prompt_tokens, counts.completion_tokens or 0, 0)
+    if given.metrics is not None:
+        merged["metrics"] = given.metrics
     earlier = [] if state is None else state.output_token_ids
     added = [token_id for choice in given.choices for token_id in choice.token_ids or ()]
     return json_response({"chunk": merged, "stream_state": {"output_token_ids": [*earlier, *added]}})
@@ -260,9 +283,9 @@ def _streamed(
 
 def _joined(choice: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Return one choice of a chunk with the contents of two, which follow each other: texts and lists of calls are
-    joined, other fields are the later one's unless they are None there.
+    joined, other fields are the later one's unless they are None or empty there.
     """
-    joined = choice | {name: value for name, value in later.items() if value is not None}
+    joined = choice | {name: value for name, value in later.items() if value is not None and value != []}
     if "delta" in choice:
         delta = dict(choice["delta"])
         for name, value in later["delta"].items():

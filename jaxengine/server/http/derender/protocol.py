@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, SkipValidation
 
 from jaxengine.requests.output.outputs import Logprob, PositionLogprobs
+from jaxengine.requests.params.param_limits import MAX_STOP_CHARS
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.answer.answers import Answer
 from jaxengine.server.http.chat.answers import ChatCompletionChunk
@@ -54,7 +55,8 @@ class GivenPiece(RequestModel):
     token_ids: TokenIds | None = None
     logprobs: GivenLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort", "error", "repetition"] | None = None
-    stop_reason: int | str | None = None
+    # As long as a stop string may be: the search for one prepares as many steps as it has characters.
+    stop_reason: int | Annotated[str, Field(max_length=MAX_STOP_CHARS)] | None = None
 
     def positions(self, param: str) -> list[PositionLogprobs] | None:
         """Return the log-probabilities of each token; None if there are none. Raises RequestError, which names `param`,

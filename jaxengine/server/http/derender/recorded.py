@@ -96,9 +96,10 @@ class _Text:
         self._params, self._tokenizer = params, inputs.require_tokenizer()
         eos = () if params.ignore_eos else inputs.eos_token_ids()
         self._stop_ids = frozenset((*eos, *params.stop_token_ids))
-        stops = dict.fromkeys(params.stop if first.finish_reason in (None, "stop") else ())
-        if isinstance(first.stop_reason, str) and first.stop_reason and first.finish_reason == "stop":
-            stops = {first.stop_reason: None}
+        ended, reason = first.finish_reason, first.stop_reason
+        stops = dict.fromkeys(params.stop if ended in (None, "stop") and not isinstance(reason, int) else ())
+        if isinstance(reason, str) and reason and ended == "stop":
+            stops = {reason: None}
         self._num_tokens = 0
         self._detokenizer = IncrementalDetokenizer(
             self._tokenizer,

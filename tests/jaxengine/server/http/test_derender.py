@@ -102,6 +102,18 @@ async def test_more_than_the_request_says(chat_engine):
     body = {"generate_responses": [{"request_id": "a", "choices": choices}] * 2}
     found = (await post(app, f"{COMPLETIONS}/derender", **body)).json["choices"]
     assert [(each["index"], each["text"]) for each in found] == [(0, "a"), (1, "b"), (2, "a"), (3, "b")]
+    # Of two prompts, each with the second choice alone, beside a request for one; and one log-probability more than the
+    # server's limit, as where the sampled token is not among the best.
+    top = [{"token_id": each, "logprob": -1.0} for each in range(chat_engine.inputs.config.max_logprobs + 1)]
+    logprobs = {"content": [{**top[0], "top_logprobs": top}]}
+    second = {"index": 1, "token_ids": [0], "logprobs": logprobs}
+    body = {"generate_responses": [{"request_id": "a", "choices": [second]}] * 2}
+    for asked in ({}, {"completion_request": {"prompt": "a", "n": 1}}):
+        found = (await post(app, f"{COMPLETIONS}/derender", **body, **asked)).json["choices"]
+        assert [each["index"] for each in found] == [1, 3]
+    answer = await post(app, f"{CHAT}/derender", generate_response={"request_id": "a", "choices": [second]})
+    (listed,) = answer.json["choices"][0]["logprobs"]["content"]
+    assert len(listed["top_logprobs"]) == len(top) - 1
     for path in (CHAT, COMPLETIONS):
         chunk = {"request_id": "a", "choices": choices[1:]}
         (choice,) = (await post(app, f"{path}/derender", generate_chunk=chunk, stream=True)).json["chunk"]["choices"]
@@ -132,6 +144,13 @@ async def test_reasoning_and_calls_are_parsed(parsing, chat_engine):
     assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
     assert "".join(each["function"].get("arguments", "") for each in calls) == '{"at": "it"}'
     assert [each["id"] for each in calls if "id" in each] and reasons[-1] == "tool_calls"
+    # All in one event, which has what several chunks would: the tokens of the first, the finish reason of the last.
+    body["chat_request"] = {**chat, "return_token_ids": True}
+    event = {**given, "metrics": {"queue_time_ms": 1.5}}
+    answer = await post(parsing, f"{CHAT}/derender", stream=True, generate_chunk=event, **body)
+    (choice,) = answer.json["chunk"]["choices"]
+    assert choice["token_ids"] == ids and choice["finish_reason"] == "tool_calls"
+    assert answer.json["chunk"]["metrics"] == event["metrics"]
 
 
 async def test_what_cannot_be_derendered_is_refused_by_name(app, parsing):
@@ -151,7 +170,10 @@ async def test_what_cannot_be_derendered_is_refused_by_name(app, parsing):
         (app, CHAT, {"stream": True, "generate_chunk": {**given, "choices": [choice, choice]}}, "generate_chunk"),
         (parsing, CHAT, chat, "chat_request"),
         (app, CHAT, {"generate_response": {**given, "choices": [choice] * 1000}}, "generate_response"),
+        (app, CHAT, {"generate_response": {**given, "choices": [choice, choice]}}, "generate_response"),
+        (app, CHAT, {"generate_response": {**given, "choices": [{**choice, "index": 1000}]}}, "generate_response"),
         (app, COMPLETIONS, {"generate_responses": []}, "generate_responses"),
+        (app, COMPLETIONS, {"generate_responses": [{**given, "choices": [choice] * 2}]}, "generate_responses"),
         (app, COMPLETIONS, {"generate_responses": [given] * 9999}, "generate_responses"),
         (app, COMPLETIONS, {"generate_responses": [given], "prompt_token_ids": [[5], [6]]}, "prompt_token_ids"),
         (app, COMPLETIONS, {"generate_responses": [given], "prompt_tokens": 4}, "prompt_tokens"),
