@@ -245,11 +245,13 @@ def test_abort_and_deadline_while_the_grammar_compiles(chat_llm):
 def test_grammars_that_compile_slowly_are_served_apart_and_alike(chat_llm, monkeypatch):
     params = [params_of({"regex": "[b-x]{8,12}"}, seed=seed) for seed in range(3)]
     monkeypatch.setattr("jaxengine.grammars.request_masks._SLOW_SECONDS", 600.0)  # however busy the machine is
+    masks = chat_llm.core.engine.extensions.require("structured").masks
+    before = masks._slow.process  # another test's, if that was slow
     quick = tokens_of(generate(chat_llm, *params))
-    assert chat_llm.core.engine.extensions.require("structured").masks._slow.process is None
+    assert masks._slow.process is before
     monkeypatch.setattr("jaxengine.grammars.request_masks._SLOW_SECONDS", 0.0)
     assert tokens_of(generate(chat_llm, *params)) == quick
-    slow = chat_llm.core.engine.extensions.require("structured").masks._slow.process
+    slow = masks._slow.process
     assert slow is not None and slow.process.poll() is None
 
 
