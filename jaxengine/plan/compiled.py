@@ -112,5 +112,6 @@ class Elsewhere:
             if found is None:
                 problem = f"the compiler for {self._target.name} failed: {tail(log)}"
                 raise ConfigError.because("compile", problem, "leave --compile out: the plan is then an estimate")
-        memory = [stage.programs.memory for stage in stages]
+        drafts = [() if stage.draft is None else (stage.draft.programs,) for stage in stages]
+        memory = [stage.programs.memory(own) for stage, own in zip(stages, drafts, strict=True)]
         return [StageNeeds(own[0], own[1], held) for own, held in zip(found, memory, strict=True)]

@@ -305,12 +305,14 @@ def test_what_another_compiler_is_asked_is_a_request(monkeypatch):
 
     def replies(request, variables, log):
         asked.append(CompileRequest(**request))
-        yield {"event": "needs", "needs": [[1, 2]]}
+        yield {"event": "needs", "needs": [[1, 2], [3, 4]]}
 
     monkeypatch.setattr(compiled, "replies", replies)
     source = compiled.Elsewhere(find_target("v6e"), "llama-3.1-8b", {"dtype": "bfloat16"})
-    stages: Any = [SimpleNamespace(programs=SimpleNamespace(memory="held"))]
+    programs = SimpleNamespace(memory=lambda further: {"of": len(further)})
+    drafts = (None, SimpleNamespace(programs=None))
+    stages: Any = [SimpleNamespace(programs=programs, draft=draft) for draft in drafts]
     config: Any = SimpleNamespace(**dict.fromkeys(PARALLEL, 1), max_model_len=128)
-    assert source.needs(stages, config) == [StageNeeds(1, 2, "held")]  # pyright: ignore[reportArgumentType]
+    assert source.needs(stages, config) == [StageNeeds(1, 2, {"of": 0}), StageNeeds(3, 4, {"of": 1})]
     assert asked[0].needs_only and asked[0].kernels is None
     assert asked[0].options == {"dtype": "bfloat16", **dict.fromkeys(PARALLEL, 1), "max_model_len": 128}
