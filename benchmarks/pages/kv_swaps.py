@@ -138,7 +138,7 @@ class _Pair:
         self._adapters: list[LoRARequest | None] = [None]
         if kind == "adapters":
             for seed in (1, 2):
-                path = write_adapter(folder / str(seed), options["model"], seed=seed)
+                path = write_adapter(folder / str(seed), Path(options["model"]), seed=seed)
                 self._adapters.append(LoRARequest(f"adapter {seed}", seed, str(path)))
             for each in self._adapters:  # which loads them
                 self.tiers.generate([{"prompt_token_ids": [5]}], params_of(0, 1), use_tqdm=False, lora_request=each)
