@@ -219,7 +219,7 @@ ROOMS = {
         "scheduler.extensions runner.base runner.programs"
     ),
     "runner.extensions.sounds": (
-        "sharding models models.layers.attention scheduler.base scheduler.batches scheduler.extensions sampling "
+        "sharding models models.layers.attention scheduler.base scheduler.extensions sampling "
         "runner.base runner.programs runner.extensions.pictures"
     ),
     "runner.extensions.drafts": (

@@ -244,7 +244,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             continue
         rows = bucket.num_seqs * bucket.width if embedding or param.path[0] == "lm_head" else bucket.num_tokens
         rows *= math.prod(mesh.ranks_sharing(axis) for axis in param.decl.axes if axis is not None)
-        reached, at_once, uses = 1.0, rows, _num_uses(model, "".join(each.name for each in param.decl.sources[:1]))
+        reached, at_once, sources = 1.0, rows, param.decl.sources
+        uses = _num_uses(model, sources[0].name) if sources else 1
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / config.experts.num_routed
             reached = min(1.0, picked)

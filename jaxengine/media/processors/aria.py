@@ -157,7 +157,9 @@ class AriaProcessor(UnitProcessor):
         return {side: count for side, count in counts.items() if count is not None}
 
     def _allowed(self) -> str:
-        """What max_image_size may be, or without any such side what the tower must have, for errors."""
+        """Return the text for errors that says what max_image_size may be, or, without any allowed side, what the tower
+        must have.
+        """
         if squares := self._squares():
             return f"{' or '.join(map(str, squares))}, of whose patches config.json has a number of queries"
         return f"with the number of patches of a square of {_SQUARES[0]} or {_SQUARES[1]} pixels"

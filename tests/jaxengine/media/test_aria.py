@@ -20,7 +20,7 @@ NAME = "aria_vision"
 
 
 def patches_of(wanted: Any, patch: int) -> list[np.ndarray]:
-    """Of each square of transformers' the patches that have a pixel of the crop, f32[high, wide, features]."""
+    """The patches that have a pixel of the crop, f32[high, wide, features], of each of transformers' squares."""
     found = []
     for values, mask in zip(wanted["pixel_values"], wanted["pixel_mask"], strict=True):
         side = len(mask) // patch
@@ -36,7 +36,7 @@ def patches_of(wanted: Any, patch: int) -> list[np.ndarray]:
     [(0, 980, False, 1), (1, 490, False, 1), (0, 490, True, 2), (2, 490, True, 2), (1, 980, True, 1)],
 )
 def test_pixels_and_places_are_those_of_transformers(index, most, splits, count, tmp_path):
-    """Of whole images and of crops, in squares of 980 and of 490 pixels, which have 49 and 9 whole patches."""
+    """Whole images and crops, in squares of 980 and of 490 pixels, which have 49 and 9 whole patches."""
     made: Any = processor(tmp_path, NAME)
     theirs = AriaImageProcessorPil(**{key: value for key, value in CASES[NAME]["images"].items() if "type" not in key})
     options = {"max_image_size": most, "split_image": splits}

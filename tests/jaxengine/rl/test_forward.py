@@ -94,23 +94,28 @@ def recorded_gradients(
     return state, norm, tolerance
 
 
-def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, tolerance: float) -> None:
-    """Gradients of each weight are as expected, to `tolerance` of its largest; and so is the norm of all.
+def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, tolerance: float) -> float:
+    """Gradients of each weight are as expected, to `tolerance` of its largest; and so is the norm of all. Returns the
+    largest difference, as a share of the largest gradient of the same weight.
 
     One that is nothing but rounding on both sides (of the last factor of Gemma 4, which the final norm undoes) is so.
     """
     ours = {path: np.asarray(values[...], np.float64) for path, values in nnx.to_flat_state(found)}
     theirs = {path: np.asarray(values[...]) for path, values in nnx.to_flat_state(expected)}
-    known = 0
+    known, worst = 0, 0.0
     for path, values in ours.items():
         compared = np.isfinite(theirs[path])
         known += int(compared.sum())
         bound = tolerance * np.abs(values).max() + 1e-9 * norm
         if max(np.abs(values).max(), np.abs(theirs[path])[compared].max(initial=0)) <= ROUNDING * norm:
             bound = 2 * ROUNDING * norm
-        assert np.abs(values - theirs[path])[compared].max(initial=0) <= bound, path
+        difference = np.abs(values - theirs[path])[compared].max(initial=0)
+        assert difference <= bound, path
+        if np.abs(values).max() > ROUNDING * norm:
+            worst = max(worst, difference / np.abs(values).max())
     assert known > 100
     assert abs(sum(np.sum(values**2) for values in ours.values()) ** 0.5 - norm) <= tolerance * norm
+    return float(worst)
 
 
 # Windows and soft caps, sinks and experts, latents and groups of experts, scans and convolutions. What layers compute
@@ -156,7 +161,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else FURTHER) for name in RECORDED])
-def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestconfig):
+def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestconfig, report):
     case = load_recorded(name)
     rows = packed(case)
     run = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows), has_aux=True))
@@ -167,7 +172,9 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestco
     for ours, golden in zip(found, (*reversed(case.logits), *reversed(case.logits), case.logits[0]), strict=True):
         assert np.abs(ours - golden).max() <= OF_LOGITS.get(name, TOLERANCE) * np.abs(golden).max()
     times = OPTIMISED if pytestconfig.getoption("--optimised") else TIMES
-    assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path, times))
+    worst = assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path, times))
+    if pytestconfig.getoption("--thorough"):
+        report(f"gradients of {name}: {worst:.1e} of a weight's largest from those recorded")
 
 
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("lfm2", marks=FURTHER)])

@@ -36,7 +36,7 @@ def open_case(name: str, folder: Path) -> SimpleNamespace:
 
 
 def recorded_path(name: str) -> Path:
-    """What transformers makes of a case."""
+    """Path of the file with what transformers makes of a case."""
     return Path(__file__).parents[2] / "fixtures" / "models" / name / "pictures.npz"
 
 

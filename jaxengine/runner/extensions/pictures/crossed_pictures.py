@@ -15,22 +15,18 @@ from jaxengine.models.layers.attention.cross_pictures import CrossPictures, Step
 from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.extension import (
     EVERYWHERE,
-    DeviceExtension,
     HostExtension,
     Kept,
-    StageExtension,
     StageShape,
     StateChange,
 )
 from jaxengine.runner.base.forward_pass import ForwardPass
-from jaxengine.runner.base.program import Program, shape_on
+from jaxengine.runner.base.program import shape_on
+from jaxengine.runner.extensions.pictures.crossing import CrossingEncoder, CrossingExtension
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
-from jaxengine.runner.extensions.pictures.section import EncoderPool
 from jaxengine.runner.programs.state_changes import own_slot
 from jaxengine.scheduler.base.media import Media
-from jaxengine.scheduler.batches.buckets import Bucket
-from jaxengine.scheduler.extensions.pictures import Encode
 from jaxengine.sharding.rules import logical_to_spec
 
 NAME, SEEN = "crossed_pictures", "crossed pictures of slots"
@@ -52,7 +48,7 @@ class CrossedPrograms(EncoderPrograms):
         self.rows = shape_on(mesh, (self.rows.shape[0], width), dtype, logical_to_spec(("batch", "heads")))
 
 
-class CrossedPicturesExtension(DeviceExtension):
+class CrossedPicturesExtension(CrossingExtension):
     """Device extension of images that layers attend to. Its section of SlotState is i32[R, 1 + 4 M], the images of each
     slot: their number, and _FIELDS of each of at most M.
     """
@@ -81,12 +77,6 @@ class CrossedPicturesExtension(DeviceExtension):
         shapes = [((NUM_SLOT_ROWS,), np.int32, EVERYWHERE), ((NUM_SLOT_ROWS, self.width), np.int32, EVERYWHERE)]
         return {SEEN: StateChange(_write_images, shapes)}
 
-    def given(self, bucket: Bucket) -> Any:
-        return self.encoder.rows
-
-    def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        return [self.encoder.encode(size, params) for size in self.encoder.layout.sizes]
-
     def allocated(self) -> Mapping[str, Any]:
         return {"encoded pictures": self.encoder.rows}
 
@@ -109,24 +99,11 @@ class CrossedPicturesExtension(DeviceExtension):
         pictures = pictures._replace(sees=what_is_seen(pictures, step.token_row, step.is_token))
         return step.with_section(NAME, CrossPictures(pictures, self.tower.layers))
 
-    def at_stage(self, stage: Any) -> StageExtension:
-        return CrossedPool(stage, self.encoder)
-
     def on_host(self, runner: Any) -> HostExtension:
         return CrossedEncoder(runner, self)
 
 
-class CrossedPool(EncoderPool):
-    """Stage extension with the pool of encoded images, which every step reads."""
-
-    name = NAME
-
-    def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Return the pool of encoded images."""
-        return self.rows
-
-
-class CrossedEncoder(HostExtension):
+class CrossedEncoder(CrossingEncoder):
     """Host extension that encodes images before the steps that need them, and sets the images of slots.
 
     Attributes:
@@ -134,14 +111,10 @@ class CrossedEncoder(HostExtension):
     """
 
     def __init__(self, runner: Any, extension: CrossedPicturesExtension):
-        super().__init__(runner)
-        self._layout, self._tower = extension.encoder.layout, extension.tower
+        super().__init__(runner, extension)
+        self._tower = extension.tower
         self.most, self._width = extension.most, extension.width
         self._with_images: set[int] = set()
-
-    def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
-        """Dispatch the encoding of each replica's images into the pool."""
-        self.runner.stages[0].extensions[NAME].encode(self._layout.pack(encodes))
 
     def set_images(self, slots: Sequence[tuple[int, Media | None, Sequence[int]]]) -> None:
         """Set the images of slots: (slot over all replicas, media of its prompt or None, the pool row of each image).

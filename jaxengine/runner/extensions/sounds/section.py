@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,22 +15,18 @@ from jaxengine.models.layers.attention.cross_attention import Sounds, StepSounds
 from jaxengine.runner.base.device_state import DeviceState, TokenState, write_section
 from jaxengine.runner.base.extension import (
     EVERYWHERE,
-    DeviceExtension,
     HostExtension,
     Kept,
-    StageExtension,
     StageShape,
     StateChange,
 )
 from jaxengine.runner.base.forward_pass import ForwardPass
-from jaxengine.runner.base.program import Program, shape_on
+from jaxengine.runner.base.program import shape_on
+from jaxengine.runner.extensions.pictures.crossing import CrossingEncoder, CrossingExtension
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
-from jaxengine.runner.extensions.pictures.section import EncoderPool
 from jaxengine.runner.extensions.sounds.rules import WIDTH, after_tokens, ruled
 from jaxengine.runner.programs.state_changes import column_shapes, own_slot
-from jaxengine.scheduler.batches.buckets import Bucket
-from jaxengine.scheduler.extensions.pictures import Encode
 from jaxengine.sharding.rules import logical_to_spec
 
 NAME, ROWS, RULES = "sounds", "sound rows", "transcript rules"
@@ -45,7 +41,7 @@ class SoundPrograms(EncoderPrograms):
         self.rows = shape_on(mesh, self.rows.shape, dtype, logical_to_spec(("batch", "heads")))
 
 
-class SoundsExtension(DeviceExtension):
+class SoundsExtension(CrossingExtension):
     """Device extension of sounds. Its section of SlotState is i32[R], the row of the pool that each slot attends to.
     Its section of TokenState is i32[R, WIDTH], the rules of each slot's transcript and its latest tokens (RuleRow).
     """
@@ -71,12 +67,6 @@ class SoundsExtension(DeviceExtension):
         rules = [((NUM_RULE_ROWS,), np.int32, EVERYWHERE), ((NUM_RULE_ROWS, WIDTH), np.int32, EVERYWHERE)]
         rows = StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())
         return {ROWS: rows, RULES: StateChange(_write_rules, rules)}
-
-    def given(self, bucket: Bucket) -> Any:
-        return self.encoder.rows
-
-    def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        return [self.encoder.encode(size, params) for size in self.encoder.layout.sizes]
 
     def allocated(self) -> Mapping[str, Any]:
         return {"encoded sounds": self.encoder.rows}
@@ -104,34 +94,16 @@ class SoundsExtension(DeviceExtension):
         section = section.at[jnp.where(is_kept, slot, len(section))].set(rows, mode="drop")
         return tokens._replace(sections={**tokens.sections, NAME: section})
 
-    def at_stage(self, stage: Any) -> StageExtension:
-        return SoundPool(stage, self.encoder)
-
     def on_host(self, runner: Any) -> HostExtension:
         return SoundEncoder(runner, self)
 
 
-class SoundPool(EncoderPool):
-    """Stage extension with the pool of encoded sounds, which every step reads."""
-
-    name = NAME
-
-    def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Return the pool of encoded sounds."""
-        return self.rows
-
-
-class SoundEncoder(HostExtension):
+class SoundEncoder(CrossingEncoder):
     """Host extension that encodes sounds before the steps that need them, and sets the rows that slots attend to."""
 
     def __init__(self, runner: Any, extension: SoundsExtension):
-        super().__init__(runner)
-        self._layout = extension.encoder.layout
+        super().__init__(runner, extension)
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
-
-    def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
-        """Dispatch the encoding of each replica's sounds into the pool."""
-        self.runner.stages[0].extensions[NAME].encode(self._layout.pack(encodes))
 
     def set_rows(self, slots: list[int], rows: list[int]) -> None:
         """Set the rows of the pool that slots, numbered over all replicas, attend to; only changes are sent to the

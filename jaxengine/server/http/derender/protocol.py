@@ -110,7 +110,7 @@ class GivenChunk(_Generated):
 
 
 class StreamState(ClosedModel):
-    """What the client sends with the next event of a stream: all tokens of the output so far."""
+    """State of a stream, which the client sends with the next event: all tokens of the output so far."""
 
     output_token_ids: TokenIds = []
 
