@@ -23,7 +23,6 @@ FEW: dict[str, Any] = {
 DEFAULT: dict[str, dict[str, Any]] = {
     "default": {},
     "default, bfloat16": {"dtype": "bfloat16", **FEW},
-    "default, int8": {"quantization": "int8", **FEW},
     "default, GGUF kept": {"quantization": "gguf", **FEW},
     "default, ngram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, **FEW},
     "default, draft model": {
@@ -50,6 +49,7 @@ _LINEAR = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_k
 # By case: the recorded checkpoint, and fields of its config.json that are replaced.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {**_SIZES, "num_hidden_layers": 4}),
+    "Llama, int8": ("llama", {**_SIZES, "num_hidden_layers": 4}),
     "Mistral": ("mistral", {**_SIZES, "sliding_window": 128, "num_hidden_layers": 4}),
     "Qwen 2": ("qwen2", {**_SIZES, "sliding_window": 128}),
     "Qwen 3": ("qwen3", {**_SIZES, "vocab_size": 64000}),
@@ -64,6 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3 Next": ("qwen3_next", {**_EXPERTS, **_LINEAR, "linear_num_value_heads": 16}),
     "Qwen 2 VL": ("qwen2_vl_vision", {}),
 }
+# Further engine options of cases in FAMILIES. The default model is quantised already.
+_OPTIONS: dict[str, dict[str, Any]] = {"Llama, int8": {"quantization": "int8"}}
 _TEXT = {**{name: size for name, size in _SIZES.items() if name != "vocab_size"}, "num_hidden_layers": 6}
 _VISION = {"embed_dim": 512, "hidden_size": 1024, "num_heads": 8, "mlp_ratio": 4, "depth": 8}
 
@@ -91,4 +93,10 @@ def write_family(name: str, folder: Path) -> dict[str, Any]:
         config["text_config"]["layer_types"] = ["full_attention"] * _TEXT["num_hidden_layers"]
         config["vision_config"] |= _VISION
     (folder / "config.json").write_text(json.dumps(config))
-    return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": not sees, **FEW}
+    return {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": not sees,
+        **FEW,
+        **_OPTIONS.get(name, {}),
+    }
