@@ -1,8 +1,12 @@
-"""Decides from the weights whether a checkpoint's LM head is tied to its embedding, where its configuration is wrong.
+"""Decides from the weights what a checkpoint's configuration may say wrongly: whether the LM head is tied to the
+embedding, and whether experts are quantised.
 
 transformers 5 writes a class default of `tie_word_embeddings` at the top level of a wrapper, whatever its text_config
 has, and fine-tuned models with a separate head often keep the base model's value. So the weights decide, as in
 transformers 5: a head that differs from the embedding is not tied.
+
+It also holds the experts of a layer as one parameter, not as linear layers. So a tool that quantises all linear layers
+leaves them as they are, and does not list them among the modules that it ignored.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import numpy as np
 
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.source import WeightSource
+from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.registry import model_for_hf
 from jaxengine.models.weights.formats.orbax import read_layout
 from jaxengine.models.weights.load import EMBEDDING, HEAD
+from jaxengine.models.weights.views.stacked import BIAS, split_stack
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,26 @@ def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: Weight
         "%s: %s differs from %s, so they are not tied, though %s is true", weights.path, HEAD, EMBEDDING, TIED
     )
     return replace(model, tie_word_embeddings=False)
+
+
+def with_stored_experts(model: ModelConfig, weights: WeightSource | Path | None) -> ModelConfig:
+    """Return the config with a `quantization` that takes the experts of a layer as they are, if the checkpoint has them
+    in stacks of plain numbers.
+
+    weights: a checkpoint, or a folder in device layout. Nothing changes for such a folder, for dummy weights (None),
+    and for a model whose checkpoint is not quantised.
+    """
+    if weights is None or isinstance(weights, Path) or not isinstance(model.quantization, Quantization):
+        return model
+    names = model_for_hf(model.architecture).checkpoint_names
+    rests: dict[str, set[str]] = {}
+    for parts in map(split_stack, map(names.renamed, weights.names())):
+        if parts is not None:
+            rests.setdefault(parts[0], set()).add(parts[2])
+    plain = [experts for experts, found in rests.items() if found <= {"", BIAS}]
+    if not plain:
+        return model
+    return replace(model, quantization=replace(model.quantization, ignored=(*model.quantization.ignored, *plain)))
 
 
 def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:

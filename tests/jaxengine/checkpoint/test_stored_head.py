@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.checkpoint.model_source import open_model
-from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_head
+from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_experts, with_stored_head
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.architectures import usual_name
 from jaxengine.models.build import Build
@@ -22,7 +22,8 @@ from jaxengine.models.model_classes import MODELS
 from jaxengine.models.params.source import WHOLE
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.load import load_params
-from tests.fixtures.drawn_weights import FOLDER, checkpoint
+from tests.fixtures.drawn_weights import FOLDER, TENSORS, checkpoint
+from tests.fixtures.quantized_models import FORMATS
 from tests.tables import each_row
 
 TIED = "tie_word_embeddings"
@@ -138,3 +139,25 @@ def test_fine_tune_with_a_head_of_its_own(tmp_path: Path, name: str, table: str,
     if differs:
         np.testing.assert_array_equal(model.lm_head.weight.values[...].T, stored)
     assert ("so they are not tied" in caplog.text) == differs
+
+
+def test_stacks_of_plain_numbers_are_experts_that_are_not_quantised():
+    """No list of a configuration names them, because in memory they are parameters and no linear layers."""
+    granite, aria = "model.layers.1.block_sparse_moe", "model.layers.1.mlp"
+    for name, experts in (("granite_hybrid", granite), ("aria_text", aria), ("llama4", "model.layers.1.feed_forward")):
+        raw = json.loads((FOLDER / name / "config.json").read_text())
+        read = read_hf(raw | {"quantization_config": FORMATS["ct int channel"][0]})
+        shapes = json.loads((FOLDER / name / TENSORS).read_text())["shapes"]
+        stored = Weights(dict.fromkeys(shapes))
+        chosen = with_stored_experts(read, stored).quantization
+        assert read.quantization is not None and chosen is not None
+        modules = [f"{experts}.experts.{{expert}}.{each}_proj" for each in ("gate", "up", "down")]
+        assert [type(read.quantization(each)).__name__ for each in modules] == 3 * ["Quantized"], name
+        assert [type(chosen(each)).__name__ for each in modules] == 3 * ["Plain"], name
+        assert type(chosen("model.layers.3.self_attn.q_proj")).__name__ == "Quantized", name
+        assert with_stored_experts(read, None) is read
+    # Stacks with scales are quantised, and experts with tensors of their own as the configuration says.
+    scaled = {f"{aria}.experts.{each}": None for each in ("gate_up_proj", "down_proj", "down_proj_scale_inv")}
+    apart = {f"{aria}.experts.{expert}.gate_proj.weight": None for expert in range(2)}
+    for tensors in (scaled, apart):
+        assert with_stored_experts(read, Weights(tensors)) is read
