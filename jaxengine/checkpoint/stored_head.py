@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.source import WeightSource
+from jaxengine.models.params.source import ExpertRows, WeightSource
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.registry import model_for_hf
 from jaxengine.models.weights.formats.orbax import read_layout
@@ -71,8 +71,11 @@ def with_stored_experts(model: ModelConfig, weights: WeightSource | Path | None)
     if weights is None or isinstance(weights, Path) or not isinstance(model.quantization, Quantization):
         return model
     names = model_for_hf(model.architecture).checkpoint_names
+    of_rows = names.expert_rows or ExpertRows((), ())
+    ends = tuple(f".experts.mlp.{matrix}" for matrix in (*of_rows.rows, *of_rows.turned))
     rests: dict[str, set[str]] = {}
-    for parts in map(split_stack, map(names.renamed, weights.names())):
+    for name in map(names.renamed, weights.names()):
+        parts = (name.rsplit(".", 2)[0], "", "") if name.endswith(ends) else split_stack(name)
         if parts is not None:
             rests.setdefault(parts[0], set()).add(parts[2])
     plain = [experts for experts, found in rests.items() if found <= {"", BIAS}]

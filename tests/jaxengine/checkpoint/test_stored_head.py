@@ -144,17 +144,19 @@ def test_fine_tune_with_a_head_of_its_own(tmp_path: Path, name: str, table: str,
 def test_stacks_of_plain_numbers_are_experts_that_are_not_quantised():
     """No list of a configuration names them, because in memory they are parameters and no linear layers."""
     granite, aria = "model.layers.1.block_sparse_moe", "model.layers.1.mlp"
-    for name, experts in (("granite_hybrid", granite), ("aria_text", aria), ("llama4", "model.layers.1.feed_forward")):
+    others = (("llama4", "model.layers.1.feed_forward"), ("dbrx", "model.layers.1.ffn"))
+    for name, experts in (("granite_hybrid", granite), ("aria_text", aria), *others):
         raw = json.loads((FOLDER / name / "config.json").read_text())
         read = read_hf(raw | {"quantization_config": FORMATS["ct int channel"][0]})
         shapes = json.loads((FOLDER / name / TENSORS).read_text())["shapes"]
         stored = Weights(dict.fromkeys(shapes))
         chosen = with_stored_experts(read, stored).quantization
         assert read.quantization is not None and chosen is not None
-        modules = [f"{experts}.experts.{{expert}}.{each}_proj" for each in ("gate", "up", "down")]
+        parts = ("w1", "v1", "w2") if name == "dbrx" else ("gate_proj", "up_proj", "down_proj")
+        modules = [f"{experts}.experts.{{expert}}.{each}" for each in parts]
         assert [type(read.quantization(each)).__name__ for each in modules] == 3 * ["Quantized"], name
         assert [type(chosen(each)).__name__ for each in modules] == 3 * ["Plain"], name
-        assert type(chosen("model.layers.3.self_attn.q_proj")).__name__ == "Quantized", name
+        assert type(chosen("model.layers.1.self_attn.o_proj")).__name__ == "Quantized", name
         assert with_stored_experts(read, None) is read
     # Stacks with scales are quantised, and experts with tensors of their own as the configuration says.
     scaled = {f"{aria}.experts.{each}": None for each in ("gate_up_proj", "down_proj", "down_proj_scale_inv")}
