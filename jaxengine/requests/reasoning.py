@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.parsers.reasoning_rows import REASONING_PARSERS
-from jaxengine.parsers.registry import reasoning_format
+from jaxengine.parsers.registry import reasoning_format, suffix_of
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def after_reasoning(
     name: name of the reasoning parser. text, token_ids: the prompt, whose end says whether the output begins inside of
     reasoning; a text of None is decoded from the ids.
     """
-    asked, row = params.structured_outputs, reasoning_format(name)
+    asked, row = params.structured_outputs, reasoning_format(name, suffix_of(tokenizer.added_words))
     if not isinstance(asked, StructuredOutputsParams) or asked.reasoning_end is not None or row is None:
         return params
     if text is None:

@@ -19,7 +19,6 @@ from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 
-
 # Smallest normal number of float32.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 

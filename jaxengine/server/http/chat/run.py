@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.parsers.message import MessageParser
-from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, suffix_of, tool_format
 from jaxengine.parsers.scan.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
 from jaxengine.requests.media.inputs import READY
 from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
@@ -62,13 +62,10 @@ class ChatServer:
             name = "structured_outputs_config"
             problem = f"{name}.reasoning_parser is for engines without a server"
             raise ConfigError.because(name, problem, "give it to the server: jaxengine serve --reasoning-parser")
-        return cls(
-            engine,
-            config,
-            ChatRenderer(engine, config),
-            tool_format(config.tool_call_parser),
-            reasoning_format(config.reasoning_parser),
-        )
+        tokenizer = engine.inputs.tokenizer
+        suffix = "" if tokenizer is None else suffix_of(tokenizer.added_words)
+        formats = tool_format(config.tool_call_parser, suffix), reasoning_format(config.reasoning_parser, suffix)
+        return cls(engine, config, ChatRenderer(engine, config), *formats)
 
 
 class Piece(NamedTuple):
