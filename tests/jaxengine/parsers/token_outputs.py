@@ -53,8 +53,10 @@ def hy_v3(calls: list[Call]) -> str:
     return f"<tool_calls>\n{''.join(said)}</tool_calls>"
 
 
-def hy_v4(calls: list[Call], suffix: str = "") -> str:
-    """Calls in Hy4's format. suffix: goes before the last character of every word, not of those in values."""
+def hy_v4(calls: list[Call], suffix: str = "", gap: str = "") -> str:
+    """Calls in Hy4's format. suffix: goes before the last character of every word, not of those in values. gap: text
+    after the first word and before the last one.
+    """
     words = [
         f"<{end}{name}{suffix}>" for name in ("tool_calls", "tool_call", "arg_key", "arg_value") for end in ("", "/")
     ]
@@ -63,7 +65,7 @@ def hy_v4(calls: list[Call], suffix: str = "") -> str:
     for name, given in calls:
         pairs = (f"{key}{one}{end_key}{value}{writers.plain(each)}{end_value}" for one, each in given.items())
         said.append(f"{call}{name}{''.join(pairs)}{end_call}")
-    return f"{groups}{''.join(said)}{end_groups}"
+    return f"{groups}{gap}{''.join(said)}{gap}{end_groups}"
 
 
 def mimo(calls: list[Call]) -> str:
