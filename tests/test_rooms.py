@@ -277,8 +277,8 @@ ROOMS = {
     ),
     "requests.output": "scheduler.base tokens engine requests.pooling requests.params",
     "requests": (
-        "models.config scheduler.base tokens config.features config checkpoint media requests.media "
-        "requests.pooling requests.params requests.output"
+        "models.config scheduler.base tokens config.features config checkpoint media parsers requests.structured "
+        "requests.media requests.pooling requests.params requests.output"
     ),
     "rl": (
         "models.config models models.layers.base models.layers models:registry models.weights.formats "

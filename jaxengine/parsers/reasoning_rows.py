@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,14 +68,23 @@ class ReasoningRow:
       format: the reasoning format.
       models: names of the models that use it, for documentation.
       template: words of a chat template by which "auto" selects it (see registry.ToolFormat).
+      suffixed: returns the format for a checkpoint whose words end with a suffix (see registry.suffix_of).
     """
 
     format: ReasoningFormat
     models: str
     template: tuple[str, ...] = ()
+    suffixed: Callable[[str], ReasoningFormat] | None = None
 
 
 _THINK = ThinkFormat()
+
+
+def _suffixed_think(suffix: str) -> ThinkFormat:
+    """Return the format of reasoning between <think> and </think>, each with a suffix before its last character."""
+    return ThinkFormat((f"<think{suffix}>",), (f"</think{suffix}>",), special_tokens=True)
+
+
 _ALWAYS = ThinkFormat(always=True)
 _COHERE_THINK = ThinkFormat(
     ("<|START_THINKING|>",),
@@ -102,6 +112,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     "ling3": ReasoningRow(_THINK, "Ling 3"),
     "poolside_v1": ReasoningRow(_THINK, "Laguna"),
     "hy_v3": ReasoningRow(_THINK, "Hy3"),
+    "hy_v4": ReasoningRow(_THINK, "Hy4", suffixed=_suffixed_think),
     "mimo": ReasoningRow(_THINK, "MiMo"),
     "holo2": ReasoningRow(_THINK, "Holo2"),
     "minicpmv": ReasoningRow(_THINK, "MiniCPM-V 4.6"),

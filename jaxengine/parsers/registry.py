@@ -5,11 +5,12 @@ A new parser is a file and a row, or only a row if just the words differ.
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,8 @@ from jaxengine.parsers.tools import pythonic as tool_pythonic
 from jaxengine.parsers.tools import sections as tool_sections
 
 AUTO = "auto"
+# Words of formats that a checkpoint may write with a suffix of its own.
+_SUFFIXED = re.compile(r"<(?:think|tool_calls?|arg_key|arg_value)(:[^\s<>]+)>")
 
 
 def call_ids() -> Iterator[str]:
@@ -65,6 +68,7 @@ class ToolFormat:
       special_tokens: whether calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output, in addition to those of the model's configuration.
       template: words of a chat template, all of which must occur for "auto" to select the format.
+      suffixed: returns the format for a checkpoint whose words end with a suffix (see suffix_of).
     """
 
     parser: Callable[..., OutputParser]
@@ -77,6 +81,7 @@ class ToolFormat:
     special_tokens: bool = False
     stop_words: tuple[str, ...] = ()
     template: tuple[str, ...] = ()
+    suffixed: Callable[[str], ToolFormat] | None = None
 
     def open(self, functions: Mapping[str, Schema]) -> OutputParser:
         """Return a parser for one output, with new ids. functions: schemas of arguments, by function name."""
@@ -196,6 +201,11 @@ def _objects(
     )
 
 
+def _hy_v4(suffix: str = "") -> ToolFormat:
+    """Return the format of Hy4's calls, with a checkpoint's suffix of its words."""
+    return _parameters("Hy4", words_of.hy_v4(suffix), ())
+
+
 _LLAMA3 = partial(ToolFormat, tool_llama3.Llama3ToolParser, grammar=tool_llama3.grammar)
 _HERMES = partial(ToolFormat, tool_hermes.HermesToolParser, grammar=tool_hermes.grammar, starts=tool_hermes.starts)
 _COHERE = partial(_other_objects, call=tool_json_list.COHERE, words=("<|START_ACTION|>", "<|END_ACTION|>"))
@@ -260,6 +270,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "ling3": _parameters("Ling 3", words_of.GLM45, ()),
     "poolside_v1": _parameters("Laguna", words_of.GLM45, ()),
     "hy_v3": _parameters("Hy3", words_of.HY_V3, ("<tool_sep>",)),
+    "hy_v4": replace(_hy_v4(), suffixed=_hy_v4),
     "k2_horizon": _parameters(
         "K2 Horizon, in the template's default tool_call_format", words_of.K2_HORIZON, ("<ifm|tool_calls>",)
     ),
@@ -345,17 +356,31 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
 }
 
 
-def tool_format(name: str | None) -> ToolFormat | None:
-    """Return the format of a tool parser; None for None and "auto". Raises ConfigError for an unknown name."""
+def tool_format(name: str | None, suffix: str = "") -> ToolFormat | None:
+    """Return the format of a tool parser; None for None and "auto". suffix: result of `suffix_of`, for formats that
+    have one. Raises ConfigError for an unknown name.
+    """
     _check("tool_call_parser", name, TOOL_PARSERS)
-    return TOOL_PARSERS.get(name or AUTO)
+    row = TOOL_PARSERS.get(name or AUTO)
+    return row if row is None or row.suffixed is None or not suffix else row.suffixed(suffix)
 
 
-def reasoning_format(name: str | None) -> ReasoningFormat | None:
-    """Return the format of a reasoning parser; None for None and "auto". Raises ConfigError for an unknown name."""
+def reasoning_format(name: str | None, suffix: str = "") -> ReasoningFormat | None:
+    """Return the format of a reasoning parser; None for None and "auto". suffix: result of `suffix_of`, for formats
+    that have one. Raises ConfigError for an unknown name.
+    """
     _check("reasoning_parser", name, REASONING_PARSERS)
     row = REASONING_PARSERS.get(name or AUTO)
-    return None if row is None else row.format
+    if row is None or row.suffixed is None or not suffix:
+        return None if row is None else row.format
+    return row.suffixed(suffix)
+
+
+def suffix_of(words: Iterable[str]) -> str:
+    """Return the suffix, its colon included, with which a checkpoint writes the words of its formats, such as
+    ":6124c78e" for one with <think:6124c78e>; "" if it has none. words: the added tokens of its vocabulary.
+    """
+    return next((found[1] for found in map(_SUFFIXED.fullmatch, words) if found), "")
 
 
 def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:

@@ -178,6 +178,10 @@ class InputProcessor:
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         prompt = self.make_ready(prompt)
         text, token_ids, salt = self.read_prompt(prompt)
+        if (parser := self.config.structured_outputs_config.reasoning_parser) and self.tokenizer is not None:
+            from jaxengine.requests.reasoning import after_reasoning
+
+            params = after_reasoning(params, parser, text, token_ids, self.tokenizer)
         media = prompt.get(READY) if isinstance(prompt, Mapping) else None
         longest = self.config.max_model_len
         if media is not None and self.media is None:
@@ -336,21 +340,15 @@ class InputProcessor:
         if isinstance(token_ids, np.ndarray):
             token_ids = token_ids.tolist()
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)) or not token_ids:
-            raise RequestError(
-                "prompt_token_ids must be a list of at least one token id",
-                param="prompt_token_ids",
-                value=token_ids,
-            )
+            problem = "prompt_token_ids must be a list of at least one token id"
+            raise RequestError(problem, param="prompt_token_ids", value=token_ids)
         ids = list(token_ids)
         for index, token_id in enumerate(ids):
             if isinstance(token_id, np.integer):
                 ids[index] = token_id = int(token_id)
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"prompt_token_ids holds {show_value(token_id)}; allowed: integers from 0 to {vocab_size - 1}",
-                    param="prompt_token_ids",
-                    value=token_id,
-                )
+                problem = f"prompt_token_ids holds {show_value(token_id)}; allowed: integers from 0 to {vocab_size - 1}"
+                raise RequestError(problem, param="prompt_token_ids", value=token_id)
         return ids
 
     def _request_fields(
@@ -467,8 +465,9 @@ def input_processor(source: InputSource, config: ResolvedConfig, *, origin: int 
     """Return the InputProcessor for an engine of this model. It reads the tokenizer and the media processor, and needs
     no device. origin: see InputProcessor.
 
-    Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer or
-    media processor, and ModelConfigError for an invalid configuration of the media processor.
+    Raises ConfigError for default sampling parameters that cannot be used and for an unknown reasoning parser,
+    ModelFileError for an invalid tokenizer or media processor, and ModelConfigError for an invalid configuration of the
+    media processor.
     """
     try:
         SamplingParams(**source.generation_defaults)
@@ -478,11 +477,13 @@ def input_processor(source: InputSource, config: ResolvedConfig, *, origin: int 
         name = "override_generation_config" if config.override_generation_config else "generation_config"
         advice = "set override_generation_config, or generation_config='vllm'"
         raise ConfigError.because(name, problem, advice) from error
+    if config.structured_outputs_config.reasoning_parser:
+        from jaxengine.requests.reasoning import check_reasoning
+
+        check_reasoning(config)
     tokenizer = source.load_tokenizer(config)
-    processor, towers = (
-        open_processor(source.path, source.config, config.hf_overrides, tokenizer, config.config_format),
-        source.config.towers,
-    )
+    processor = open_processor(source.path, source.config, config.hf_overrides, tokenizer, config.config_format)
+    towers = source.config.towers
     media = None if processor is None else MediaInputs(processor, towers, config, source.config.hidden_size)
     if media is not None:
         media.adapter = source.media_adapter

@@ -47,6 +47,7 @@ class Tokenizer:
       eos_token_ids: all ids that end an answer, eos_token_id first.
       all_special_ids: ids of the tokens that `decode` leaves out.
       added_token_ids: ids of tokens that are matched in text before it is split, including the special ones.
+      added_words: texts of these tokens.
       vocab_size: number of ids, including added tokens; also len().
       lowers: whether texts are lower-cased before they are tokenized.
       is_byte_level: whether every token is a run of bytes of the text, see `token_bytes`.
@@ -81,6 +82,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.all_special_ids: frozenset[int] = frozenset(number for number, token in added.items() if token.special)
         self.added_token_ids: frozenset[int] = frozenset(added)
+        self.added_words: tuple[str, ...] = tuple(token.content for token in added.values())
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
         self._folder, self.lowers = folder, lowers

@@ -232,13 +232,16 @@ class ConfigFields:
             raise self.fail(name, "a mapping")
         return value
 
-    def part(self, name: str, **defaults: Any) -> ConfigFields:
+    def part(self, name: str, *, optional: bool = False, **defaults: Any) -> ConfigFields:
         """Return a reader of a nested configuration, such as `vision_config`, whose errors show the full name.
-        defaults: values for absent fields in it. Raises ModelConfigError if the field is absent, null or not a mapping.
+
+        optional: read an absent or null field as an empty mapping. defaults: values for absent fields in it. Raises
+        ModelConfigError if the field is not a mapping, and unless `optional` if it is absent or null.
         """
         own = self.mapping(name)
-        if own is None:
+        if own is None and not optional:
             raise self.fail(name, "a mapping")
+        own = own or {}
         prefix = f"{self.prefix}{name}."
         return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
 

@@ -68,8 +68,7 @@ class AriaForConditionalGeneration(AriaTextForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(text_config={})
-        text = text_fields(fields)
+        text = text_fields(fields, optional=True)
         if text.text("model_type", _TEXT) != _TEXT:
             raise text.fail("model_type", _TEXT)
         return super().read_hf(text) | {"tower": read_aria_tower(fields)}

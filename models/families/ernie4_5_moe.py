@@ -19,6 +19,9 @@ from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 
+# Smallest normal number of float32.
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
 
 class ErnieExperts(MixtureOfExperts):
     """Mixture of experts whose correction bias is stored as a row, [1, E]."""
@@ -50,7 +53,7 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
             intermediate_size=size,
             dense_layers=tuple(n for n in range(num_layers) if (n + 1) % step or not first <= n <= last),
             correction_bias=True,
-            min_weight_sum=fields.number("moe_norm_min", 1e-12),
+            min_weight_sum=read_least_sum(fields),
             shared_intermediate_size=size * fields.integer("moe_num_shared_experts", 2, minimum=0),
         )
         fields = fields.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5)
@@ -60,3 +63,11 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(correction_bias="moe_statics.e_score_correction_bias")
         return ErnieExperts(self.config, source=f"{LAYER}.mlp", names=names, router_dtype=jnp.float32, build=build)
+
+
+def read_least_sum(fields: ConfigFields) -> float:
+    """Return `moe_norm_min` (default: 1e-12), the least divisor of a token's weights. For 0, return the smallest normal
+    number of float32, so that weights that are all zero stay zero. Raises ModelConfigError for other numbers below.
+    """
+    given = fields.value("moe_norm_min", None)
+    return _TINY if type(given) in (int, float) and given == 0 else fields.number("moe_norm_min", 1e-12)

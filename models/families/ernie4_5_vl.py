@@ -17,7 +17,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import hf_fields, listed_dense, read_head_dim, read_rope, text_fields
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
+from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM, read_least_sum
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.families.qwen2_vl import without_mrope
 from jaxengine.models.forward_batch import ForwardBatch
@@ -183,7 +183,7 @@ def _read_experts(text: ConfigFields, num_layers: int) -> ExpertsConfig:
         image_intermediate_size=sizes[1],
         dense_layers=_dense_layers(text, num_layers),
         correction_bias=True,
-        min_weight_sum=text.number("moe_norm_min", 1e-12),
+        min_weight_sum=read_least_sum(text),
         shared_intermediate_size=sizes[0] * text.integer("moe_num_shared_experts", 2, minimum=0),
     )
 

@@ -104,8 +104,7 @@ class MllamaForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(text_config={})
-        text = text_fields(fields).with_defaults(**_DEFAULTS)
+        text = text_fields(fields, optional=True).with_defaults(**_DEFAULTS)
         text.require(attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
         shared = super().read_hf(text)
         attention, count = shared["attention"], len(shared["attention"])

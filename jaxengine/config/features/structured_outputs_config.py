@@ -16,11 +16,11 @@ BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 # vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),  # there is one backend
-    "reasoning_parser": ("",),
     "reasoning_parser_plugin": ("",),
     "enable_in_reasoning": (False,),
 }
-_ADVICE = {"reasoning_parser": "give it to the server: jaxengine serve --reasoning-parser"}
+# Fields that are no switches.
+_NAMES = ("backend", "reasoning_parser")
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,15 @@ class StructuredOutputsConfig:
       disable_additional_properties: objects have only the properties that their schema lists, unless it says otherwise
         and if that is safe (jaxengine.requests.structured.closed_objects).
       lenient: ignore keywords that no grammar can enforce, and read oneOf as anyOf, instead of refusing.
+      reasoning_parser: format of the model's reasoning, by the server's names for --reasoning-parser: grammars apply
+        only after it. "" for none. Servers have that option instead.
     """
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
     lenient: bool = False
+    reasoning_parser: str = ""
 
     def __post_init__(self):
         """Raise ConfigError for values that are not allowed; log that a backend other than "auto" and "guidance"
@@ -49,6 +52,8 @@ class StructuredOutputsConfig:
         if self.backend not in ("auto", "guidance"):
             name = "structured_outputs_config.backend"
             logger.info("%s=%r changes nothing here: grammars are llguidance's", name, self.backend)
+        if not isinstance(self.reasoning_parser, str):
+            raise ConfigError("structured_outputs_config.reasoning_parser", self.reasoning_parser, "a parser's name")
         for name in self.switches():
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"structured_outputs_config.{name}", getattr(self, name), "True or False")
@@ -56,7 +61,7 @@ class StructuredOutputsConfig:
     @classmethod
     def switches(cls) -> tuple[str, ...]:
         """Return the names of the boolean fields."""
-        return tuple(field.name for field in fields(cls) if field.name != "backend")
+        return tuple(field.name for field in fields(cls) if field.name not in _NAMES)
 
     @classmethod
     def read(cls, value: Any) -> StructuredOutputsConfig:
@@ -78,8 +83,8 @@ class StructuredOutputsConfig:
                 raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
             if (each := chosen.pop(key)) is not None and each not in _NEUTRAL[key]:
                 neutral = " or ".join(map(repr, _NEUTRAL[key]))
-                advice = _ADVICE.get(key, f"leave it at {neutral}")
-                raise ConfigError.because(name, f"{name}.{key} is {each!r}, which is not supported here", advice)
+                problem = f"{name}.{key} is {each!r}, which is not supported here"
+                raise ConfigError.because(name, problem, f"leave it at {neutral}")
         return cls(**chosen)
 
     @property

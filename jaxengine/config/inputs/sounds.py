@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.inputs.multimodal import AUDIO, IMAGE
 
 if TYPE_CHECKING:
     from jaxengine.config.base.platforms import Platform
@@ -27,11 +28,13 @@ def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platf
 
     chosen: the other fields of ResolvedConfig, by name. model: has a tower of sounds. platform: platform of the
     kernels. Raises ConfigError for pipeline stages, nodes, adapters, drafts, logits processors, embeddings, a tower
-    split by items, and another KV dtype than the model's.
+    split by items, another KV dtype than the model's, and a limit_mm_per_prompt of more than the one sound of a prompt.
     """
     tower = model.tower
     assert tower is not None
     _check(chosen, model, "sounds")
+    if (most := _given_count(chosen, AUDIO)) > 1:
+        raise ConfigError(f"limit_mm_per_prompt.{AUDIO}", most, "1, as every prompt of this model has one sound")
     asked = chosen["max_num_batched_encoder_tokens"]
     together = _TOGETHER.get(platform.name, _USUALLY_TOGETHER) if asked is None else asked
     together = min(together, chosen["max_num_seqs"])
@@ -47,21 +50,34 @@ def settle_crossed_pictures(chosen: Mapping[str, Any], model: ModelConfig, platf
     """Return num_encoder_rows, max_encoder_patches and attends_to_pictures of ResolvedConfig, by name.
 
     num_encoder_rows is the number of images kept, and the most that a prompt may have: encoder_cache_size, by default
-    _IMAGES, and at most _MOST_IMAGES. A step encodes at most max_num_batched_encoder_tokens images, by default all that
-    are kept; a prompt that has more is refused. platform: not used.
+    _IMAGES or the images that limit_mm_per_prompt gives if they are more, and at most _MOST_IMAGES. A step encodes at
+    most max_num_batched_encoder_tokens images, by default all that are kept; a prompt that has more is refused.
+    platform: not used.
 
     chosen: the other fields of ResolvedConfig, by name. model: has a tower of images. Raises ConfigError for an
-    encoder_cache_size above the limit, and for what `settle_sounds` raises it for.
+    encoder_cache_size above the limit, for a limit_mm_per_prompt of more images than are kept, and for what
+    `settle_sounds` raises it for.
     """
     tower = model.tower
     assert tower is not None
     _check(chosen, model, "images")
-    rows = chosen["encoder_cache_size"] or _IMAGES
+    most = _given_count(chosen, IMAGE)
+    rows = chosen["encoder_cache_size"] or min(max(_IMAGES, most), _MOST_IMAGES)
     if rows > _MOST_IMAGES:
         raise ConfigError("encoder_cache_size", rows, f"1 to {_MOST_IMAGES} for this model")
+    if most > rows:
+        allowed = f"0 to {rows}, as many images as are kept (encoder_cache_size, at most {_MOST_IMAGES})"
+        raise ConfigError(f"limit_mm_per_prompt.{IMAGE}", most, allowed)
     asked = chosen["max_num_batched_encoder_tokens"]
     together = rows if asked is None else min(asked, rows)
     return {"num_encoder_rows": rows, "max_encoder_patches": together * tower.unit, "attends_to_pictures": True}
+
+
+def _given_count(chosen: Mapping[str, Any], modality: str) -> int:
+    """Return the count that limit_mm_per_prompt gives for a modality; 0 for none. chosen: fields of ResolvedConfig, by
+    name.
+    """
+    return (chosen["limit_mm_per_prompt"] or {}).get(modality, {}).get("count", 0)
 
 
 def _check(chosen: Mapping[str, Any], model: ModelConfig, kind: str) -> None:

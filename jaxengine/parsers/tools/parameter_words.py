@@ -152,4 +152,19 @@ MINICPM5 = ParameterWords(
     quotes=("<![CDATA[", "]]>"),
     references=True,
 )
-HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), section=("<tool_calls>", "</tool_calls>"))
+_GROUP = ("<tool_calls>", "</tool_calls>")
+
+
+def hy_v4(suffix: str = "") -> ParameterWords:
+    """Return the words of Hy4: GLM-4.5's in a section, each with a checkpoint's suffix, as in <tool_call:6124c78e>."""
+    words = replace(GLM45, section=_GROUP)
+    if not suffix:
+        return words
+    call, parameter, section, value = (
+        tuple(word.replace(">", f"{suffix}>") for word in each)
+        for each in (words.call, words.parameter, _GROUP, (words.value,))
+    )
+    return replace(words, call=call, parameter=parameter, section=section, value=value[0])
+
+
+HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), section=_GROUP)

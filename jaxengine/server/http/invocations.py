@@ -17,8 +17,8 @@ from jaxengine.server.http.request.limits import read_json
 # Path of a route, by a field that only its requests have.
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 _SCORES = {"query": "/rerank", "text_1": "/score", "queries": "/score", "data_1": "/score"}
-_POOLING_PATHS = {"embed": {"input": "/v1/embeddings", **_SCORES}, "classify": {"input": "/classify", **_SCORES}}
-_POOLING_PATHS |= {task: {"input": "/pooling", **_SCORES} for task in ("token_embed", "token_classify")}
+_BY_TASK = {"embed": "/v1/embeddings", "classify": "/classify", "token_embed": "/pooling", "token_classify": "/pooling"}
+_POOLING_PATHS = {task: {"input": path, "messages": path, **_SCORES} for task, path in _BY_TASK.items()}
 # Name of an adapter, which SageMaker sends where a caller chooses an inference component that is an adapter.
 _ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 

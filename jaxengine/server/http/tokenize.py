@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Self
 
 from fastapi import APIRouter
@@ -117,11 +116,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Return, as `prompt`, the text of token ids, special tokens included. Raises RequestError for more than
-        MAX_DETOKENIZE ids, for ids outside the vocabulary and without a tokenizer; ApiError (404) for an unknown model.
+        MAX_DETOKENIZE ids, for ids outside the vocabulary and without a tokenizer; ApiError (404) for an unknown model;
+        OverloadedError.
         """
         await choose_model(engine, body.model, names)
         check_detokenize("tokens", body.tokens, inputs)
-        return {"prompt": await asyncio.to_thread(inputs.require_tokenizer().decode, body.tokens, False)}
+        decode = inputs.require_tokenizer().decode
+        return {"prompt": await encoder.run(lambda: decode(body.tokens, False))}
 
     if config.enable_tokenizer_info_endpoint:
 

@@ -256,17 +256,19 @@ def predicting(shared: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, "num_nextn_predict_layers": shared["num_unread_layers"], "num_unread_layers": 0}
 
 
-def text_fields(fields: ConfigFields) -> ConfigFields:
+def text_fields(fields: ConfigFields, *, optional: bool = False) -> ConfigFields:
     """Return the fields of the language model in a multimodal configuration: `text_config`, with quantization_config,
     bos_token_id, eos_token_id and tie_word_embeddings taken from the outer configuration if they are present there.
 
     tie_word_embeddings is taken from outside only if text_config lacks it, since transformers 5 writes the default of
-    the wrapper's class there. Raises ModelConfigError if text_config is absent or not a mapping, or if rope is scaled
-    differently outside of it.
+    the wrapper's class there. optional: read an absent or null text_config as an empty mapping. Raises ModelConfigError
+    if text_config is not a mapping, unless `optional` if it is absent or null, and if rope is scaled differently
+    outside of it.
     """
     text = fields.mapping("text_config")
-    if text is None:
+    if text is None and not optional:
         raise fields.fail("text_config", "a mapping")
+    text = text or {}
     _check_outer_rope(fields, text)
     outer = ["quantization_config", "bos_token_id", "eos_token_id"]
     if not ConfigFields(text).has("tie_word_embeddings"):

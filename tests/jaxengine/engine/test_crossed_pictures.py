@@ -159,6 +159,8 @@ def test_what_is_refused(case, llm):
         assert cache.num_bytes == known or message != too_many  # no image was preprocessed
     for options, message in (
         ({"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt leaves no image"),
+        ({"limit_mm_per_prompt": {"image": 65}}, r"limit_mm_per_prompt.image is 65; allowed: 0 to 64, as many images"),
+        ({"limit_mm_per_prompt": {"image": 5}, "encoder_cache_size": 4}, "image is 5; allowed: 0 to 4, as many"),
         ({"encoder_cache_size": 65}, "encoder_cache_size is 65; allowed: 1 to 64 for this model"),
         ({"enable_lora": True}, "enable_lora is True, which Mllama.*, which attends to images, does not support"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', which Mllama"),

@@ -209,6 +209,7 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
     for options, message in (
         ({"enable_lora": True}, "enable_lora is True, which WhisperForConditionalGeneration, which attends"),
         ({"limit_mm_per_prompt": {"audio": 0}}, "limit_mm_per_prompt leaves no sound"),
+        ({"limit_mm_per_prompt": {"audio": 2}}, "limit_mm_per_prompt.audio is 2; allowed: 1, as every prompt"),
         ({"mm_encoder_tp_mode": "data"}, "mm_encoder_tp_mode is 'data', which Whisper"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'float8_e4m3fn', which Whisper"),
     ):

@@ -427,7 +427,7 @@ THINKING: dict[str, Thinking] = {
 # Formats with the same words as another.
 SAME = {
     "deepseek_v3": ("deepseek_v4", "deepseek_v41"),
-    "qwen3": ("mimo", "holo2", "minicpmv", "nemotron_v3", "hy_v3", "granite_thinking_parser"),
+    "qwen3": ("mimo", "holo2", "minicpmv", "nemotron_v3", "hy_v3", "hy_v4", "granite_thinking_parser"),
     "glm47": ("ling3", "poolside_v1"),
     "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),

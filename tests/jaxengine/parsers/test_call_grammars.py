@@ -197,6 +197,7 @@ CASES = {
         "</arg_key><arg_value>true</arg_value></tool_call><tool_call>get<tool_sep></tool_call>\n</tool_calls>",
         ("<tool_calls>\n<tool_call>other",),
     ),
+    "hy v4": ("hy_v4", ("<tool_calls>", "</tool_calls>"), token_outputs.hy_v4(TWICE, gap="\n"), ("<tool_calls>no",)),
     "step3": (
         "step3",
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,19 @@ from hypothesis import strategies as st
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.reasoning.think import ThinkFormat
-from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, by_template, reasoning_format, tool_format
+from jaxengine.parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    by_template,
+    reasoning_format,
+    suffix_of,
+    tool_format,
+)
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import message_of
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from tests.jaxengine.parsers.reasoning_outputs import NAMES
+from tests.jaxengine.parsers.token_outputs import hy_v4
 from tests.tables import each_row
 
 PROMPT = "user: hi\nassistant:"
@@ -238,6 +247,23 @@ def test_ids_are_new_and_of_the_models_form():
     first, second = itertools.islice(TOOL_PARSERS["mistral"].ids(), 2)
     assert first != second and len(first) == 9 and first.isalnum()
     assert next(TOOL_PARSERS["hermes"].ids()).startswith("chatcmpl-tool-")
+
+
+def test_a_checkpoint_may_write_words_with_a_suffix_of_its_own():
+    suffix = suffix_of(["<s>", "<tool_calls:6124>", "<think:6124>"])
+    assert suffix == ":6124" and suffix_of(["<think>", "<x:1>"]) == ""
+    assert tool_format("hy_v3", suffix) is TOOL_PARSERS["hy_v3"] and tool_format("hy_v4") is TOOL_PARSERS["hy_v4"]
+    calls, thinking = tool_format("hy_v4", suffix), reasoning_format("hy_v4", suffix)
+    assert calls is not None and thinking is not None
+    for wanted in ([("f", {"a": "<b>"}), ("f", {})], [("f", {"a": "x </tool_call> y"})]):
+        text = "It may <think>.</think:6124>Yes." + hy_v4(wanted, suffix)
+        for pieces in ([text], list(text)):
+            tools = calls.open({"f": {"properties": {"a": {"type": "string"}}}})
+            parser = MessageParser(thinking.open("Hi<think:6124>", calls=calls.call_starts(("f",))), tools)
+            found = message_of([*(event for each in pieces for event in parser.feed(each)), *parser.finish()])
+            assert (found.reasoning, found.content) == ("It may <think>.", "Yes.")
+            assert [(each.name, json.loads(each.arguments)) for each in found.tool_calls] == wanted
+    assert reasoning_format("hy_v4") == REASONING_PARSERS["hy_v3"].format
 
 
 @each_row(

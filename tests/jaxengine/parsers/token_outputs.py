@@ -53,6 +53,21 @@ def hy_v3(calls: list[Call]) -> str:
     return f"<tool_calls>\n{''.join(said)}</tool_calls>"
 
 
+def hy_v4(calls: list[Call], suffix: str = "", gap: str = "") -> str:
+    """Calls in Hy4's format. suffix: goes before the last character of every word, not of those in values. gap: text
+    after the first word and before the last one.
+    """
+    words = [
+        f"<{end}{name}{suffix}>" for name in ("tool_calls", "tool_call", "arg_key", "arg_value") for end in ("", "/")
+    ]
+    groups, end_groups, call, end_call, key, end_key, value, end_value = words
+    said = []
+    for name, given in calls:
+        pairs = (f"{key}{one}{end_key}{value}{writers.plain(each)}{end_value}" for one, each in given.items())
+        said.append(f"{call}{name}{''.join(pairs)}{end_call}")
+    return f"{groups}{gap}{''.join(said)}{gap}{end_groups}"
+
+
 def mimo(calls: list[Call]) -> str:
     said = []
     for name, given in calls:
@@ -221,6 +236,14 @@ TOKEN_FORMATS: dict[str, Format] = {
             "1",
             "</arg_value>",
             "</tool_call>",
+        ],
+    ),
+    "hy_v4": Format(
+        hy_v4,
+        [Output("<tool_call>now</tool_call>", [NOW]), Output("<tool_calls>no", [], "<tool_calls>no")],
+        [
+            *("<tool_calls>", "</tool_calls>", "<tool_call>", "f", "<arg_key>", "a", "</arg_key>", "<arg_value>", "1"),
+            *("</arg_value>", "</tool_call>"),
         ],
     ),
     "mimo": Format(

@@ -52,6 +52,24 @@ def test_ernie_4_5_vl():
     assert read_hf(flat) == read_hf(flat | {"freq_allocation": 20}) == config
     alone = read_hf({name: value for name, value in ERNIE.items() if not name.startswith("moe_layer")})
     assert alone.experts == experts
+    unbounded = read_hf(ERNIE | {"moe_norm_min": 0.0}).experts
+    assert unbounded is not None and 0 < unbounded.min_weight_sum < 1e-37
+
+
+def test_nested_configurations_that_are_null_are_as_absent_ones():
+    texts = {"text_config"}, {"vision_config"}, {"text_config", "vision_config"}
+    for raw, each in ((MLLAMA, texts), (ARIA, texts), (PHI4, texts[1:2]), (IDEFICS2, ({"perceiver_config"},))):
+        for names in each:
+            absent = {name: value for name, value in raw.items() if name not in names}
+            assert _read(absent) == _read(absent | dict.fromkeys(names)), (raw["architectures"], names)
+
+
+def _read(raw: dict[str, Any]) -> Any:
+    """The configuration, or the error of one whose parts do not fit."""
+    try:
+        return read_hf(raw)
+    except ModelConfigError as error:
+        return str(error)
 
 
 def test_hunyuan_ocr():

@@ -7,7 +7,6 @@ A stream has no state here: the client sends all earlier tokens with each event.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import check_token_ids
+from jaxengine.server.base.workers import Workers
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.chat.answers import ChatCompletion
@@ -48,7 +48,7 @@ from jaxengine.server.http.derender.recorded import RecordedEngine, Recording
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.errors import as_request_error
 from jaxengine.server.http.request.limits import JsonRoute
-from jaxengine.server.http.request.protocol import usage
+from jaxengine.server.http.request.protocol import GenerationRequest, usage
 
 # Fields of a request that need an engine.
 _REFUSED = ("echo", "use_beam_search")
@@ -59,6 +59,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     """Return the routes that end in /derender. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["render"], route_class=JsonRoute)
     server, names = ChatServer.open(engine, config), served_names(engine, config)
+    workers = Workers()
 
     @routes.post("/v1/chat/completions/derender", response_class=Response)
     @answers(ChatCompletion | DerenderedChatChunk)
@@ -68,7 +69,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         require(body, "generate_response")
         model, _ = await choose_model(engine, body.model, names)
-        return await answer(request, _chat(server, body, model))
+        ignored = _note_names(request, "chat_request", body.chat_request, ChatRequest)
+        return await answer(request, _chat(server, body, model, workers, ignored))
 
     @routes.post("/v1/completions/derender", response_class=Response)
     @answers(Completion | DerenderedCompletionChunk)
@@ -78,13 +80,32 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         require(body, "generate_responses")
         model, _ = await choose_model(engine, body.model, names)
-        return await answer(request, _completion(engine, config, body, model))
+        _note_names(request, "completion_request", body.completion_request, CompletionRequest)
+        return await answer(request, _completion(engine, config, body, model, workers))
 
     return routes
 
 
-async def _chat(server: ChatServer, body: DerenderChat, model: str) -> Response:
-    """Return the response to a DerenderChat. model: model name in it. Raises RequestError, OverloadedError."""
+def _note_names(
+    request: Request, field: str, asked: Mapping[str, Any] | None, model: type[GenerationRequest]
+) -> list[str]:
+    """Add the fields of a nested request that its route does not know, and those that it ignores, to the names that the
+    response's headers have, as "field.name". Return the list of those that are ignored, to which more may be added.
+
+    field: the body's field with the nested request. asked: its fields; None for none. model: the route's request.
+    """
+    other = [name for name in asked or () if name not in model.known_fields()]
+    request.state.unknown_fields += [f"{field}.{name}" for name in other if name not in model.ignored]
+    ignored: list[str] = request.state.ignored_fields
+    ignored += [f"{field}.{name}" for name in other if name in model.ignored and (asked or {})[name] is not None]
+    return ignored
+
+
+async def _chat(server: ChatServer, body: DerenderChat, model: str, workers: Workers, ignored: list[str]) -> Response:
+    """Return the response to a DerenderChat. model: model name in it. workers: threads for slow parts. ignored: list to
+    which the names of chat_request's fields that have no effect for this model are added. Raises RequestError,
+    OverloadedError.
+    """
     given = body.generate_chunk or body.generate_response
     assert given is not None
     inputs, name = server.engine.inputs, given.request_id
@@ -92,11 +113,13 @@ async def _chat(server: ChatServer, body: DerenderChat, model: str) -> Response:
         raise RequestError("chat_request is missing; it is needed, as this server has parsers", param="chat_request")
     ids = given.prompt_token_ids if body.prompt_token_ids is None else body.prompt_token_ids
     field = "generate_chunk" if body.stream else "generate_response"
-    recording = await asyncio.to_thread(_recording, given, field, body.stream_state, ids, inputs, server.config.max_n)
+    recording = await workers.run(_recording, given, field, body.stream_state, ids, inputs, server.config.max_n)
     chat = ChatRequest.of(_chat_fields(body, given, ids, inputs.config.max_logprobs))
-    recorded = dataclasses.replace(server, engine=RecordedEngine(server.engine, {name: recording}))
+    recorded = dataclasses.replace(server, engine=RecordedEngine(server.engine, {name: recording}, workers))
     run = ChatAnswer(recorded, chat, name, model, _OPTIONS)
-    await run.prepare([])
+    without_effect: list[str] = []
+    await run.prepare(without_effect)
+    ignored += [f"chat_request.{each}" for each in without_effect]
     number = len(ids or ()) if body.prompt_tokens is None else body.prompt_tokens
     if isinstance(given, GivenChunk):
         return _streamed(given, await _last(run, recording), run.head, number, body.stream_state)
@@ -104,8 +127,12 @@ async def _chat(server: ChatServer, body: DerenderChat, model: str) -> Response:
     return json_response({**found, **_about(given), "usage": _usage(number, [given])})
 
 
-async def _completion(engine: EngineClient, config: ServerConfig, body: DerenderCompletion, model: str) -> Response:
-    """Return the response to a DerenderCompletion. model: model name in it. Raises RequestError."""
+async def _completion(
+    engine: EngineClient, config: ServerConfig, body: DerenderCompletion, model: str, workers: Workers
+) -> Response:
+    """Return the response to a DerenderCompletion. model: model name in it. workers: threads for slow parts. Raises
+    RequestError, OverloadedError.
+    """
     given = [body.generate_chunk] if body.generate_chunk is not None else body.generate_responses or []
     if not given:
         raise RequestError("generate_responses is empty; at least one is needed", param="generate_responses")
@@ -133,13 +160,13 @@ async def _completion(engine: EngineClient, config: ServerConfig, body: Derender
     field = "generate_chunk" if body.stream else "generate_responses"
     recordings: dict[str, Recording] = {}
     for at, (each, ids) in enumerate(zip(given, prompts, strict=True)):
-        recordings[name if len(given) == 1 else f"{name}-{at}"] = await asyncio.to_thread(
+        recordings[name if len(given) == 1 else f"{name}-{at}"] = await workers.run(
             _recording, each, field, body.stream_state, ids, inputs, config.max_n
         )
     num_choices = max((choice.index + 1 for each in given for choice in each.choices), default=1)
     if not body.stream and (completion.n is None or 0 < completion.n < num_choices):
         completion.n = num_choices  # with a smaller one, choices of two prompts would have the same index
-    recorded: Any = RecordedEngine(engine, recordings)  # it pools nothing
+    recorded: Any = RecordedEngine(engine, recordings, workers)  # it pools nothing
     run = CompletionRun(recorded, config, completion, name, model, _OPTIONS)
     run.prompts = [{"prompt_token_ids": each.prompt_ids} for each in recordings.values()]
     number = sum(len(ids or ()) if count is None else count for count, ids in zip(counts, prompts, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +12,7 @@ from jaxengine.requests.output.detokenizer import IncrementalDetokenizer
 from jaxengine.requests.output.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.workers import Workers
 from jaxengine.server.http.derender.protocol import GivenPiece
 
 # Number of a prompt's last ids that affect the text after it.
@@ -37,12 +37,13 @@ class Recording:
 class RecordedEngine(EngineWrapper):
     """Engine that yields the recorded outputs of a request, one for each piece, and generates nothing.
 
-    engine: the engine with the tokenizer. recordings: by the request's id.
+    engine: the engine with the tokenizer. recordings: by the request's id. workers: threads that make the texts.
     """
 
-    def __init__(self, engine: EngineClient, recordings: Mapping[str, Recording]):
+    def __init__(self, engine: EngineClient, recordings: Mapping[str, Recording], workers: Workers):
         super().__init__(engine)
         self._recordings = recordings
+        self._workers = workers
 
     async def stream(
         self,
@@ -52,10 +53,11 @@ class RecordedEngine(EngineWrapper):
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the recorded outputs of request `request_id`, with texts as `sampling_params` specify them. Each has
-        only what is new in its piece. Raises RequestError for log-probabilities that do not belong to the tokens.
+        only what is new in its piece. Raises RequestError for log-probabilities that do not belong to the tokens,
+        OverloadedError if too many calls wait for a thread.
         """
         recording, params = self._recordings[request_id or ""], sampling_params or SamplingParams()
-        for output in await asyncio.to_thread(_outputs, recording, params, self.inputs, request_id or ""):
+        for output in await self._workers.run(_outputs, recording, params, self.inputs, request_id or ""):
             yield output
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxengine.media.parts import PlacedPart
 from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.http.messages.tools import CHANGES
 
 ROLES = ("user", "assistant", "system")
 # Types of blocks that each role may have.
@@ -96,7 +97,8 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Convert the blocks of a message to chat messages: one for each tool result, then one with all other blocks. The
     latter is omitted if there are only tool results, or if no block of a system message is left. Left out are the
-    assistant's blocks of a type in _LEFT_OUT, and accounting lines of a system message.
+    assistant's blocks of a type in _LEFT_OUT, and accounting lines and changes of tools (tools.CHANGES, not checked
+    here) of a system message.
 
     role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.
@@ -109,9 +111,10 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
         kind = block.get("type") if isinstance(block, dict) else None
         if role == "assistant" and isinstance(kind, str) and _LEFT_OUT.fullmatch(kind):
             continue
-        if kind not in _BLOCKS[role]:
-            raise _refused(f"{place}.type is {show_value(kind)}; allowed for {role}: {', '.join(_BLOCKS[role])}")
-        if role == "system" and _is_for_accounts(block):
+        allowed = (*_BLOCKS[role], *(CHANGES if role == "system" and where != "system" else ()))
+        if kind not in allowed:
+            raise _refused(f"{place}.type is {show_value(kind)}; allowed for {role}: {', '.join(allowed)}")
+        if kind in CHANGES or (role == "system" and _is_for_accounts(block)):
             continue
         if kind in ("text", "image"):
             parts.append(_part(block, place))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
 from jaxengine.server.http.messages.input import left_out_blocks, read_messages
+from jaxengine.server.http.messages.tools import DefinedTool, MessagesTool, Tool, chat_tool, tools_in_effect
 from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
@@ -25,51 +25,6 @@ _NAMES = {
     "reasoning_effort": "output_config",
     "response_format": "output_config",
 }
-
-
-# Types of tools that Anthropic defines, which end with a date. Its server runs them, or its models know their schema.
-_DEFINED = re.compile(r"[a-z0-9_]{1,64}_20\d{6}|mcp_toolset")
-
-
-class MessagesTool(RequestModel):
-    """A function that the model may call; strict as in chat.protocol.Function."""
-
-    type: Literal["custom"] | None = None
-    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
-    description: str | None = None
-    input_schema: JsonObject
-    strict: bool | None = None
-    cache_control: JsonObject | None = None
-
-
-class DefinedTool(RequestModel):
-    """A tool that Anthropic defines, such as web_search_20250305. It is left out of the prompt, and named in
-    X-Ignored-Fields.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    name: str | None = None
-    cache_control: JsonObject | None = None
-
-
-def _kind(tool: Any) -> str | None:
-    """Return "custom" or "defined" for a tool, by its type; None for other types. A tool without a type is "custom"."""
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    if kind is None or kind == "custom":
-        return "custom"
-    return "defined" if isinstance(kind, str) and _DEFINED.fullmatch(kind) else None
-
-
-Tool = Annotated[
-    Annotated[MessagesTool, Tag("custom")] | Annotated[DefinedTool, Tag("defined")],
-    Discriminator(
-        _kind,
-        custom_error_type="tool_type",
-        custom_error_message="type must be custom, or one with the date of a version, such as web_search_20250305",
-    ),
-]
 
 
 class ToolChoice(RequestModel):
@@ -157,7 +112,7 @@ class Conversation(RequestModel):
         thinking, tool_use, tool_result. If the last message is the assistant's, the model continues it.
       system: the system message, a text or a list of text blocks.
       tools: functions. Tools that Anthropic defines are left out of the prompt, and are refused if tool_choice forces
-        them.
+        them. Blocks tool_addition and tool_removal of messages of role system change them.
       context_management: edits that change nothing are accepted, all others refused.
     """
 
@@ -189,8 +144,9 @@ class Conversation(RequestModel):
         RequestError for messages, blocks or a tool_choice that are not allowed.
         """
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
-        functions = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
-        fields: dict[str, Any] = {"messages": messages, "tools": [_chat_tool(tool) for tool in functions] or None}
+        tools = tools_in_effect(self.tools or (), self.messages)
+        functions = [tool for tool in tools if isinstance(tool, MessagesTool)]
+        fields: dict[str, Any] = {"messages": messages, "tools": [chat_tool(tool) for tool in functions] or None}
         fields["chat_template_kwargs"] = self.chat_template_kwargs
         if messages and messages[-1]["role"] == "assistant":
             fields["continue_final_message"] = True
@@ -290,9 +246,3 @@ def as_messages_error(error: RequestError) -> RequestError:
     same.
     """
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
-
-
-def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
-    """Return a function in the format of a chat request. It has strict and description only if they are given."""
-    function = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}

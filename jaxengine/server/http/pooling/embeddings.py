@@ -78,7 +78,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
         """Return a vector of each prompt or, for some tasks, one of each of its tokens. Raises `run`'s errors."""
-        return await run(body, request, "pool", None, _vectors("pooling", "data", body))
+        return await run(body, request, "pooling", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
     @answers(Listed[Classified])

@@ -129,6 +129,7 @@ class EmbeddingRequest(InputBody):
     """
 
     refused = {name: values for name, values in InputBody.refused.items() if name not in ("embed_dtype", "endianness")}
+    refused |= {"late_chunking_params": ()}
 
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
     embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None

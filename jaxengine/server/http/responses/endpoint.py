@@ -99,7 +99,10 @@ class _Making:
         wants_logprobs = body.wants_logprobs and not self._run.hides_tokens
         self._num_logprobs = (body.top_logprobs or 0) if wants_logprobs else None
         self._has_times = server.config.enable_per_request_metrics
-        self._written: tuple[list[str], list[int]] | None = ([], []) if body.enable_response_messages else None
+        self._has_messages = bool(body.enable_response_messages)
+        self._written: tuple[list[str], list[int]] | None = None  # texts and tokens of the output, if they are shown
+        if self._has_messages and not self._run.hides_tokens:
+            self._written = [], []
         head = response_head(body, response_id, model, store, self._run.params)
         self._origins = body.callables.origins
         self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
@@ -146,14 +149,16 @@ class _Making:
 
     def _about(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of the response that its last output completes: its times if the server measures them, and
-        prompt and output as text and tokens if the request asks for them.
+        prompt and output as text and tokens if the request asks for them. An output that has hidden reasoning stays
+        None.
         """
         run, found = self._run, dict[str, Any]()
         if self._has_times:
             found["metrics"] = request_times(output.metrics, run.num_completion_tokens)
+        if self._has_messages:
+            found["input_messages"] = [raw_message(str(run.prompt["prompt"]), run.prompt["prompt_token_ids"])]
         if self._written is not None:
             texts, token_ids = self._written
-            found["input_messages"] = [raw_message(str(run.prompt["prompt"]), run.prompt["prompt_token_ids"])]
             found["output_messages"] = [raw_message("".join(texts), token_ids)]
         return found
 

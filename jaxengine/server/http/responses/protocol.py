@@ -116,7 +116,8 @@ class ResponsesRequest(ConversationRequest):
       include: "message.output_text.logprobs", for top_logprobs of the text; "reasoning.encrypted_content", with which
         reasoning items can be sent back without their text (not secret: it is the text in base64). Parts of calls
         that this server never makes have no effect.
-      include_reasoning: False: leave reasoning out of the output, and with a reasoning parser all log-probabilities.
+      include_reasoning: False: leave reasoning out of the output, and with a reasoning parser all log-probabilities and
+        output_messages.
       tools: functions, custom tools, and namespaces of both. Other tools of OpenAI are left out of the prompt, and are
         refused if tool_choice forces them.
       metadata: at most 16 texts, repeated in the response.

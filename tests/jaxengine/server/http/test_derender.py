@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -151,6 +154,28 @@ async def test_reasoning_and_calls_are_parsed(parsing, chat_engine):
     (choice,) = answer.json["chunk"]["choices"]
     assert choice["token_ids"] == ids and choice["finish_reason"] == "tool_calls"
     assert answer.json["chunk"]["metrics"] == event["metrics"]
+
+
+async def test_a_nested_request_names_what_it_ignores_and_no_shared_thread_is_needed(app):
+    """Derendering and detokenizing go on while the event loop's default threads are all busy."""
+    busy, loop = threading.Event(), asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    loop.run_in_executor(None, busy.wait)
+    given = {"request_id": "a", "choices": [{"index": 0, "token_ids": [5, 6]}]}
+    try:
+        async with asyncio.timeout(60):
+            for path, field, response in (
+                (CHAT, "chat_request", {"generate_response": given}),
+                (COMPLETIONS, "completion_request", {"generate_responses": [given]}),
+            ):
+                asked = {"messages": MESSAGES, "prompt": "a", "temprature": 1, "service_tier": "auto"}
+                del asked["prompt" if path == CHAT else "messages"]
+                answer = await post(app, f"{path}/derender", **response, **{field: asked})
+                assert answer.headers["x-unknown-fields"] == f"{field}.temprature"
+                assert answer.headers["x-ignored-fields"] == f"{field}.service_tier"
+            assert (await post(app, "/detokenize", tokens=[5, 6])).status == 200
+    finally:
+        busy.set()
 
 
 async def test_what_cannot_be_derendered_is_refused_by_name(app, parsing):

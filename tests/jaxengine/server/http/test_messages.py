@@ -8,9 +8,10 @@ import json
 
 import pytest
 
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.http.messages.protocol import MessagesRequest
+from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest
 from tests.jaxengine.server.asgi_client import http_client, post
 from tests.jaxengine.server.field_matrix import check_acts
 from tests.jaxengine.server.http.test_chat_fields import SAMPLING, TEMPLATE
@@ -215,6 +216,45 @@ async def test_the_model_goes_on_with_an_answer(scripted):
     answer = await post(app, PATH, **{**ASK, "messages": [*HI, {"role": "assistant", "content": "All is"}]})
     assert answer.json["content"] == [{"type": "text", "text": " well."}] and answer.json["stop_reason"] == "end_turn"
     assert engine.calls[-1][0]["prompt"].endswith("All is")
+
+
+def test_messages_add_and_remove_tools():
+    listed = [{"name": name, "input_schema": {}} for name in ("bash", "search", "fetch")]
+    listed[1]["defer_loading"] = listed[2]["defer_loading"] = True
+
+    def tools(*changes):
+        text = {"type": "text", "text": "Tools changed."}
+        messages = [*HI, *({"role": "system", "content": [text, each]} for each in changes)]
+        chat = Conversation(messages=messages, tools=listed).chat_request()
+        assert chat.messages[1:] == [{"role": "system", "content": "Tools changed."}] * len(changes)
+        return {tool["function"]["name"]: tool["function"].get("defer_loading") for tool in dumped(chat)["tools"]}
+
+    def dumped(chat):
+        return chat.model_dump(exclude_unset=True)
+
+    def change(kind, name):
+        return {"type": f"tool_{kind}", "tool": {"type": "tool_reference", "name": name}}
+
+    defined = {"type": "tool_definition", "definition": {"name": "query", "input_schema": {}}}
+    removal, addition = change("removal", "bash"), change("addition", "bash")
+    assert tools() == {"bash": None, "search": True, "fetch": True}
+    assert tools(change("addition", "search")) == {"bash": None, "search": None, "fetch": True}
+    assert list(tools(removal)) == ["search", "fetch"] and list(tools(removal, addition)) == ["bash", "search", "fetch"]
+    assert list(tools({"type": "tool_addition", "tool": defined})) == ["bash", "search", "fetch", "query"]
+    for wrong, message in (
+        (change("addition", "missing"), r"messages\[1\].content\[1\].tool.name is 'missing'; allowed: names that"),
+        ({"type": "tool_removal", "tool": defined}, "tool.type is 'tool_definition'; allowed: tool_reference"),
+        (
+            {"type": "tool_addition", "tool": {**defined, "definition": {"name": "f"}}},
+            "definition: input_schema",
+        ),
+        ({"type": "tool_addition"}, "tool.type is None; allowed: tool_reference, tool_definition"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            tools(wrong)
+    for fields in ({"system": [addition], "messages": HI}, {"messages": [{"role": "user", "content": [addition]}]}):
+        with pytest.raises(RequestError, match=r"content\[0\].type is 'tool_addition'|system\[0\].type is 'tool_add"):
+            Conversation(**fields).chat_request()
 
 
 @each_row(

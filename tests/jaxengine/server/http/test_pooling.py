@@ -199,7 +199,7 @@ async def test_forms_of_input_and_fields(app):
             assert bare.body == named.body and "metadata" not in bare.headers
     answer = await post(app, "/pooling", input=TEXTS[0], task="embed")
     (entry,) = answer.json["data"]
-    assert entry["object"] == "pooling" and answer.json["id"].startswith("pool-")
+    assert entry["object"] == "pooling" and answer.json["id"].startswith("pooling-")
     np.testing.assert_allclose(entry["data"], golden[0], atol=1e-4)
 
 
@@ -332,8 +332,10 @@ async def test_other_paths_stay(app, scoring_app):
         assert models["data"][0]["id"] == "tiny"
         assert (await client.get("/health")).status_code == 200
     assert (await post(app, "/tokenize", prompt=TEXTS[0])).json["tokens"] == IDS
-    invoked = await post(app, "/invocations", input=TEXTS[0])
-    assert len(invoked.json["data"][0]["embedding"]) == SIZE
+    for given in ({"input": TEXTS[0]}, {"messages": [{"role": "user", "content": TEXTS[0]}]}):
+        invoked, direct = await post(app, "/invocations", **given), await post(app, "/v1/embeddings", **given)
+        assert invoked.status == direct.status
+        assert {**invoked.json, "id": "", "created": 0} == {**direct.json, "id": "", "created": 0}
     assert "results" in (await post(scoring_app, "/invocations", query="w5", documents=["w6"])).json
 
 
@@ -356,6 +358,7 @@ async def test_other_paths_stay(app, scoring_app):
         ("/v1/embeddings", {"input": "w5", "dimensions": 5}, "dimensions", "dimensions is 5; allowed: 4, 8"),
         ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float', 'base64'"),
         ("/pooling", {"input": "w5", "endianness": "big"}, "endianness", "with encoding_format"),
+        ("/v1/embeddings", {"input": "w5", "late_chunking_params": {"chunk_size": 2}}, "late_chunking_params", "not"),
         ("/rerank", {"query": "w5", "documents": ["w6"], "max_tokens_per_doc": -5}, "max_tokens_per_doc", "from 0"),
         ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
         ("/v1/embeddings", {"input": "w5", "prompt_name": "x"}, "prompt_name", "'query', 'document'"),

@@ -307,6 +307,18 @@ async def test_tokens_are_counted_before_they_are_paid_for(client):
     assert more.input_tokens > response.usage.total_tokens - 20
 
 
+async def test_hidden_reasoning_is_in_no_field(scripted):
+    client, _ = scripted(THINKS_AND_CALLS, **PARSERS)
+    ask = {"model": "tiny", "input": "Hi", "tools": [TOOL]}
+    for include in (False, True):
+        extra = {"include_reasoning": include, "enable_response_messages": True}
+        whole = await client.responses.create(**ask, extra_body=extra)
+        last = [event async for event in await client.responses.create(**ask, extra_body=extra, stream=True)][-1]
+        for found in (whole, last.response):
+            assert found.input_messages and (found.output_messages is not None) is include
+            assert ("Hm, ü." in str(found)) is include
+
+
 async def test_reasoning_comes_back_without_its_text(scripted):
     client, engine = scripted(THINKS_AND_CALLS, **PARSERS)
     ask = {"model": "tiny", "input": "Hi", "store": False}
