@@ -145,7 +145,7 @@ class GridConv(nnx.Module):
         inputs = parts_of(f"{source}.in_proj", size, size, size)
         self.inputs = Linear(size, inputs, axes=("embed", channels), build=build)
         taps = ParamDecl((channels, None), (Source(f"{source}.spatial_conv.weight", size),), init_std=0.3)
-        self.conv = declare((size, count), build.dtype, taps)
+        self.kernel = declare((size, count), build.dtype, taps)
         self.out = Linear(size, (Source(f"{source}.out_proj", size),), axes=(channels, "embed"), build=build)
 
     def __call__(self, x: jax.Array, taps: Taps) -> jax.Array:
@@ -154,7 +154,7 @@ class GridConv(nnx.Module):
         taps: results of `taps_of` for the kernel, in the order of its weights.
         """
         before, after, x = jnp.split(self.inputs(x), 3, axis=1)
-        mixed, weights = (before * x).astype(jnp.float32), self.conv[...].astype(jnp.float32)
+        mixed, weights = (before * x).astype(jnp.float32), self.kernel[...].astype(jnp.float32)
         total = jnp.zeros_like(mixed)
         for tap, (index, inside) in enumerate(taps):
             total += jnp.where(inside[:, None], mixed[index], 0.0) * weights[:, tap]
@@ -184,7 +184,7 @@ def taps_of(columns: dict[str, jax.Array], merge: int, kernel: int) -> Iterator[
 
 
 class Lfm3VlLayer(nnx.Module):
-    """Layer that computes x + mixer(norm(x)), then x + mlp(norm(x)), with a GridConv or attention as the mixer."""
+    """Layer that computes x + mixer(norm(x)), then x + mlp(norm(x)), where the mixer is a GridConv or attention."""
 
     def __init__(self, config: Lfm3VlTowerConfig, kind: str, build: Build):
         """Create layer number `build.layer`. kind: CONV or FULL."""
@@ -192,7 +192,8 @@ class Lfm3VlLayer(nnx.Module):
         self.norm1, self.norm2 = (
             RMSNorm(size, eps, source=f"{LAYER}.{name}_norm", build=build) for name in ("operator", "ffn")
         )
-        self.mixer = GridConv(config, build) if kind == CONV else _attention(config, build)
+        self.conv = GridConv(config, build) if kind == CONV else None
+        self.attention = None if kind == CONV else _attention(config, build)
         self.mlp = TowerMLP(
             size,
             config.intermediate_size,
@@ -206,12 +207,12 @@ class Lfm3VlLayer(nnx.Module):
     def __call__(self, x: jax.Array, taps: Taps, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
         """Return the layer's output [P, D] for x [P, D]. taps: see GridConv. turns, attend: see TowerAttention."""
         normed = self.norm1(x)
-        if isinstance(self.mixer, GridConv):
+        if self.conv is not None:
             with jax.named_scope("conv"):
-                x = x + self.mixer(normed, taps)
-        else:
+                x = x + self.conv(normed, taps)
+        if self.attention is not None:
             with jax.named_scope("attention"):
-                x = x + self.mixer(normed, turns, attend)
+                x = x + self.attention(normed, turns, attend)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.norm2(x))
 

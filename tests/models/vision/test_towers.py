@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 NAMES = sorted(PROMPTS)
 PARTS = {("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")}
 # A ClipEncoder's names, and LFM3-VL's.
-OTHERS = {"fc1": "up", "fc2": "down", "inputs": "qkv", "mixer": "attention"}
+OTHERS = {"fc1": "up", "fc2": "down", "inputs": "qkv", "conv": "attention"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     # A ClipEncoder's are within it. Of LFM3-VL's convolutions there are kernels, too.
     within = [path[path[0] == "encoder" :] for path in shared]
     named = [tuple(OTHERS.get(part, part) for part in path[1:4]) for path in within if path[0] == "layers"]
-    layers = {path for path in named if path[2] != "conv"}
+    layers = {path for path in named if path[2] != "kernel"}
     tower: Any = config.tower
     count = tower.num_layers if hasattr(tower, "num_layers") else tower.vit.num_layers
     assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
