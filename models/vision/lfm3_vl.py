@@ -16,7 +16,6 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
@@ -37,7 +36,7 @@ from jaxengine.models.vision.base.layers import (
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
 LAYER = f"{TOWER}.layers.{{layer}}"
-CONV = "conv"
+CONV, FULL = "conv", "full_attention"
 _KIND = "lfm3_vl_vision"
 _PROJECTOR_EPS = 1e-6
 _WIDEST_KERNEL = 7
@@ -109,7 +108,10 @@ def read_lfm3_vl(fields: ConfigFields) -> Lfm3VlTowerConfig:
     kernel = vision.integer("conv_kernel_size", 3)
     if kernel % 2 == 0 or kernel > _WIDEST_KERNEL:
         raise vision.fail("conv_kernel_size", f"an odd integer from 1 to {_WIDEST_KERNEL}")
-    usual = [CONV if each < 2 or each % 2 else FULL for each in range(vision.integer("num_hidden_layers"))]
+    count = vision.integer("num_hidden_layers")
+    kinds = vision.value("layer_types", [CONV if each < 2 or each % 2 else FULL for each in range(count)])
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (CONV, FULL) for kind in kinds):
+        raise vision.fail("layer_types", f"a list of {count} of {CONV}, {FULL}")
     patch, merge = vision.integer("patch_size"), vision.integer("spatial_merge_size", 2)
     frames = vision.integer("temporal_patch_size", 2)
     return Lfm3VlTowerConfig(
@@ -122,7 +124,7 @@ def read_lfm3_vl(fields: ConfigFields) -> Lfm3VlTowerConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         norm_eps=vision.number("norm_eps"),
-        layer_types=tuple(read_each_layer(vision, "layer_types", (CONV, FULL)) or usual),
+        layer_types=tuple(kinds),
         conv_kernel=kernel,
         patch_size=patch,
         temporal_patch_size=frames,
