@@ -54,7 +54,7 @@ DEFAULTS: dict[str, Any] = {
     "index_topk_freq": 4,
 }
 # Names in published checkpoints -> transformers', which puts `hc_pre` elsewhere when it saves a model.
-_HEADS = tuple(
+HEADS = tuple(
     (f"model.{old}hc_head_", "model.hc_head.hc_") for old in ("hc_pre.hc_head.", "hc_head.hc_pre.", "hc_head.")
 )
 _PARTS = (
@@ -70,8 +70,8 @@ _PARTS = (
 class HYV4Attention(SparseLatentAttention):
     """Sparse latent attention with a sink for each head, whose output is multiplied by a gate."""
 
-    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, notes: bool):
-        super().__init__(attention, hidden_size, source=source, build=build, notes=notes)
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, **options: Any):
+        super().__init__(attention, hidden_size, source=source, build=build, **options)
         value = self.latent.v_head_dim
         gate = Source(f"{source}.gate_proj", attention.num_heads * value, group=value)
         self.gate = Linear(hidden_size, (gate,), axes=("embed", "heads"), build=build)
@@ -92,13 +92,13 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
     interleaved: ClassVar[bool] = False
     index_heads: ClassVar[int] = 16
     index_interleaved: ClassVar[bool] = False
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(prefixes=_HEADS, parts=_PARTS)
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(prefixes=HEADS, parts=_PARTS)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**DEFAULTS)
         fields.require(enable_ihc=True, gated_mla=True, gating_type="elementwise", learnable_sink=True)
-        fields.require(soft_logits_capping=False, indexer_rope_interleave=False)
+        fields.require(soft_logits_capping=False, indexer_rope_interleave=cls.index_interleaved)
         # transformers replaces the field by the number of heads, which all have keys of their own.
         fields = ConfigFields({**fields.raw, "num_key_value_heads": fields.integer("num_attention_heads")})
         shared = super().read_hf(fields)

@@ -104,7 +104,11 @@ class HunYuanVLTower(nnx.Module):
         self.patches = PatchEmbedding(config.num_features, size, source=patches, bias=True, build=build)
         self.positions = table(vit.num_positions, size, f"{source}.position_embedding.weight", build)
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
-        self.merger = HunYuanVLMerger(config, hidden_size, build)
+        self.merger = self.make_merger(hidden_size, build)
+
+    def make_merger(self, hidden_size: int, build: Build) -> nnx.Module:
+        """Return a new merger of squares of patches to embeddings of a text model of this hidden size."""
+        return HunYuanVLMerger(self.config, hidden_size, build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
         """Return a new layer, number `build.layer` of the tower."""
@@ -132,6 +136,7 @@ class HunYuanVLTower(nnx.Module):
         vit = self.config.vit
         with jax.named_scope("patches"):
             x, sides = self.patches(patches), (vit.grid, vit.grid)
+            height, width = self.sampled(height), self.sampled(width)
             places = stretched(self.positions[...][1:], sides, (row, height), (column, width), linear=True)
             x = x + places.astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=(vit.hidden_size // vit.num_heads) ** -0.5)
@@ -140,6 +145,10 @@ class HunYuanVLTower(nnx.Module):
                 x = layer(x, None, attend)
         with jax.named_scope("merger"):
             return self.merger(x, mark.reshape(-1, self.config.merge)[:, 0])
+
+    def sampled(self, sizes: jax.Array) -> jax.Array:
+        """Return the sides of images in patches, i32[P], as learned positions are stretched to them: unchanged here."""
+        return sizes
 
 
 class HunYuanVLMerger(nnx.Module):
@@ -158,13 +167,8 @@ class HunYuanVLMerger(nnx.Module):
             for number, inputs, outputs in ((0, size * config.merge, 2 * size), (2, 2 * size, 4 * size))
         )
         self.proj = linear(4 * size, f"{MERGER}.mlp", hidden_size, ("embed", "embed"), build)
-
-        def learned(name: str, width: int) -> nnx.Param:
-            decl = ParamDecl((None,), (Source(f"{MERGER}.image_{name}", width),), init_std=0.02)
-            return declare((width,), build.dtype, decl)
-
-        self.newline = learned("newline", 4 * size)
-        self.begin, self.end = learned("begin", hidden_size), learned("end", hidden_size)
+        self.newline = learned("newline", 4 * size, build)
+        self.begin, self.end = learned("begin", hidden_size, build), learned("end", hidden_size, build)
         self.last_norm = RMSNorm(hidden_size, eps, source=f"{MERGER}.after_rms", build=build)
 
     def __call__(self, x: jax.Array, marks: jax.Array) -> jax.Array:
@@ -180,3 +184,9 @@ class HunYuanVLMerger(nnx.Module):
         y = self.proj(jnp.where(marks == NEWLINE, self.newline[...], y))
         y = jnp.where(marks == BEGIN, self.begin[...], jnp.where(marks == END, self.end[...], y))
         return self.last_norm(y)
+
+
+def learned(name: str, width: int, build: Build) -> nnx.Param:
+    """Return the merger's learned embedding `name`, "newline" for one, [width]."""
+    decl = ParamDecl((None,), (Source(f"{MERGER}.image_{name}", width),), init_std=0.02)
+    return declare((width,), build.dtype, decl)

@@ -129,7 +129,7 @@ def stretched(
     Args:
       table: [height * width, D].
       sides: (height, width) of the table.
-      rows, columns: of each patch, its index i32[P], and the number of rows or columns of its image, i32[P].
+      rows, columns: of each patch, its index i32[P], and the number of rows or columns of its image, i32[P] or f32[P].
       linear: whether to interpolate linearly.
     """
     height, width = sides
@@ -178,7 +178,8 @@ def _spots(places: jax.Array, sizes: jax.Array, side: int) -> jax.Array:
     """Return the centre of each patch in units of the `side` learned positions, f32[P]: (p + 0.5) * side / size - 0.5
     for index p.
 
-    places, sizes: i32[P], the patches' indices, and the number of patches along their side; a size of 0 counts as 1.
+    places, sizes: the patches' indices, i32[P], and the number of patches along their side, i32[P] or f32[P]; a size
+    below 1 counts as 1.
     """
     return (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
 

@@ -75,7 +75,7 @@ def options_of(case: Case) -> dict[str, Any]:
         return {**WHOLE, "max_num_batched_tokens": 52, "max_num_batched_encoder_tokens": 32}
     if case.name.startswith("gemma4"):  # layers whose pages differ in size
         return {**(WHOLE if "both" in case.name else TIGHT), "num_gpu_blocks_override": 76}
-    if case.name.startswith(("aya_vision", "cohere2", "exaone4_5_vision")):  # layers with windows and without
+    if case.name.startswith(("aya_vision", "cohere2", "exaone4_5_vision", "lfm3_vl")):  # with windows and without
         return {**TIGHT, "num_gpu_blocks_override": 56}
     return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
 

@@ -9,6 +9,7 @@ import pytest
 from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
+from transformers.models.hy_v4_vl.image_processing_pil_hy_v4_vl import HYV4VLImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -30,6 +31,7 @@ KINDS = {
     "dots_ocr_vision": Qwen2VLImageProcessorPil,
     "ernie4_5_vl_vision": Ernie4_5_VLMoeImageProcessorPil,
     "hunyuan_vl_vision": HunYuanVLImageProcessorPil,
+    "hy_v4_vl_vision": HYV4VLImageProcessorPil,
     "lighton_ocr_wide_vision": PixtralImageProcessorPil,
 }
 # Kept, shrunk, less than a row of the tower, and less than a column.
@@ -68,7 +70,7 @@ def test_pixels_are_those_of_transformers(tmp_path):
             else:
                 _, high, wide = np.asarray(made["image_grid_thw"])[0]
                 # Qwen's and GLM's patches come square by square.
-                merge = 1 if name.startswith(("paddle", "hunyuan")) else tower.spatial_merge_size
+                merge = 1 if name.startswith(("paddle", "hunyuan", "hy_v4")) else tower.spatial_merge_size
                 grid = np.indices((high // merge, wide // merge, merge, merge)).reshape(4, -1)
                 places = np.stack([grid[0] * merge + grid[2], grid[1] * merge + grid[3]])
                 expected = whole(pixels.reshape(high * wide, -1), places, tower.patch_size)

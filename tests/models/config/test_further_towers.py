@@ -20,7 +20,7 @@ GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
 PHI3, MINICPM = NAMED["microsoft/Phi-3.5-vision-instruct"], NAMED["openbmb/MiniCPM-V-2_6"]
 _XD = HUNYUAN["rope_scaling"]
-ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2, MLLAMA = (
+ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2, MLLAMA, LFM3, HY4 = (
     json.loads((FOLDER / name / "config.json").read_text())
     for name in (
         "aria_vision",
@@ -31,6 +31,8 @@ ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2, MLLAMA = (
         "ovis2_vision",
         "idefics2_vision",
         "mllama_vision",
+        "lfm3_vl_vision",
+        "hy_v4_vl_vision",
     )
 )
 
@@ -84,6 +86,51 @@ def test_hunyuan_ocr():
     rope = {**kept, "rope_type": "dynamic", "rope_theta": 1e4, "mrope_section": [16.0] * 4}
     nested = {name: HUNYUAN[name] for name in outer} | {"text_config": text | {"rope_parameters": rope}}
     assert read_hf(nested) == config
+
+
+def test_lfm3_vl():
+    """transformers' defaults, and names in memory and in published files."""
+    text = {key: LFM3[key] for key in ("architectures", "text_config")}
+    for given in ({}, None):
+        tower: Any = read_hf(text | {"vision_config": given}).tower
+        assert (tower.hidden_size, tower.intermediate_size, tower.num_heads, tower.num_kv_heads) == (1024, 2560, 16, 8)
+        assert [kind == "conv" for kind in tower.layer_types] == [True, True, *[False, True] * 6]
+        assert (tower.conv_kernel, tower.norm_eps, tower.rope_theta, tower.num_features) == (3, 1e-5, 1e6, 1536)
+        assert (tower.projector_size, tower.projector_activation, tower.projector_bias) == (4096, "gelu", True)
+    assert read_hf({key: value for key, value in LFM3.items() if key != "tie_word_embeddings"}).tie_word_embeddings
+    names = model_for_hf("Lfm3VlForConditionalGeneration").checkpoint_names
+    for stored, ours in (
+        ("model.language_model.embedding_norm.weight", "model.norm.weight"),
+        ("model.language_model.layers.1.self_attn.g_proj.weight", "model.layers.1.self_attn.gate_proj.weight"),
+        ("model.vision_tower.embedding_norm.weight", "vision_tower.embedding_norm.weight"),
+        ("model.vision_tower.patchifier.weight", "vision_tower.patch_embed.weight"),
+        ("model.vision_tower.layers.2.self_attn.q_layernorm.weight", "vision_tower.layers.2.self_attn.q_norm.weight"),
+        ("model.multi_modal_projector.linear_1.bias", "multi_modal_projector.linear_1.bias"),
+    ):
+        assert names.renamed(stored) == ours
+
+
+def test_hy_v4_vl():
+    """transformers' defaults, and names in memory and in published files."""
+    raw = {"architectures": HY4["architectures"], "vision_config": None}
+    config = read_hf(raw | {"text_config": {"model_type": "hy_v4_vl_text"}})
+    tower: Any = config.tower
+    rope, index, latent = config.attention[0].rope, config.attention[0].index, config.attention[0].latent
+    assert rope is not None and index is not None and latent is not None
+    assert (rope.sections, rope.sections_interleaved, rope.theta) == ((12, 10, 10), True, 1e4)
+    assert (index.num_heads, latent.q_lora_rank, config.num_layers, config.hidden_size) == (32, 2048, 78, 6144)
+    assert (tower.vit.hidden_size, tower.vit.num_layers, tower.vit.grid, tower.merge) == (1536, 40, 128, 4)
+    names = model_for_hf("HYV4VLForConditionalGeneration").checkpoint_names
+    for stored, ours in (
+        ("model.hc_head.hc_pre.hc_head_fn", "model.hc_head.hc_fn"),
+        ("model.language_model.hc_head.hc_fn", "model.hc_head.hc_fn"),
+        ("model.language_model.layers.0.self_attn.sinks", "model.layers.0.self_attn.sinks"),
+        ("model.vision_tower.patch_merger.proj_out.bias", "vit.perceive.proj.2.bias"),
+        ("model.vision_tower.patch_merger.before_rms.weight", "vit.perceive.norm.weight"),
+        ("model.vision_tower.layers.0.mlp.fc1.weight", "vit.layers.0.mlp.dense_h_to_4h.weight"),
+        ("vit.layers.0.input_layernorm.bias", "vit.layers.0.input_layernorm.bias"),
+    ):
+        assert names.renamed(stored) == ours, stored
 
 
 def test_granite_vision():
@@ -310,6 +357,20 @@ PIXTRAL: dict[str, Any] = {
         (OVIS2, "vision_config", {"hidden_stride": 3}, "hidden_stride must be such that it divides the 4 patches of"),
         (OVIS2, "vision_config", {"vocab_size": 5}, "vocab_size must be more than 5, got 5"),
         (OVIS2, "text_config", {"model_type": "gemma2"}, "model_type must be one of llama, mistral, qwen2, qwen3"),
+        (LFM3, "vision_config", {"conv_kernel_size": 4}, "conv_kernel_size must be an odd integer from 1 to 7, got 4"),
+        (LFM3, "vision_config", {"conv_kernel_size": 9}, "conv_kernel_size must be an odd integer from 1 to 7, got 9"),
+        (LFM3, "vision_config", {"num_attention_heads": 5}, "hidden_size must be a multiple of 4 * num_attention"),
+        (LFM3, "vision_config", {"num_key_value_heads": 3}, "must be a divisor of num_attention_heads = 4, got 3"),
+        (LFM3, "vision_config", {"layer_types": ["conv"]}, "layer_types must be a list of 3 of conv, full_attention"),
+        (LFM3, "vision_config", {"in_channels": 1}, "in_channels must be 3 or absent, got 1"),
+        (LFM3, "vision_config", {"model_type": "siglip"}, "model_type must be lfm3_vl_vision, got 'siglip'"),
+        (LFM3, "vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters must be a mapping with"),
+        (LFM3, "text_config", {"model_type": "lfm2"}, "model_type must be lfm3 in text_config, got 'lfm2'"),
+        (HY4, "vision_config", {"out_hidden_size": 32}, "out_hidden_size must be the hidden_size of the text, 64, got"),
+        (HY4, "vision_config", {"interpolate_mode": "bicubic"}, 'interpolate_mode must be "bilinear" or absent'),
+        (HY4, "text_config", {"model_type": "hy_v4"}, "model_type must be hy_v4_vl_text in text_config, got 'hy_v4'"),
+        (HY4, "text_config", {"rope_parameters": {"mrope_section": [2, 2, 3]}}, "that sum up to rotary_dim / 2 = 6"),
+        (HY4, "text_config", {"rope_parameters": {"mrope_section": [2, 2, 1, 1]}}, "must be a list of three numbers"),
         (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
         (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
     ],

@@ -21,6 +21,7 @@ FURTHER = frozenset(
         *(name for name in PROMPTS if "ocr" in name),
         *("glm46v_vision", "minicpmv4_7_vision", "mistral4_pictures_vision", "hyperclovax_vision"),
         "gemma4_pictures_vision",
+        *("hy_v4_vl_vision", "lfm3_vl_vision"),
         "minicpmv4_5_vision",
     )
 )

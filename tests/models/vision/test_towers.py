@@ -36,7 +36,8 @@ from tests.fixtures.picture_checkpoints import whole_checkpoint
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(PROMPTS)
 PARTS = {("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")}
-CLIP = {"fc1": "up", "fc2": "down"}
+# A ClipEncoder's names, and LFM3-VL's.
+OTHERS = {"fc1": "up", "fc2": "down", "inputs": "qkv", "conv": "attention"}
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +55,16 @@ def split(model):
 def test_devices_share_a_tower_or_have_one_each(folders, name):
     config = read_folder(folders[name])
     shared = split(build_model(config, Build("float32")))
-    # A ClipEncoder's are within it, and have CLIP's names.
+    # A ClipEncoder's are within it. Of LFM3-VL's convolutions there are kernels, too.
     within = [path[path[0] == "encoder" :] for path in shared]
-    layers = {(*path[1:3], CLIP.get(path[3], path[3])) for path in within if path[0] == "layers"}
+    named = [tuple(OTHERS.get(part, part) for part in path[1:4]) for path in within if path[0] == "layers"]
+    layers = {path for path in named if path[2] != "kernel"}
     tower: Any = config.tower
     count = tower.num_layers if hasattr(tower, "num_layers") else tower.vit.num_layers
     assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
     behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
     # Gemma 4's tower is followed by one product, HunyuanOCR's by small convolutions, MiniCPM-V's by a resampler.
-    others = "gemma4", "hunyuan_vl", "minicpmv2_6", "minicpmv4_5"
+    others = "gemma4", "hunyuan_vl", "hy_v4_vl", "minicpmv2_6", "minicpmv4_5"
     assert behind >= {"up", "down"} or behind >= {"fc1", "fc2"} or name.startswith(others)
     assert not split(build_model(config, Build("float32", whole_parts=("tower",))))
 
