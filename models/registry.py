@@ -28,7 +28,6 @@ from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.config.readers.eagle3 import Eagle3Config, head_fields, read_head
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
-from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
 from jaxengine.models.model_classes import ENCODERS, MODELS
@@ -250,7 +249,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
     raw = read_config_json(folder)
     try:
         fields = head_fields(with_usual_fields(raw))
-        return read_head(fields, LlamaForCausalLM.read_hf(fields), model)
+        return read_head(fields, model_for_hf(hf_architecture(fields)).read_hf(fields), model)
     except ModelConfigError as error:
         raise ModelFileError(folder / config_file(folder), str(error)) from error
 
