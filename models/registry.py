@@ -254,6 +254,17 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
         raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
+def read_next_token(folder: Path, model: ModelConfig) -> ModelConfig:
+    """Return the ModelConfig of a Hugging Face folder whose next-token layer drafts for `model`. An architecture that
+    names only that layer, as "...MTPModel", is read as `model`'s. Raises the errors of `read_folder`.
+    """
+    raw = read_config_json(folder)
+    named = hf_architecture(ConfigFields(raw))
+    if named.removesuffix("Model").endswith("MTP"):
+        raw = {**raw, "architectures": [model.architecture]}
+    return read_folder(folder, raw)
+
+
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
     """Return the EAGLE-3 head (jaxengine.models.layers.eagle3) of this config, with ShapeDtypeStructs for weights.
     Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.

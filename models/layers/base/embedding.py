@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -37,6 +39,16 @@ class Embedding(nnx.Module):
         all of them and returns its part of the vocabulary, which `own_logits` exchanges.
         """
         return self.weight.matmul(gather_tokens(hidden, "vocab"), contract=1)
+
+
+def sinusoids(positions: jax.Array, size: int) -> jax.Array:
+    """Return f32[T, size] of positions i32[T]: their sines at size // 2 frequencies, from 1 to 1 / 10000 radians per
+    position in equal ratios, then their cosines, and a zero if `size`, at least 4, is odd.
+    """
+    count = size // 2
+    frequencies = jnp.exp(-math.log(10000.0) / (count - 1) * jnp.arange(count, dtype=jnp.float32))
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.pad(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1), ((0, 0), (0, size % 2)))
 
 
 def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:

@@ -212,7 +212,7 @@ def test_a_name_says_which_layer_a_head_has():
     raw, _ = read("llama")
     named = ["LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"]
     named += ["Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"]
-    layers = {name: "Llama" for name in named} | dict.fromkeys(["Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"], "Qwen3")
+    layers = dict.fromkeys(named, "Llama") | dict.fromkeys(["Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"], "Qwen3")
     read_as = {name: head_fields(raw | {"architectures": [name]}).value("architectures") for name in layers}
     assert read_as == {name: [f"{layer}ForCausalLM"] for name, layer in layers.items()}
     nested = {"speculators_model_type": "eagle3", "transformer_layer_config": raw | {"model_type": "qwen3"}}
