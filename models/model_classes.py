@@ -135,6 +135,7 @@ _MODULES = {
     "Llama4ForConditionalGeneration": "llama4",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DiffLlamaForCausalLM": "diffllama",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "AXK2ForCausalLM": "axk2",
