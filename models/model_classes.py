@@ -188,6 +188,7 @@ _MODULES = {
     "AyaVisionForConditionalGeneration": "cohere_vision",
     "Cohere2VisionForConditionalGeneration": "cohere_vision",
     "InternVLForConditionalGeneration": "internvl",
+    "MllamaForCausalLM": "mllama",
     "MllamaForConditionalGeneration": "mllama",
     "AriaTextForCausalLM": "aria",
     "AriaForConditionalGeneration": "aria",

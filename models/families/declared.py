@@ -404,9 +404,7 @@ class DeclaredForCausalLM(Decoder):
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, clamped=clamped, **options)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] with the rows, or the sinusoids, of their positions added if the model has
-        these.
-        """
+        """Return a step's embeddings x [T, D] with the rows or the sinusoids of their positions added, if any."""
         numbers = batch.positions + self.form.first_position
         if self.form.sinusoids:
             added = sinusoids(numbers, x.shape[1])

@@ -16,6 +16,8 @@ _TOGETHER = {"cpu": 1}
 _USUALLY_TOGETHER = 4
 # Images that are kept by default, and at most: slots have columns for as many.
 _IMAGES, _MOST_IMAGES = 8, 64
+# What a model attends to.
+_SOUNDS, _PICTURES = "sounds", "images"
 
 
 def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platform) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platf
     """
     tower = model.tower
     assert tower is not None
-    _check(chosen, model, "sounds")
+    _check(chosen, model, _SOUNDS)
     asked = chosen["max_num_batched_encoder_tokens"]
     together = _TOGETHER.get(platform.name, _USUALLY_TOGETHER) if asked is None else asked
     together = min(together, chosen["max_num_seqs"])
@@ -51,11 +53,11 @@ def settle_crossed_pictures(chosen: Mapping[str, Any], model: ModelConfig, platf
     are kept; a prompt that has more is refused. platform: not used.
 
     chosen: the other fields of ResolvedConfig, by name. model: has a tower of images. Raises ConfigError for an
-    encoder_cache_size above the limit, and for what `settle_sounds` raises it for.
+    encoder_cache_size above the limit, and for what `settle_sounds` raises it for, except adapters.
     """
     tower = model.tower
     assert tower is not None
-    _check(chosen, model, "images")
+    _check(chosen, model, _PICTURES)
     rows = chosen["encoder_cache_size"] or _IMAGES
     if rows > _MOST_IMAGES:
         raise ConfigError("encoder_cache_size", rows, f"1 to {_MOST_IMAGES} for this model")
@@ -66,12 +68,12 @@ def settle_crossed_pictures(chosen: Mapping[str, Any], model: ModelConfig, platf
 
 def _check(chosen: Mapping[str, Any], model: ModelConfig, kind: str) -> None:
     """Raise ConfigError for an option that models with cross-attention do not support. chosen: fields of
-    ResolvedConfig, by name. kind: what the model attends to.
+    ResolvedConfig, by name. kind: what the model attends to, _SOUNDS, which take no adapters, or _PICTURES.
     """
     for name, wrong, advice in (
         ("pipeline_parallel_size", chosen["pipeline_parallel_size"] > 1, "leave it 1"),
         ("nnodes", chosen["nnodes"] > 1, "leave it 1"),
-        ("enable_lora", chosen["enable_lora"], "leave it out"),
+        ("enable_lora", chosen["enable_lora"] and kind == _SOUNDS, "leave it out"),
         ("speculative_config", chosen["speculative_config"] is not None, "leave it out"),
         ("logits_processors", bool(chosen["logits_processors"]), "leave them out"),
         ("enable_mm_embeds", chosen["enable_mm_embeds"], "leave it out"),

@@ -51,13 +51,14 @@ def sinusoids(positions: jax.Array, size: int) -> jax.Array:
     return jnp.pad(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1), ((0, 0), (0, size % 2)))
 
 
-def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
+def vocab_source(name: str, vocab_size: int, mesh: MeshLayout, rows: int | None = None) -> Source:
     """Return the Source of the checkpoint's token table or LM head, padded with rows of no token so that the mesh can
     split it.
 
-    name: the checkpoint's module. vocab_size: number of its rows.
+    name: the checkpoint's module. rows: number of its rows, those of the first tokens; None for `vocab_size`.
     """
-    return Source(name, vocab_size, padding=mesh.padded_vocab_size(vocab_size) - vocab_size)
+    rows = vocab_size if rows is None else rows
+    return Source(name, rows, padding=mesh.padded_vocab_size(vocab_size) - rows)
 
 
 def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:
