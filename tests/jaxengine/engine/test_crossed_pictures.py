@@ -172,8 +172,8 @@ def test_what_is_refused(case, llm):
     for options, message in (
         ({"encoder_cache_size": 65}, "encoder_cache_size is 65; allowed: 1 to 64 for this model"),
         (
-            {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size is 2, which Mllama.*, which attends to images",
+            {"enable_mm_embeds": True},
+            "enable_mm_embeds is True, which Mllama.*, which attends to images, does not",
         ),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', which Mllama"),
     ):
