@@ -27,6 +27,7 @@ from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
@@ -219,7 +220,7 @@ def test_an_adapter_is_added_to_all_layers(case, tmp_path, executables_dir):
     of_tower = r".*cross_attn\.k_proj"
     wrong = {name: shape for name, shape in named.items() if re.fullmatch(of_tower, name)}
     refused = write_adapter(tmp_path / "refused", wrong, seed=3, r=3, target_modules=of_tower)
-    with pytest.raises(RequestError, match="k_proj"):
+    with pytest.raises(ModelFileError, match=r"adapters of it are not supported \(at .*cross_attn.k_proj"):
         llm.generate(case.prompts[0], use_tqdm=False, lora_request=LoRARequest("refused", 2, str(refused)))
 
 
