@@ -103,6 +103,12 @@ class WithPictures(nnx.Module):
             setattr(self, name, Given(value))
         self.layer = Given(jnp.int32(layer))  # an array: equal layers share a trace
 
+    @property
+    def is_needed(self) -> jax.Array:
+        """Whether any token of the step attends to images, bool[]."""
+        sees: Any = getattr(self, "sees")  # noqa: B009, set by name above
+        return (sees[...] > NOTHING).any()
+
     def __call__(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Return (the projected attention output [T, D], StepPictures.sees) of x [T, D]."""
         step = StepPictures(*(getattr(self, name)[...] for name in StepPictures._fields))
