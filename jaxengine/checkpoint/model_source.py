@@ -149,7 +149,7 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
         if config.mm_limit(IMAGE if model.tower.by_place else AUDIO):
             return model
         if model.tower.by_place:
-            return replace(model, tower=None, skipped_layers=model.tower.layers)
+            return replace(model, tower=None, skipped_layers=model.tower.crossed_layers)
         name = "language_model_only" if config.language_model_only else "limit_mm_per_prompt"
         problem = f"{name} leaves no sound, and {model.architecture} attends to one in each request"
         raise ConfigError.because(name, problem, "leave it out")

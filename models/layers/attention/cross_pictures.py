@@ -97,6 +97,8 @@ class PictureAttention(nnx.Module):
 class WithPictures(nnx.Module):
     """PictureAttention of one layer together with the step's images."""
 
+    sees: Any
+
     def __init__(self, module: PictureAttention, step: StepPictures, layer: int):
         self.module = module
         for name, value in step._asdict().items():
@@ -106,8 +108,7 @@ class WithPictures(nnx.Module):
     @property
     def is_needed(self) -> jax.Array:
         """Whether any token of the step attends to images, bool[]."""
-        sees: Any = getattr(self, "sees")  # noqa: B009, set by name above
-        return (sees[...] > NOTHING).any()
+        return (self.sees[...] > NOTHING).any()
 
     def __call__(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Return (the projected attention output [T, D], StepPictures.sees) of x [T, D]."""
