@@ -106,9 +106,7 @@ class PagedRun:
         sections |= {} if pictures is None else {"pictures": pictures}
         batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), sections))
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
-        return {
-            name: np.asarray(logits[cu[row] : cu[row + 1], : self.num_logits]) for row, name in enumerate(work)
-        }
+        return {name: np.asarray(logits[cu[row] : cu[row + 1], : self.num_logits]) for row, name in enumerate(work)}
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
