@@ -51,6 +51,7 @@ REWARD_HEADS = {
 # family's class.
 _T5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"}
 _LEFT_OUT: dict[str, dict[str, Any]] = {
+    "Apertus1p5Text": {"vocab_size": 266752},
     "Camembert": {"vocab_size": 30522},
     "Data2VecText": {"vocab_size": 30522},
     "EuroBert": {"rms_norm_eps": 1e-5},
@@ -101,6 +102,7 @@ _OTHER_NAMES = {
 }
 # Beginning of a class name -> beginning of the registered name of a class with the same layers and fields.
 _STEMS = {
+    "Apertus1p5Text": "Apertus",
     "Camembert": "Roberta",
     "CohereCompassText": "CohereCompass",
     "Data2VecText": "Roberta",

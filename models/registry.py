@@ -28,7 +28,6 @@ from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.config.readers.eagle3 import Eagle3Config, head_fields, read_head
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
-from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
 from jaxengine.models.model_classes import ENCODERS, MODELS
@@ -250,9 +249,20 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
     raw = read_config_json(folder)
     try:
         fields = head_fields(with_usual_fields(raw))
-        return read_head(fields, LlamaForCausalLM.read_hf(fields), model)
+        return read_head(fields, model_for_hf(hf_architecture(fields)).read_hf(fields), model)
     except ModelConfigError as error:
         raise ModelFileError(folder / config_file(folder), str(error)) from error
+
+
+def read_next_token(folder: Path, model: ModelConfig) -> ModelConfig:
+    """Return the ModelConfig of a Hugging Face folder whose next-token layer drafts for `model`. An architecture that
+    names only that layer, as "...MTPModel", is read as `model`'s. Raises the errors of `read_folder`.
+    """
+    raw = read_config_json(folder)
+    named = hf_architecture(ConfigFields(raw))
+    if named.removesuffix("Model").endswith("MTP"):
+        raw = {**raw, "architectures": [model.architecture]}
+    return read_folder(folder, raw)
 
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:

@@ -139,18 +139,19 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Return the model without the towers of modalities that requests may not contain.
+    """Return the model without the towers of modalities that requests may not contain. Layers that attend to images
+    alone are then skipped.
 
-    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds,
-    or images, that layers of the model attend to.
+    config: supplies limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds that layers
+    of the model attend to.
     """
     if model.tower is not None and model.tower.crosses:
         if config.mm_limit(IMAGE if model.tower.by_place else AUDIO):
             return model
+        if model.tower.by_place:
+            return replace(model, tower=None, skipped_layers=model.tower.crossed_layers)
         name = "language_model_only" if config.language_model_only else "limit_mm_per_prompt"
         problem = f"{name} leaves no sound, and {model.architecture} attends to one in each request"
-        if model.tower.by_place:
-            problem = f"{name} leaves no image, and layers of {model.architecture} attend to them"
         raise ConfigError.because(name, problem, "leave it out")
     sees, hears = (any(map(config.mm_limit, kinds)) for kinds in (MODALITIES, (AUDIO,)))
     used = [tower for tower in model.towers if (hears if tower.hears else sees)]

@@ -58,7 +58,9 @@ class DeclaredForm:
       experts_norm: norm after experts, which layers with a dense MLP lack; None for none.
       activation: name of the MLP's activation.
       positions: table of positions, whose rows are added to embeddings; None for none.
-      first_position: row of the first position.
+      sinusoids: whether, in place of such a table, sines of each position at half as many frequencies as an embedding
+        has elements, then their cosines, are added.
+      first_position: row of the first position, or number of the first position of `sinusoids`.
       root_scaled: whether embeddings are multiplied by the root of their size, rounded to their dtype.
       embedding_norm: the norm after the embedding, of kind `norm`; None for none.
       final_norm: whether a norm follows the last layer.
@@ -109,6 +111,7 @@ class DeclaredForm:
     mixer: str = "mamba"
     latent_eps: float | None = None
     positions: str | None = None
+    sinusoids: bool = False
     first_position: int = 0
     root_scaled: bool = False
     embedding_norm: str | None = None

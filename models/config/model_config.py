@@ -57,11 +57,13 @@ class ModelConfig:
     """Sizes of one model, and its layers.
 
     `attention` has one entry per layer. `experts` is None for a dense model; otherwise `intermediate_size` is that of
-    dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is a factor of
+    dense layers. `logit_soft_cap` is for families that bound their logits. `scored_tokens` is the number of
+    tokens, the first ones, that have logits; None for all. `embedding_multiplier` is a factor of
     embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale` of logits;
     `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind.
     `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
-    predict further tokens, and those that are not read. `pooler` is None for a model that generates. Token ids are None
+    predict further tokens, and those that are not read. `skipped_layers` are the numbers of layers that do nothing, and
+    whose weights are not read. `pooler` is None for a model that generates. Token ids are None
     or empty if the checkpoint names none. `suppressed_tokens` are tokens that no sampler chooses. `quantization` maps
     names of checkpoint modules to the storage of their matrices
     (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
@@ -86,6 +88,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     logit_soft_cap: float | None = None
+    scored_tokens: int | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
@@ -93,6 +96,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     num_nextn_predict_layers: int = 0
     num_unread_layers: int = 0
+    skipped_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     suppressed_tokens: tuple[int, ...] = ()
@@ -183,6 +187,25 @@ class ModelConfig:
         ropes = (layer.rope and layer.rope.up_to(max_model_len) for layer in self.attention)
         layers = (replace(layer, rope=rope) for layer, rope in zip(self.attention, ropes, strict=True))
         return replace(self, attention=tuple(layers))
+
+    @property
+    def num_logits(self) -> int:
+        """Number of tokens, the first ones, that have logits; those of the others are -inf."""
+        return self.vocab_size if self.scored_tokens is None else self.scored_tokens
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that a checkpoint may have for layers that do not read them: those after
+        the last layer, those that are skipped, and keys and values that a layer takes from another one.
+        """
+        count = self.num_nextn_predict_layers + self.num_unread_layers
+        layers = (*(self.num_layers + number for number in range(count)), *self.skipped_layers)
+        shared = (number for number, layer in enumerate(self.attention) if layer.kv_source is not None)
+        parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+        return (
+            *(f"model.layers.{number}." for number in layers),
+            *(f"model.layers.{number}.self_attn.{part}" for number in shared for part in parts),
+        )
 
     @property
     def num_layers(self) -> int:

@@ -66,6 +66,11 @@ class TowerConfig:
     adapter: str | None = None
 
     @property
+    def crossed_layers(self) -> tuple[int, ...]:
+        """Numbers of the decoder's layers that attend to images and do nothing else; () for other towers."""
+        return ()
+
+    @property
     def unused(self) -> tuple[str, ...]:
         """Prefixes of the model's names of tower tensors that this model does not use. Empty here; a subclass may have
         some.

@@ -53,7 +53,7 @@ class XIELU(nnx.Module):
 
 
 class ApertusForCausalLM(LlamaForCausalLM):
-    """Llama with q/k norm and XIELU."""
+    """Llama with q/k norm and XIELU. The text part of Apertus 1.5 may have logits of its first tokens alone."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(constants={".act_fn.beta": BETA, ".act_fn.eps": EPS})
@@ -66,7 +66,11 @@ class ApertusForCausalLM(LlamaForCausalLM):
             fields = ConfigFields({**fields.raw, "rope_parameters": ROPE})
         bias = fields.boolean("attention_bias", False)
         activation = Activation("hidden_act", ("xielu",))
-        return hf_fields(fields, activation=activation, qk_norm=True, bias=bias, output_bias=bias)
+        shared = hf_fields(fields, activation=activation, qk_norm=True, bias=bias, output_bias=bias)
+        scored = fields.integer("output_vocab_size", None)
+        if scored is not None and scored > shared["vocab_size"]:
+            raise fields.fail("output_vocab_size", f"at most vocab_size, {shared['vocab_size']}")
+        return shared | {"scored_tokens": scored}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         parts = self.make_attention(layer, build), self.make_mlp(layer, build)

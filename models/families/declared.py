@@ -44,7 +44,7 @@ from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
 from jaxengine.models.layers.attention.mla import LATENT_EPS, LatentAttention
-from jaxengine.models.layers.base.embedding import Embedding, vocab_source
+from jaxengine.models.layers.base.embedding import Embedding, sinusoids, vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import MLP, GatedMLP, SiluThenClamped
 from jaxengine.models.layers.base.norm import (
@@ -404,10 +404,14 @@ class DeclaredForCausalLM(Decoder):
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, clamped=clamped, **options)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] with the rows of their positions added if the model has such a table."""
-        if self.form.positions is None:
+        """Return a step's embeddings x [T, D] with the rows or the sinusoids of their positions added, if any."""
+        numbers = batch.positions + self.form.first_position
+        if self.form.sinusoids:
+            added = sinusoids(numbers, x.shape[1])
+        elif self.form.positions is None:
             return x
-        added = self.positions[...][batch.positions + self.form.first_position]
+        else:
+            added = self.positions[...][numbers]
         return (x.astype(jnp.float32) + added.astype(jnp.float32)).astype(x.dtype)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:

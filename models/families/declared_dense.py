@@ -7,10 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.declared import AFTER, AROUND, FIXED_RMS, LAYER, OFFSET, RMS, UNBIASED, DeclaredForm
+from jaxengine.models.config.declared import (
+    AFTER,
+    AROUND,
+    FIXED_RMS,
+    GROUPS,
+    LAYER,
+    OFFSET,
+    RMS,
+    UNBIASED,
+    DeclaredForm,
+)
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope, ropes_by_kind
-from jaxengine.models.families.declared_row import ACTIVATIONS, EPS, GGUFRow, Row, no_rope
+from jaxengine.models.families.declared_row import ACTIVATIONS, EPS, GGUFRow, Row, no_rope, parts_of_heads
 from jaxengine.models.families.declared_rows import (
     EPSILON,
     GPT2_FORM,
@@ -51,6 +61,14 @@ def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention)
     rope = {**(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}), "rope_theta": thetas[layer]}
     own = ConfigFields({**fields.raw, "rope_parameters": rope, "rope_scaling": None})
     return replace(attention, rope=read_rope(own, read_head_dim(fields)))
+
+
+def _scaled_embedding(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `embedding_multiplier`: the root of the hidden size if `scale_embedding` is true, otherwise 1. Raises
+    ModelConfigError for wrong fields.
+    """
+    scale = fields.integer("hidden_size") ** 0.5 if fields.boolean("scale_embedding") else 1.0
+    return {"embedding_multiplier": scale}
 
 
 def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -400,8 +418,64 @@ DENSE_ROWS: dict[str, Row] = {
         rope=no_rope,
         tied=True,
         adapt=_biogpt,
-        more=lambda fields: {
-            "embedding_multiplier": fields.integer("hidden_size") ** 0.5 if fields.boolean("scale_embedding") else 1.0
+        more=_scaled_embedding,
+    ),
+    "XGLMForCausalLM": Row(
+        "XGLM (Lin et al. 2021, arXiv:2112.10668): BioGPT with sinusoidal positions.",
+        DeclaredForm(
+            norms=("self_attn_layer_norm", "final_layer_norm"),
+            out="self_attn.out_proj",
+            up=("fc1",),
+            down="fc2",
+            activation="gelu",
+            sinusoids=True,
+            first_position=2,
+        ),
+        names=(("model.layer_norm.", "model.norm."),),
+        spelled={
+            "d_model": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "attention_heads": "num_attention_heads",
+            "ffn_dim": "intermediate_size",
+            "activation_function": "hidden_act",
         },
+        defaults={"scale_embedding": True, EPS: 1e-5},
+        only={EPS: 1e-5, "add_cross_attention": False},
+        rope=no_rope,
+        tied=True,
+        more=_scaled_embedding,
+        unused_ends=(".embed_positions.weights",),
+    ),
+    "GPTNeoXJapaneseForCausalLM": Row(
+        "GPT-NeoX Japanese (ABEJA 2022): GPT-NeoX in sequence, with one bias, after the last layer's attention.",
+        DeclaredForm(
+            qkv=("attention.query_key_value",),
+            joined=GROUPS,
+            out="attention.dense",
+            up=("mlp.dense_h_to_4h",),
+            down="mlp.dense_4h_to_h",
+            activation="gelu",
+        ),
+        names=(
+            ("gpt_neox_japanese.embed_in.", "model.embed_tokens."),
+            ("gpt_neox_japanese.final_layer_norm.", "model.norm."),
+            ("gpt_neox_japanese.", "model."),
+            ("embed_out.", "lm_head."),
+        ),
+        suffixes=((".attention.dense_bias", ".attention.dense.bias"),),
+        spelled={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        defaults={EPS: 1e-5, "intermediate_multiple_size": 4},
+        rope=parts_of_heads,
+        bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        tied=True,
+        adapt=lambda fields: {
+            "intermediate_size": fields.integer("hidden_size") * fields.integer("intermediate_multiple_size")
+        },
+        each_layer=lambda fields, layer, attention: replace(
+            attention, output_bias=layer == fields.integer("num_hidden_layers") - 1
+        ),
+        unused_ends=(*MASKS, ".attention.rotary_emb.inv_freq"),
     ),
 }

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
@@ -18,8 +19,6 @@ from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.cross_pictures import NOTHING, PICTURES, PictureAttention, WithPictures
-from jaxengine.models.layers.base.embedding import own_logits
-from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -72,19 +71,31 @@ class CrossLayer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        if not isinstance(self.cross, WithPictures):  # a step without images
+        cross = self.cross
+        if not isinstance(cross, WithPictures):  # a step without images
             return x, kv
+        return lax.cond(cross.is_needed, lambda x: self._with_pictures(cross, x, step), lambda x: x, x), kv
+
+    def _with_pictures(self, cross: WithPictures, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the layer's output [T, D] for x [T, D] in a step in which some token has images in its sequence."""
         with jax.named_scope("cross_attention"):
-            more, sees = self.cross(self.input_norm(x), step.rows)
+            more, sees = cross(self.input_norm(x), step.rows)
             x = self._added(x, more, self.cross_gate, sees > NOTHING)
         with jax.named_scope("mlp"):
-            return self._added(x, self.mlp(self.mlp_norm(x), step.rows), self.mlp_gate, sees == PICTURES), kv
+            return self._added(x, self.mlp(self.mlp_norm(x), step.rows), self.mlp_gate, sees == PICTURES)
 
     @staticmethod
     def _added(x: jax.Array, more: jax.Array, gate: nnx.Param, where: jax.Array) -> jax.Array:
         """Return x [T, D], plus `more` times the tanh of the gate at the tokens bool[T]."""
         opened = jnp.tanh(gate[...].astype(jnp.float32)) * more.astype(jnp.float32)
         return (x.astype(jnp.float32) + jnp.where(where[:, None], opened, 0.0)).astype(x.dtype)
+
+
+class SkippedLayer(nnx.Module):
+    """Layer that returns x: one that attends to images in a model that takes none."""
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        return x, kv
 
 
 class MllamaForConditionalGeneration(LlamaForCausalLM):
@@ -105,6 +116,16 @@ class MllamaForConditionalGeneration(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields, optional=True).with_defaults(**_DEFAULTS)
+        shared, crosses = cls._read_text(text)
+        one = shared["attention"][0]
+        heads = {"num_kv_heads": one.num_kv_heads, "head_dim": one.head_dim}
+        return shared | {"tower": read_mllama_tower(fields, text, crosses, **heads)}
+
+    @classmethod
+    def _read_text(cls, text: ConfigFields) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Return (keyword arguments of ModelConfig without the architecture and the tower, the numbers of the layers
+        that attend to images) of the text part of a config.json. Raises ModelConfigError for wrong fields.
+        """
         text.require(attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
         shared = super().read_hf(text)
         attention, count = shared["attention"], len(shared["attention"])
@@ -114,30 +135,24 @@ class MllamaForConditionalGeneration(LlamaForCausalLM):
         if not right or not 0 < len(set(layers)) == len(layers) < count:
             raise text.fail("cross_attention_layers", f"a list of some, but not all, layers from 0 to {count - 1}")
         crosses = tuple(sorted(layers))
-        one = attention[0]
-        heads = {"num_kv_heads": one.num_kv_heads, "head_dim": one.head_dim}
-        return shared | {
-            "vocab_size": shared["vocab_size"] + FURTHER_TOKENS,
-            "attention": tuple(
-                replace(each, feed_forward_only=True) if layer in crosses else each
-                for layer, each in enumerate(attention)
-            ),
-            "tower": read_mllama_tower(fields, text, crosses, **heads),
-        }
-
-    def __init__(self, config: ModelConfig, build: Build):
-        super().__init__(config, build)
-        if self.stage.is_last and config.pooler is None:
-            known = config.vocab_size - FURTHER_TOKENS
-            head = Source("lm_head", known, padding=self.mesh.padded_vocab_size(config.vocab_size) - known)
-            self.lm_head = Linear(config.hidden_size, (head,), axes=("embed", "vocab"), build=self.build)
+        each = (
+            replace(each, feed_forward_only=True) if layer in crosses else each for layer, each in enumerate(attention)
+        )
+        sizes = {"vocab_size": shared["vocab_size"] + FURTHER_TOKENS, "scored_tokens": shared["vocab_size"]}
+        return {**shared, **sizes, "attention": tuple(each)}, crosses
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        if layer in self.config.skipped_layers:
+            return SkippedLayer()
         if self.config.attention[layer].feed_forward_only:
             return CrossLayer(self.config, layer, build)
         return super().make_layer(layer, build)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D], as Decoder does, with -inf for FURTHER_TOKENS."""
-        with jax.named_scope("logits"):
-            return own_logits(self.token_logits(hidden), self.config.vocab_size - FURTHER_TOKENS)
+
+class MllamaForCausalLM(MllamaForConditionalGeneration):
+    """Text part of Llama 3.2 Vision alone, whose layers that attend to images do nothing."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shared, crosses = cls._read_text(fields.with_defaults(**_DEFAULTS))
+        return shared | {"skipped_layers": crosses}

@@ -79,7 +79,7 @@ class Decoder(nnx.Module):
         if stage.is_last and pooler is not None and pooler.token_heads:
             self.token_heads = self.make_token_heads(pooler.token_heads, build)
         if stage.is_last and pooler is None and not tied:
-            head = vocab_source("lm_head", config.vocab_size, self.mesh)
+            head = vocab_source("lm_head", config.vocab_size, self.mesh, config.num_logits)
             self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
 
     @abstractmethod
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
         Those of the padding are -inf where the vocabulary is padded so that devices can split it.
         """
         with jax.named_scope("logits"):
-            return own_logits(self.token_logits(hidden), self.config.vocab_size)
+            return own_logits(self.token_logits(hidden), self.config.num_logits)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """Return the cache groups of the whole model. Each lists only those of its layers that are in this stage, which

@@ -43,7 +43,7 @@ _ROWS = 8192
 
 
 class Eagle3Layer(nnx.Module):
-    """Llama layer whose attention reads embeddings [T, D] and hidden states [T, D], concatenated."""
+    """Llama or Qwen3 layer whose attention reads embeddings [T, D] and hidden states [T, D], concatenated."""
 
     def __init__(self, config: Eagle3Config, build: Build):
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -79,7 +79,13 @@ class Eagle3(Decoder):
         size, eps, vocab_size = config.hidden_size, config.rms_norm_eps, config.vocab_size
         if config.own_embedding:
             self.embed = Embedding(vocab_size, size, source=EMBEDDING.removesuffix(".weight"), build=build)
-        joined = len(config.streams) * config.target_size
+        count, target = len(config.streams), config.target_size
+        joined, each = count * target, range(count) if config.stream_norms else ()
+        norm = RMSNorm(joined, eps, source="model.input_norm", build=build) if config.joined_norm else None
+        self.joined_norm = norm
+        self.stream_norms = nnx.List(
+            [RMSNorm(target, eps, source=f"model.fc_norm.{number}", build=build) for number in each]
+        )
         self.joined = Linear(joined, (Source("model.fc", size),), axes=("latent", "embed"), build=build)
         self.head_norm = RMSNorm(size, eps, source="model.norm", build=build)
         head = vocab_source("lm_head", config.draft_vocab_size, build.mesh)
@@ -94,8 +100,16 @@ class Eagle3(Decoder):
         return Eagle3Layer(self.sizes, build)
 
     def read(self, hidden: jax.Array) -> jax.Array:
-        """Return the model's hidden states of each token, [T, streams * target_size], projected to [T, D]."""
+        """Return the model's hidden states of each token, [T, streams * target_size], normed as the config says and
+        projected to [T, D].
+        """
         with jax.named_scope("join"):
+            if self.joined_norm is not None:
+                hidden = self.joined_norm(hidden)
+            if self.stream_norms:
+                streams = jnp.split(hidden, len(self.stream_norms), axis=-1)
+                parts = [norm(stream) for norm, stream in zip(self.stream_norms, streams, strict=True)]
+                hidden = jnp.concatenate(parts, axis=-1)
             return self.joined(hidden)
 
     def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
@@ -106,13 +120,14 @@ class Eagle3(Decoder):
         self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
     ) -> tuple[jax.Array, KVPages]:
         """Return hidden states [T, D], given each token's hidden state [T, D] and the next token's embedding [T, D],
-        and the head's own pool `kv` with the keys and values of these tokens written.
+        and the head's own pool `kv` with the keys and values of these tokens written. They are after the head's norm if
+        the config has norm_output.
 
         hidden: result of `read`, or of the last call when drafting further tokens.
         """
         x, pool = super().__call__(batch, kv, jnp.concatenate([embeddings, hidden], axis=-1))
         assert isinstance(pool, KVPages)
-        return x, pool
+        return self.head_norm(x) if self.sizes.norm_output else x, pool
 
     def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
         """Return logits f32[R, V / n] of the tokens after the next ones, split over n devices as the model's logits
@@ -121,7 +136,8 @@ class Eagle3(Decoder):
         hidden: [R, D], results of a call. model: not used, as the head has an output matrix of its own.
         """
         with jax.named_scope("logits"):
-            own = self.lm_head(self.head_norm(hidden), out_dtype=jnp.float32)
+            normed = hidden if self.sizes.norm_output else self.head_norm(hidden)
+            own = self.lm_head(normed, out_dtype=jnp.float32)
             own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
             # Promised to be in bounds: for other modes XLA:TPU needs a row of memory for each token.
             own = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-jnp.inf)

@@ -75,6 +75,10 @@ class MllamaTowerConfig(VitTowerConfig):
     text_eps: float
 
     @property
+    def crossed_layers(self) -> tuple[int, ...]:
+        return self.layers
+
+    @property
     def tilings(self) -> list[tuple[int, int]]:
         """The (rows, columns) of an image's tiles, in the order of their numbers, which count from 1."""
         return _tilings(self.max_tiles)

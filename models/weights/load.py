@@ -409,25 +409,16 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
 def is_unread(model: CausalLM, name: str) -> bool:
     """Return whether checkpoints of the model may have a tensor of this name that is ignored.
 
-    These are tensors of a tower that is not served, of heads, of next-token or other further layers, of keys and values
-    that a layer takes from another one, of experts without weights, for which transformers writes some, scales of
-    cached keys and values, and IGNORABLE_SUFFIXES.
+    These are tensors of a tower that is not served, of heads, those of ModelConfig.unread, of experts without weights,
+    for which transformers writes some, scales of cached keys and values, and IGNORABLE_SUFFIXES.
     """
     config = model.config
     towers = unread_towers(model.checkpoint_names, config.towers)
-    count = config.num_nextn_predict_layers + config.num_unread_layers
-    further = tuple(f"model.layers.{config.num_layers + n}." for n in range(count))
     heads = model.checkpoint_names.heads
-    shared = tuple(
-        f"model.layers.{number}.self_attn.{part}"
-        for number, layer in enumerate(config.attention)
-        if layer.kv_source is not None
-        for part in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
-    )
     experts, zeros = config.experts, 0 if config.experts is None else config.experts.num_zero_experts
     if experts is not None and any(f".experts.{experts.num_experts + number}." in name for number in range(zeros)):
         return True
-    return name.startswith((*towers, *further, *heads, *shared)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
+    return name.startswith((*towers, *heads, *config.unread)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
 
 
 def _tensors_of(param: DeclaredParam) -> set[str]:

@@ -53,7 +53,7 @@ class PagedRun:
 
     def __init__(self, model):
         self.graph, state = nnx.split(model)
-        self.state = state
+        self.state, self.num_logits = state, model.config.num_logits
         groups = model.cache_groups(PAGE_SIZE, "float32", hybrid=False)
         self.kv = alloc(pool_spec(groups, PAGES_PER_LAYER))
         if states := state_rows(groups, NUM_SLOTS):
@@ -72,7 +72,7 @@ class PagedRun:
         adapters: dict[str, int] | None = None,
         pictures: Pictures | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence.
+        """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence, of the tokens that have any.
 
         adapters: slots of some. pictures: of the step's tokens.
         """
@@ -106,7 +106,7 @@ class PagedRun:
         sections |= {} if pictures is None else {"pictures": pictures}
         batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), sections))
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
-        return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
+        return {name: np.asarray(logits[cu[row] : cu[row + 1], : self.num_logits]) for row, name in enumerate(work)}
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)

@@ -75,7 +75,10 @@ def drafting(stage: StagePrograms) -> Drafting | None:
             shape: Any = open_draft(replace(config, load_format="dummy"), stage.model.config).config
             model = build_eagle3(shape, build)
         else:
-            model = build_next_token(stage.model.config, build)
+            own = stage.model.config
+            if chosen.model is not None:
+                own = open_draft(replace(config, load_format="dummy"), own).config
+            model = build_next_token(own, build)
         programs = HeadPrograms(model, stage.steps, config)
     leaves = [leaf for _, leaf in abstract_leaves(model, stage.mesh)]
     weights = programs.weights(leaves, stage.params)

@@ -18,22 +18,29 @@ NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR = "ngram", "draft_model", "mtp", "eagle
 METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR)
 # Names of a model by which earlier vLLM versions chose the method "ngram".
 _NGRAM_MODELS = (NGRAM, f"[{NGRAM}]")
-# vLLM's earlier names of a method, one for each family.
-_ALIASES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "glm4_moe_lite_mtp": MTP}
+# vLLM's earlier names of the method "mtp", one for each family.
+_FAMILIES = (
+    *("deepseek", "mimo", "mimo_v2", "glm4_moe", "glm4_moe_lite", "glm_ocr", "ernie", "nemotron_h", "exaone_moe"),
+    *("exaone4_5", "qwen3_next", "qwen3_5", "longcat_flash", "bailing_hybrid", "bailing_hybrid_v3", "minimax_m3"),
+    *("pangu_ultra_moe", "step3p5", "step5", "hy_v3", "hy_v4", "glm5_next", "kimi_k3", "qwen4_exp", "dots3_note"),
+    *("gemma4", "inkling"),
+)
+_ALIASES = {f"{family}_{MTP}": MTP for family in _FAMILIES}
 MAX_DRAFTS = 7
 MAX_LOOKUP = 32
 # Lookups of three tokens, then of two: longer ones rarely match, and single tokens predict little.
 _LOOKUP = (2, 3)
 # Widths of steps: tokens of a decode, the last one and drafts. Each width needs its own programs.
 _WIDTHS = (2, 4, 8)
-# Methods with their own checkpoint, and fields that only some methods have.
+# Methods that need, and that may have, a checkpoint of their own, and fields that only some methods have.
 STORED = (DRAFT_MODEL, EAGLE3)
+_MAY_BE_STORED = (*STORED, MTP)
 _OF_DRAFTER = ("model", "revision", "draft_tensor_parallel_size")
 _OF_METHODS = {
     "prompt_lookup_max": (NGRAM,),
     "prompt_lookup_min": (NGRAM,),
     "streams": (EAGLE3,),
-    **dict.fromkeys(_OF_DRAFTER, STORED),
+    **dict.fromkeys(_OF_DRAFTER, _MAY_BE_STORED),
 }
 # Options of a flat form, and the field of each.
 FLAT = {
@@ -51,13 +58,14 @@ class SpeculativeConfig:
 
     Attributes:
       method: "ngram", which looks the last tokens up among earlier ones; "draft_model", a smaller model; "mtp", the
-        layer of the model's checkpoint that predicts the token after the next; "eagle3", a head with its own checkpoint
+        layer of a checkpoint that predicts the token after the next; "eagle3", a head with its own checkpoint
         that reads the model's hidden states; or "grammar", which proposes only tokens that a grammar leaves no choice
         of. The other methods do that, too.
       num_speculative_tokens: limit of drafts of a request per step, 1 to 7.
       prompt_lookup_max: most tokens that an n-gram lookup compares; prompt_lookup_min: fewest. One defaults to the
         other; without either 3 and 2.
-      model: the draft model or head, named like the engine's `model`; revision: its revision on the hub.
+      model: the draft model or head, or the checkpoint with the layer of "mtp", named like the engine's `model`; None
+        for the layer of the model's own checkpoint. revision: its revision on the hub.
       draft_tensor_parallel_size: devices that split it; they are those of the model.
       streams: numbers of layers after which an EAGLE-3 head reads hidden states, from its config.json; not an option.
     """
@@ -98,7 +106,7 @@ class SpeculativeConfig:
         if count is None:
             problem = f"{NAME}.num_speculative_tokens is not given"
             raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
-        own: dict[str, Any] = {name: chosen.get(name) for name in _OF_DRAFTER} if method in STORED else {}
+        own: dict[str, Any] = {name: chosen.get(name) for name in _OF_DRAFTER} if method in _MAY_BE_STORED else {}
         limits = {"num_speculative_tokens": MAX_DRAFTS}
         if method == NGRAM:
             most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
@@ -193,7 +201,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     No method works with a model that pools or keeps recurrent states, several nodes, or steps of one token; "grammar"
     needs a tokenizer. Drafts by a model need a single pipeline stage, no tower, a layer that keeps all keys (or
     disable_hybrid_kv_cache_manager), and the tensor parallel size of the engine; "mtp" also the checkpoint's layer for
-    it.
+    it, unless speculative_config names another checkpoint.
     """
     if options[NAME] is None:
         return
@@ -216,7 +224,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
         return
     if (stages := options["pipeline_parallel_size"]) > 1:
         raise refuse(f"pipeline_parallel_size is {stages}, and {chosen.method} needs a single stage")
-    if chosen.method == MTP and not model.num_nextn_predict_layers:
+    if chosen.method == MTP and chosen.model is None and not model.num_nextn_predict_layers:
         unread = f"the {model.num_unread_layers} next-token layers of this {model.architecture} are not read"
         none = f"num_nextn_predict_layers of this {model.architecture} is 0"
         raise refuse(unread if model.num_unread_layers else none)
@@ -247,6 +255,22 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
         return
     problem = f"{NAME}.model, a {draft.architecture}, {what}"
     raise ConfigError.because(NAME, problem, "name a text model of the same vocabulary that keeps keys and values")
+
+
+def check_layer(draft: ModelConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if the next-token layer of a checkpoint with the config `draft` is not one for `model`: the
+    checkpoint has no such layer, or another class, number of layers, hidden size or vocabulary size.
+    """
+    names = ("architecture", "num_layers", "hidden_size", "vocab_size")
+    other = next((name for name in names if getattr(draft, name) != getattr(model, name)), None)
+    if other is not None:
+        what = f"has the {other} {getattr(draft, other)}, and the model {getattr(model, other)}"
+    elif not draft.num_nextn_predict_layers:
+        what = "has no next-token layer that is read: its num_nextn_predict_layers is 0"
+    else:
+        return
+    problem = f"{NAME}.model, a {draft.architecture}, {what}"
+    raise ConfigError.because(NAME, problem, "name a checkpoint of this model with such a layer, or leave it out")
 
 
 def check_head(head: Eagle3Config, model: ModelConfig) -> None:

@@ -17,6 +17,8 @@ _TOGETHER = {"cpu": 1}
 _USUALLY_TOGETHER = 4
 # Images that are kept by default, and at most: slots have columns for as many.
 _IMAGES, _MOST_IMAGES = 8, 64
+# What a model attends to.
+_SOUNDS, _PICTURES = "sounds", "images"
 
 
 def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platform) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platf
     """
     tower = model.tower
     assert tower is not None
-    _check(chosen, model, "sounds")
+    _check(chosen, model, _SOUNDS)
     if (most := _given_count(chosen, AUDIO)) > 1:
         raise ConfigError(f"limit_mm_per_prompt.{AUDIO}", most, "1, as every prompt of this model has one sound")
     asked = chosen["max_num_batched_encoder_tokens"]
@@ -56,11 +58,11 @@ def settle_crossed_pictures(chosen: Mapping[str, Any], model: ModelConfig, platf
 
     chosen: the other fields of ResolvedConfig, by name. model: has a tower of images. Raises ConfigError for an
     encoder_cache_size above the limit, for a limit_mm_per_prompt of more images than are kept, and for what
-    `settle_sounds` raises it for.
+    `settle_sounds` raises it for, except adapters.
     """
     tower = model.tower
     assert tower is not None
-    _check(chosen, model, "images")
+    _check(chosen, model, _PICTURES)
     most = _given_count(chosen, IMAGE)
     rows = chosen["encoder_cache_size"] or min(max(_IMAGES, most), _MOST_IMAGES)
     if rows > _MOST_IMAGES:
@@ -82,12 +84,12 @@ def _given_count(chosen: Mapping[str, Any], modality: str) -> int:
 
 def _check(chosen: Mapping[str, Any], model: ModelConfig, kind: str) -> None:
     """Raise ConfigError for an option that models with cross-attention do not support. chosen: fields of
-    ResolvedConfig, by name. kind: what the model attends to.
+    ResolvedConfig, by name. kind: what the model attends to, _SOUNDS, which take no adapters, or _PICTURES.
     """
     for name, wrong, advice in (
         ("pipeline_parallel_size", chosen["pipeline_parallel_size"] > 1, "leave it 1"),
         ("nnodes", chosen["nnodes"] > 1, "leave it 1"),
-        ("enable_lora", chosen["enable_lora"], "leave it out"),
+        ("enable_lora", chosen["enable_lora"] and kind == _SOUNDS, "leave it out"),
         ("speculative_config", chosen["speculative_config"] is not None, "leave it out"),
         ("logits_processors", bool(chosen["logits_processors"]), "leave them out"),
         ("enable_mm_embeds", chosen["enable_mm_embeds"], "leave it out"),

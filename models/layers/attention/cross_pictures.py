@@ -97,11 +97,18 @@ class PictureAttention(nnx.Module):
 class WithPictures(nnx.Module):
     """PictureAttention of one layer together with the step's images."""
 
+    sees: Any
+
     def __init__(self, module: PictureAttention, step: StepPictures, layer: int):
         self.module = module
         for name, value in step._asdict().items():
             setattr(self, name, Given(value))
         self.layer = Given(jnp.int32(layer))  # an array: equal layers share a trace
+
+    @property
+    def is_needed(self) -> jax.Array:
+        """Whether any token of the step attends to images, bool[]."""
+        return (self.sees[...] > NOTHING).any()
 
     def __call__(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Return (the projected attention output [T, D], StepPictures.sees) of x [T, D]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -39,13 +41,24 @@ class Embedding(nnx.Module):
         return self.weight.matmul(gather_tokens(hidden, "vocab"), contract=1)
 
 
-def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
+def sinusoids(positions: jax.Array, size: int) -> jax.Array:
+    """Return f32[T, size] of positions i32[T]: their sines at size // 2 frequencies, from 1 to 1 / 10000 radians per
+    position in equal ratios, then their cosines, and a zero if `size`, at least 4, is odd.
+    """
+    count = size // 2
+    frequencies = jnp.exp(-math.log(10000.0) / (count - 1) * jnp.arange(count, dtype=jnp.float32))
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.pad(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1), ((0, 0), (0, size % 2)))
+
+
+def vocab_source(name: str, vocab_size: int, mesh: MeshLayout, rows: int | None = None) -> Source:
     """Return the Source of the checkpoint's token table or LM head, padded with rows of no token so that the mesh can
     split it.
 
-    name: the checkpoint's module. vocab_size: number of its rows.
+    name: the checkpoint's module. rows: number of its rows, those of the first tokens; None for `vocab_size`.
     """
-    return Source(name, vocab_size, padding=mesh.padded_vocab_size(vocab_size) - vocab_size)
+    rows = vocab_size if rows is None else rows
+    return Source(name, rows, padding=mesh.padded_vocab_size(vocab_size) - rows)
 
 
 def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:

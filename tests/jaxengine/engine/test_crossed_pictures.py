@@ -9,6 +9,8 @@ needs two devices (XLA_FLAGS=--xla_force_host_platform_device_count=2).
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,8 +19,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from jaxengine import LLM, ConfigError, RequestError, SamplingParams
+from jaxengine import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.base.platforms import PLATFORMS
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from tests.fixtures.adapters import write_adapter
 from tests.fixtures.mllama_checkpoints import CASES, PROMPTS, recorded_path, text_of, write_checkpoint
 from tests.fixtures.unit_pictures import SIZES, picture
 
@@ -53,11 +66,11 @@ class Case:
         return LLM(str(self.folder), **{**OPTIONS, **options})
 
 
-def check(case: Case, llm: LLM, times: int = 1) -> None:
+def check(case: Case, llm: LLM, times: int = 1, adapter: LoRARequest | None = None) -> None:
     """The recorded tokens follow each prompt, with the recorded scores, all prompts at once and as often as said."""
     count = len(case.answers[0])
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
-    outputs = llm.generate(case.prompts * times, params, use_tqdm=False)
+    outputs = llm.generate(case.prompts * times, params, use_tqdm=False, lora_request=adapter)
     for index, output in enumerate(outputs):
         number = index % len(case.prompts)
         assert output.prompt_token_ids == case.recorded[f"tokens_{number}"].tolist()
@@ -158,15 +171,59 @@ def test_what_is_refused(case, llm):
             llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
         assert cache.num_bytes == known or message != too_many  # no image was preprocessed
     for options, message in (
-        ({"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt leaves no image"),
         ({"limit_mm_per_prompt": {"image": 65}}, r"limit_mm_per_prompt.image is 65; allowed: 0 to 64, as many images"),
         ({"limit_mm_per_prompt": {"image": 5}, "encoder_cache_size": 4}, "image is 5; allowed: 0 to 4, as many"),
         ({"encoder_cache_size": 65}, "encoder_cache_size is 65; allowed: 1 to 64 for this model"),
-        ({"enable_lora": True}, "enable_lora is True, which Mllama.*, which attends to images, does not support"),
+        (
+            {"enable_mm_embeds": True},
+            "enable_mm_embeds is True, which Mllama.*, which attends to images, does not",
+        ),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', which Mllama"),
     ):
         with pytest.raises(ConfigError, match=message):
             case.start(**options)
+
+
+def test_without_pictures_it_serves_as_its_text_part(case):
+    """Neither the tower nor layers that attend to pictures have weights, and what these do not support is taken."""
+    options = {**OPTIONS, "pipeline_parallel_size": 2, "kv_cache_dtype": "int8", "enable_lora": True}
+    config = EngineConfig(model=str(case.folder), limit_mm_per_prompt={"image": 0}, **options)
+    source = open_model(config)
+    config.resolved(source.config, PLATFORMS["cpu"])
+    model = build_model(source.config, Build("float32"))
+    names = {each.name for param in declared_params(model) for each in param.decl.sources}
+    assert source.config.tower is None and names and not any("cross" in name for name in names)
+    assert isinstance(source.weights, SafetensorsCheckpoint)
+    load_params(model, source.weights)
+    source.close()
+
+
+@pytest.mark.thorough("starts an engine with adapters")
+def test_an_adapter_is_added_to_all_layers(case, tmp_path, executables_dir):
+    """What it adds was taken from the weights before: with it the model answers as recorded, without it otherwise.
+    Keys and values of pictures, which the tower makes, take no adapter."""
+    path = case.folder / "model.safetensors"
+    weights = load_file(path)
+    layers = r"language_model\.model\.layers\.\d+\.(self_attn|mlp|cross_attn(?=\.[qo]_))\.\w+_proj"
+    named = {name.removesuffix(".weight"): values.shape for name, values in weights.items()}
+    shapes = {name: shape for name, shape in named.items() if re.fullmatch(layers, name)}
+    assert {name.split(".")[4] for name in shapes} == {"self_attn", "cross_attn", "mlp"}
+    folder = write_adapter(tmp_path / "adapter", shapes, seed=3, r=3, lora_alpha=3, std=0.3, target_modules=layers)
+    matrices = load_file(folder / "adapter_model.safetensors")
+    for name in shapes:
+        down, up = (matrices[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+        weights[f"{name}.weight"] -= up @ down
+    shutil.copytree(case.folder, tmp_path / "model")
+    save_file(weights, tmp_path / "model" / path.name)
+    llm = LLM(str(tmp_path / "model"), **OPTIONS, enable_lora=True, compile_cache_dir=executables_dir)
+    check(case, llm, 2, LoRARequest("adapter", 1, str(folder)))
+    with pytest.raises(AssertionError):
+        check(case, llm)
+    of_tower = r".*cross_attn\.k_proj"
+    wrong = {name: shape for name, shape in named.items() if re.fullmatch(of_tower, name)}
+    refused = write_adapter(tmp_path / "refused", wrong, seed=3, r=3, target_modules=of_tower)
+    with pytest.raises(ModelFileError, match=r"adapters of it are not supported \(at .*cross_attn.k_proj"):
+        llm.generate(case.prompts[0], use_tqdm=False, lora_request=LoRARequest("refused", 2, str(refused)))
 
 
 def compare(name: str) -> None:

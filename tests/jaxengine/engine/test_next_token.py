@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +16,11 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.speculation import MTP
-from jaxengine.models.registry import read_hf
+from jaxengine.models.build import Build
+from jaxengine.models.layers.next_token import NextTokenSource
+from jaxengine.models.registry import build_next_token, read_folder, read_hf
+from jaxengine.models.weights.load import load_params
+from jaxengine.runner.extensions.drafts.open import open_draft
 from jaxengine.runner.weights.weight_names import WeightUpdateError
 from tests.fixtures.drawn_weights import FOLDER, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
@@ -168,10 +173,47 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, draft
     assert drafting.weight_version == 0 and drafting.core.runner.compiles.count == 0
 
 
+def apart(folder: Path) -> tuple[str, str]:
+    """The checkpoint of one_layer without the layer behind its own, and that layer alone, under vLLM's name for it."""
+    whole, layer = Path(one_layer(folder / "model")), folder / "layer"
+    tensors = load_file(whole / "model.safetensors")
+    layer.mkdir()
+    of_layer = {name: value for name, value in tensors.items() if name.startswith("model.layers.1.")}
+    save_file(of_layer, layer / "model.safetensors")
+    (layer / "config.json").write_text(json.dumps(TINY | {"architectures": ["Glm4MoeMTPModel"]}))
+    save_file({name: tensors[name] for name in tensors.keys() - of_layer.keys()}, whole / "model.safetensors")
+    (whole / "config.json").write_text(json.dumps(TINY | {"num_nextn_predict_layers": 0}))
+    return str(whole), str(layer)
+
+
+def test_a_layer_is_opened_from_a_checkpoint_of_its_own(tmp_path):
+    whole, layer = apart(tmp_path)
+    chosen = {"method": "glm4_moe_mtp", "model": layer, "num_speculative_tokens": 1}
+    config, model = EngineConfig(model=whole, speculative_config=chosen), read_folder(Path(whole))
+    config.resolved(model, PLATFORMS["cpu"])
+    draft = open_draft(config, model)
+    assert isinstance(draft.weights, NextTokenSource) and draft.config.num_nextn_predict_layers == 1
+    head = build_next_token(draft.config, Build("float32"))
+    read = load_params(head, draft.weights)
+    joined = load_file(Path(layer) / "model.safetensors")["model.layers.1.eh_proj.weight"]
+    assert any(np.array_equal(value, joined.T) or np.array_equal(value, joined) for value in jax.tree.leaves(read))
+    draft.close()
+    for changed, said in (
+        ({"vocab_size": 65}, "vocab_size 65, and the model 64"),
+        ({"num_hidden_layers": 2}, "num_layers 2, and the model 1"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM, and the model Glm4MoeForCausalLM"),
+        ({"num_nextn_predict_layers": 0}, "has no next-token layer that is read"),
+    ):
+        (Path(layer) / "config.json").write_text(json.dumps(TINY | changed))
+        with pytest.raises(ConfigError, match=said):
+            open_draft(config, model)
+
+
 @pytest.mark.thorough("layers of drafts are quantised as others are")
-def test_a_quantised_layer_of_a_quantised_model(tmp_path, options):
-    model = in_blocks(one_layer(tmp_path / "model"))
-    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+@pytest.mark.parametrize("own", [True, False], ids=["own", "apart"])
+def test_a_layer_of_a_quantised_model_or_of_another_checkpoint(own, tmp_path, options):
+    model, layer = (in_blocks(one_layer(tmp_path / "model")), None) if own else apart(tmp_path)
+    drafts = {"method": "mtp", "num_speculative_tokens": 1, "model": layer}
     drafting = LLM(model, **options, speculative_config=drafts)
     rng = np.random.default_rng(3)
     prompts = [{"prompt_token_ids": [0, *rng.integers(1, SIZE, length).tolist()]} for length in range(3, 15)]
@@ -180,10 +222,10 @@ def test_a_quantised_layer_of_a_quantised_model(tmp_path, options):
     expected = drafting.generate(prompts, params, use_tqdm=False)  # without drafts
     force(drafting, 2)
     assert accepted_share(drafting, prompts, params, expected) > 0.95
-    layer = {
+    layers = {
         row["modules"]: row["format"] for row in drafting.core.utility("weights") if row["modules"].startswith("layers")
     }
-    assert_told(drafting, layer | {"joined": "as it is"})
+    assert_told(drafting, layers | {"joined": "as it is"})
 
 
 @pytest.mark.thorough("minutes of compiling")

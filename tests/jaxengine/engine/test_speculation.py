@@ -378,8 +378,8 @@ def test_families(family, executables_dir):
             for named in ({"model": "[ngram]"}, {})
         ),
         (
-            {"speculative_config": {"method": "mtp", "model": "[ngram]"}},
-            r"model is '\[ngram\]', and 'mtp' has no model",
+            {"speculative_config": {"method": "grammar", "model": "[ngram]"}},
+            r"model is '\[ngram\]', and 'grammar' has no model",
         ),
         ({"speculative_model": "[ngram]"}, "num_speculative_tokens is not given"),
         ({"speculative_model": "[ngram]", "speculative_config": DRAFTS}, "given together with speculative_config"),
@@ -405,6 +405,7 @@ def test_flat_options_are_the_same():
     [
         {"method": "ngram", "prompt_lookup_max": 4},
         {"method": "mtp"},
+        {"method": "mtp", "model": "org/layer"},
         {"method": "draft_model", "model": "org/small", "draft_tensor_parallel_size": 1},
         {"method": "eagle3", "model": "org/head", "streams": (2, 16, 29)},
     ],

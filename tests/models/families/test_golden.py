@@ -43,14 +43,14 @@ MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM
 MIXED |= {"SolarForCausalLM", "AXK2ForCausalLM", "LaraMiniForCausalLM", "BailingMoeV3ForCausalLM"}
 MIXED |= {"Glm5NextForConditionalGeneration"}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
-MIXED -= {"BeamForCausalLM", "Step3p7ForConditionalGeneration"}
+MIXED -= {"BeamForCausalLM", "Step3p7ForConditionalGeneration", "XGLMForCausalLM"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.
 RENAMED = frozenset(name for name in ALWAYS if name.endswith(("_vision", "_wrapped")))
 # Families whose class or row computes nothing of its own: it sets what others of ALWAYS have, or names weights anew.
 _SIMILAR = """arcee codegen cwm dots1 ernie4_5 gemma glm glm4_moe glm4_moe_lite glm_moe_dsa gpt_bigcode
 gpt_neo granite_moe granite_moe_shared granite_moe_swa helium hunyuan_moe internlm3 jais2 lfm2_moe minicpm ministral3
-mistral olmo olmo3 olmoe persimmon qwen3_5_moe seed_oss"""
+mistral mllama_text olmo olmo3 olmoe persimmon qwen3_5_moe seed_oss"""
 SIMILAR = frozenset(_SIMILAR.split())
 WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 

@@ -24,7 +24,7 @@ from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
-from tests.fixtures.drawn_weights import FOLDER, draw_all
+from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 12, 1e-4
@@ -59,12 +59,15 @@ def pool_of(model):
     return alloc(pool_spec(model.cache_groups(PAGE_SIZE, "float32", hybrid=False), NUM_PAGES))
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.thorough("another configuration"))])
+_OTHERS = [pytest.param(name, marks=pytest.mark.thorough("another configuration")) for name in ("llama", "qwen3")]
+
+
+@pytest.mark.parametrize("name", ["qwen3_bias", *_OTHERS])
 def test_logits_are_those_of_the_definition(name, recorded, tmp_path):
     model, config = recorded(name).model, recorded(name).config
     raw, tensors = read(name)
     # Most checkpoints have a copy of the model's embeddings, and which tokens have drafts.
-    lender = SafetensorsCheckpoint(FOLDER / name)
+    lender = SafetensorsCheckpoint(checkpoint(name))
     copies = {"t2d": np.zeros(config.vocab_size, np.bool_)}
     if "embed_tokens.weight" not in tensors:
         copies["embed_tokens.weight"] = lender.read("model.embed_tokens.weight")
@@ -140,9 +143,24 @@ def test_layers_are_those_that_the_configuration_means(listed, streams, recorded
     ("changed", "said"),
     [
         ({"architectures": ["MistralForCausalLM"]}, "for an EAGLE-3 head, got MistralForCausalLM"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "Eagle3Qwen3ForCausalLM for an EAGLE-3 head, got EagleLlama"),
         ({"speculators_model_type": "dflash"}, 'speculators_model_type must be "eagle3"'),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "mistral"}},
+            "model_type must be one of llama, qwen3 for an EAGLE-3 head",
+        ),
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1 for an EAGLE-3 head"),
-        ({"norm_before_fc": True}, "norm_before_fc must be false or absent"),
+        ({"logit_scale": 0.5}, "logit_scale must be 1.0 or absent"),
+        ({"sliding_window": 8}, "sliding_window must be absent"),
+        (
+            {
+                "architectures": ["Eagle3Qwen3ForCausalLM"],
+                "layer_types": ["sliding_attention"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+            },
+            "sliding_window must be absent, or not used, for an EAGLE-3 head",
+        ),
         ({"quantization_config": {}}, "quantization_config must be absent"),
         ({"draft_vocab_size": 129}, "draft_vocab_size must be at most vocab_size, 128"),
         ({LAYERS: [True]}, "must be a list of whole numbers"),
@@ -188,6 +206,17 @@ def test_other_embeddings_are_kept(recorded, tmp_path):
     np.testing.assert_array_equal(head.embed.weight.values[...], table)
     source.close()
     lender.close()
+
+
+def test_a_name_says_which_layer_a_head_has():
+    raw, _ = read("llama")
+    named = ["LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"]
+    named += ["Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"]
+    layers = dict.fromkeys(named, "Llama") | dict.fromkeys(["Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"], "Qwen3")
+    read_as = {name: head_fields(raw | {"architectures": [name]}).value("architectures") for name in layers}
+    assert read_as == {name: [f"{layer}ForCausalLM"] for name, layer in layers.items()}
+    nested = {"speculators_model_type": "eagle3", "transformer_layer_config": raw | {"model_type": "qwen3"}}
+    assert head_fields(nested).value("architectures") == ["Qwen3ForCausalLM"]
 
 
 def test_fields_of_speculators_are_read_from_both_places():

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from jaxengine.checkpoint.model_source import ModelSource, find_model, open_model, open_weights
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
-from jaxengine.config.features.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, check_draft_model, check_head
+from jaxengine.config.features.speculation import (
+    DRAFT_MODEL,
+    EAGLE3,
+    MTP,
+    NAME,
+    check_draft_model,
+    check_head,
+    check_layer,
+)
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
@@ -21,7 +29,14 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.eagle3 import Eagle3Source
 from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.source import WeightSource
-from jaxengine.models.registry import build_eagle3, build_model, build_next_token, model_for_hf, read_eagle3
+from jaxengine.models.registry import (
+    build_eagle3,
+    build_model,
+    build_next_token,
+    model_for_hf,
+    read_eagle3,
+    read_next_token,
+)
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
@@ -37,14 +52,14 @@ class OpenedDraft(NamedTuple):
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the config with its draft model or head downloaded: speculative_config then has its local path, no
-    revision, and the head's streams (the target layers whose hidden states it reads). A config whose draft method has
-    no files of its own is returned unchanged.
+    revision, and the head's streams (the target layers whose hidden states it reads). A config that names no draft
+    model is returned unchanged.
 
     model: config of the target model. Raises the errors of `open_draft`, and ConfigError for streams that differ from
     the head's.
     """
     chosen = config.speculative_config
-    if chosen is None or chosen.method not in STORED:
+    if chosen is None or chosen.model is None:
         return config
     draft = open_draft(config, model)
     draft.close()
@@ -82,7 +97,7 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
         speculative_config=None,
     )
     try:
-        draft = _open_head(own, model) if chosen.method == EAGLE3 else open_model(own)
+        draft = _OPEN.get(chosen.method, lambda own, model: open_model(own))(own, model)
     except ConfigError as error:
         error.args = (f"{NAME}.model: {error.args[0]}",)
         error.param = NAME
@@ -90,6 +105,8 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
     with draft.closing_on_error():
         if isinstance(draft.config, Eagle3Config):
             check_head(draft.config, model)
+        elif chosen.method == MTP:
+            check_layer(draft.config, model)
         else:
             check_draft_model(draft.config, model)
     return draft
@@ -102,14 +119,38 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
     model: config of the target model. Raises ConfigError for a file in place of a folder, and ModelFileError for
     missing or invalid files.
     """
-    path = find_model(config)
-    if not path.is_dir():
-        problem = f"{NAME}.model {str(path)!r} is a file"
-        raise ConfigError.because(NAME, problem, "name a folder of an EAGLE-3 head, with config.json and *.safetensors")
+    path = _find_folder(config, "an EAGLE-3 head")
     head = read_eagle3(path, model)
     head = head.up_to(given_length(config.max_model_len) or model.max_position_embeddings)
     weights = None if config.load_format == "dummy" else open_weights(path, config)
     return ModelSource(path=path, config=head, generation_defaults={}, weights=weights)
+
+
+def _open_layer(config: EngineConfig, model: ModelConfig) -> ModelSource:
+    """Open the checkpoint that `config.model` names, of which only the next-token layer is read; without weights for
+    load_format "dummy".
+
+    model: config of the target model. Raises ConfigError for a file in place of a folder, and ModelFileError for
+    missing or invalid files.
+    """
+    path = _find_folder(config, "a model with a next-token layer")
+    draft = read_next_token(path, model)
+    weights = None if config.load_format == "dummy" else NextTokenSource(open_weights(path, config), model.num_layers)
+    return ModelSource(path=path, config=draft, generation_defaults={}, weights=weights)
+
+
+_OPEN: dict[str, Callable[[EngineConfig, ModelConfig], ModelSource]] = {EAGLE3: _open_head, MTP: _open_layer}
+
+
+def _find_folder(config: EngineConfig, what: str) -> Path:
+    """Return the folder that `config.model` names, downloaded if needed. what: name of what it has, for the error.
+    Raises ConfigError for a file in place of a folder.
+    """
+    path = find_model(config)
+    if not path.is_dir():
+        problem = f"{NAME}.model {str(path)!r} is a file"
+        raise ConfigError.because(NAME, problem, f"name a folder of {what}, with config.json and *.safetensors")
+    return path
 
 
 def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:
@@ -137,6 +178,11 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
         shape: Any = draft.config
         with draft.closing_on_error():
             head = _split(chosen.method, lambda: build_eagle3(shape, Build(config.dtype, layout)))
+        return OpenedDraft(head, draft, HeadPrograms)
+    if chosen.model is not None:
+        draft = open_draft(config, model)
+        with draft.closing_on_error():
+            head = _split(chosen.method, lambda: build_next_token(draft.config, Build(config.dtype, layout)))
         return OpenedDraft(head, draft, HeadPrograms)
     if isinstance(weights, Path):
         problem = f"{NAME}.method is {chosen.method!r}, and a folder that jaxengine convert wrote has no such layer"
