@@ -14,6 +14,9 @@ from jaxengine.models.config.model_config import ModelConfig
 # class, or of a function that chooses one.
 PROCESSORS = {
     "LlavaForConditionalGeneration": "pixtral:llava_or_pixtral",
+    "VipLlavaForConditionalGeneration": "llava:LlavaProcessor",
+    "DeepseekVLForConditionalGeneration": "deepseek_vl:DeepseekVLProcessor",
+    "JanusForConditionalGeneration": "deepseek_vl:JanusProcessor",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideoProcessor",
     "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",

@@ -260,8 +260,8 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
     """Return the fields of the language model in a multimodal configuration: `text_config`, with quantization_config,
     bos_token_id, eos_token_id and tie_word_embeddings taken from the outer configuration if they are present there.
 
-    tie_word_embeddings is taken from outside only if text_config lacks it, since transformers 5 writes the default of
-    the wrapper's class there. Raises ModelConfigError if text_config is absent or not a mapping, or if rope is scaled
+    A tie_word_embeddings of text_config is only replaced by true: transformers 5 writes the default of the wrapper's
+    class outside, often false, and that of the text's class, false, inside. Raises ModelConfigError if text_config is absent or not a mapping, or if rope is scaled
     differently outside of it.
     """
     text = fields.mapping("text_config")
@@ -269,7 +269,7 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
         raise fields.fail("text_config", "a mapping")
     _check_outer_rope(fields, text)
     outer = ["quantization_config", "bos_token_id", "eos_token_id"]
-    if not ConfigFields(text).has("tie_word_embeddings"):
+    if not ConfigFields(text).has("tie_word_embeddings") or fields.boolean("tie_word_embeddings", False):
         outer.append("tie_word_embeddings")
     return ConfigFields({**text, **{name: fields.value(name) for name in outer if fields.has(name)}})
 
