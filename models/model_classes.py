@@ -179,6 +179,7 @@ _MODULES = {
     "VipLlavaForConditionalGeneration": "llava",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "JanusForConditionalGeneration": "deepseek_vl",
+    "VideoLlama3ForConditionalGeneration": "video_llama3",
     "LlavaNextForConditionalGeneration": "llava",
     "LlavaNextVideoForConditionalGeneration": "llava",
     "GraniteVisionForConditionalGeneration": "granite_vision",

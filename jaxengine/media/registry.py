@@ -17,6 +17,7 @@ PROCESSORS = {
     "VipLlavaForConditionalGeneration": "llava:LlavaProcessor",
     "DeepseekVLForConditionalGeneration": "deepseek_vl:DeepseekVLProcessor",
     "JanusForConditionalGeneration": "deepseek_vl:JanusProcessor",
+    "VideoLlama3ForConditionalGeneration": "video_llama3:VideoLlama3Processor",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideoProcessor",
     "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
