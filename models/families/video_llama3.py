@@ -1,4 +1,4 @@
-"""VideoLLaMA 3 (Zhang et al. 2025, arXiv:2501.13106), for images: Qwen2 with a vision tower over images of any shape."""
+"""VideoLLaMA 3 (Zhang et al. 2025, arXiv:2501.13106), for images of any shape: Qwen2 with a vision tower."""
 
 from __future__ import annotations
 

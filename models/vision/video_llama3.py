@@ -24,7 +24,7 @@ from jaxengine.models.vision.base.layers import (
     read_axial_theta,
     rope_frequencies,
 )
-from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit
+from jaxengine.models.vision.base.vit import MAX_SIDE, VitTowerConfig, read_vit
 from jaxengine.models.vision.minicpmv import TOWER, make_layer
 
 PROJECTOR = "projector"
@@ -36,7 +36,7 @@ class VideoLlama3TowerConfig(VitTowerConfig):
     """Sizes of the tower. jaxengine.media.processors.grids writes its `columns`.
 
     Attributes:
-      vit: sizes; its image_size, one patch, has no use.
+      vit: sizes; its image_size has no use.
       rope_theta: base of the rotary frequencies, which rows and columns share.
     """
 
@@ -58,8 +58,7 @@ def read_video_llama3(fields: ConfigFields) -> VideoLlama3TowerConfig:
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", _KIND) != _KIND:
         raise vision.fail("model_type", _KIND)
-    one_patch = {f"{vision.prefix}image_size": vision.value("patch_size")}
-    vit = read_vit(ConfigFields({**vision.raw, **one_patch}, vision.prefix))
+    vit = read_vit(ConfigFields({**vision.raw, f"{vision.prefix}image_size": MAX_SIDE}, vision.prefix))
     if vit.hidden_size // vit.num_heads % 4:
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * vit.num_heads}")
     rope = {name.removeprefix(vision.prefix): value for name, value in vision.raw.items()}

@@ -1,4 +1,4 @@
-"""Processors of DeepSeek-VL and Janus: images keep their shape within a square, which is filled with the mean colour."""
+"""Processors of DeepSeek-VL and Janus: images keep their shape, in a square that is filled with the mean colour."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, tok
 from jaxengine.media.processors.units import UnitProcessor, read_size
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.params.files import read_object
-
-_GREY = [127, 127, 127]
 
 
 class DeepseekVLProcessor(UnitProcessor):
@@ -38,9 +36,9 @@ class DeepseekVLProcessor(UnitProcessor):
     colour: list[int]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the least side and the colour, image_mean even if images are not normalised by it; grey if it
-        is null. Raises ModelConfigError for a square other than the tower's, a least side above it, a mean that is no
-        colour, and unless do_pad is true or absent.
+        """Read and set the least side and the colour, image_mean even if images are not normalised by it. Raises
+        ModelConfigError for a square other than the tower's, a least side above it, a mean that is no colour, and
+        unless do_pad is true or absent.
         """
         fields.require(do_pad=True)
         if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
@@ -48,12 +46,10 @@ class DeepseekVLProcessor(UnitProcessor):
         self.least = fields.integer("min_size")
         if self.least > self.side:
             raise fields.fail("min_size", f"at most the tower's image_size, {self.side}")
-        self.colour = _GREY
-        if fields.has("image_mean"):
-            mean = Pixels.read(ConfigFields({**fields.raw, "do_normalize": True})).mean
-            if not all(0 <= one <= 1 for one in mean):
-                raise fields.fail("image_mean", "numbers from 0 to 1, the colour around images")
-            self.colour = [int(one * 255) for one in mean]
+        mean = Pixels.read(ConfigFields({**fields.raw, "do_normalize": True})).mean
+        if not all(0 <= one <= 1 for one in mean):
+            raise fields.fail("image_mean", "numbers from 0 to 1, the colour around images")
+        self.colour = [int(one * 255) for one in mean]
 
     def placeholder_id(self) -> int:
         """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
@@ -97,5 +93,5 @@ class JanusProcessor(DeepseekVLProcessor):
         self._start, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the start token, the placeholder for each embedding, the end token."""
+        """Return the tokens of an image (`item`): the start, the placeholder once for each embedding, and the end."""
         return [*self._start, *super().pieces(item), *self._end]

@@ -261,8 +261,8 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
     bos_token_id, eos_token_id and tie_word_embeddings taken from the outer configuration if they are present there.
 
     A tie_word_embeddings of text_config is only replaced by true: transformers 5 writes the default of the wrapper's
-    class outside, often false, and that of the text's class, false, inside. Raises ModelConfigError if text_config is absent or not a mapping, or if rope is scaled
-    differently outside of it.
+    class outside, often false, and that of the text's class, false, inside. Raises ModelConfigError if text_config is
+    absent or not a mapping, or if rope is scaled differently outside of it.
     """
     text = fields.mapping("text_config")
     if text is None:
