@@ -83,6 +83,10 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "llava-hf/llava-interleave-qwen-0.5b-hf",
         "mistral-community/pixtral-12b",
     ),
+    "VipLlavaForConditionalGeneration": ("llava-hf/vip-llava-7b-hf", "llava-hf/vip-llava-13b-hf"),
+    "DeepseekVLForConditionalGeneration": ("deepseek-community/deepseek-vl-1.3b-chat",),
+    "JanusForConditionalGeneration": ("deepseek-community/Janus-Pro-1B", "deepseek-community/Janus-Pro-7B"),
+    "VideoLlama3ForConditionalGeneration": ("lkhl/VideoLLaMA3-2B-Image-HF",),
     "LlavaNextForConditionalGeneration": ("llava-hf/llava-v1.6-mistral-7b-hf",),
     "LlavaOnevisionForConditionalGeneration": (
         "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",

@@ -14,6 +14,10 @@ from jaxengine.models.config.model_config import ModelConfig
 # class, or of a function that chooses one.
 PROCESSORS = {
     "LlavaForConditionalGeneration": "pixtral:llava_or_pixtral",
+    "VipLlavaForConditionalGeneration": "llava:LlavaProcessor",
+    "DeepseekVLForConditionalGeneration": "deepseek_vl:DeepseekVLProcessor",
+    "JanusForConditionalGeneration": "deepseek_vl:JanusProcessor",
+    "VideoLlama3ForConditionalGeneration": "video_llama3:VideoLlama3Processor",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideoProcessor",
     "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",

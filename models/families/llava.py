@@ -1,6 +1,6 @@
 """LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744), LLaVA-NeXT (Liu et al. 2024), LLaVA-NeXT-Video (Zhang et al. 2024),
-LLaVA-OneVision (Li et al. 2024, arXiv:2408.03326) and, as transformers stores it, Pixtral (Agrawal et al. 2024,
-arXiv:2410.07073): a Llama, Mistral or Qwen model with a vision tower.
+LLaVA-OneVision (Li et al. 2024, arXiv:2408.03326), ViP-LLaVA (Cai et al. 2023, arXiv:2312.00784) and, as transformers
+stores it, Pixtral (Agrawal et al. 2024, arXiv:2410.07073): a Llama, Mistral or Qwen model with a vision tower.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next
+from jaxengine.models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next, read_vip_llava
 from jaxengine.models.vision.llava_next_video import read_llava_next_video
 from jaxengine.models.vision.llava_onevision import read_llava_onevision
 from jaxengine.models.vision.pixtral import read_pixtral
@@ -103,6 +103,14 @@ def _read_pixtral(fields: ConfigFields) -> TowerConfig:
     fields = fields.with_defaults(vision_feature_layer=-2, vision_feature_select_strategy="default")
     fields.require(vision_feature_select_strategy="full")
     return read_pixtral(fields)
+
+
+class VipLlavaForConditionalGeneration(LlavaForConditionalGeneration):
+    """LLaVA that uses the hidden states of several of its tower's layers, with a norm before the projector."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_text(fields) | {"tower": read_vip_llava(fields)}
 
 
 class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):

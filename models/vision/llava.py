@@ -1,5 +1,6 @@
 """Vision tower of LLaVA (Liu et al. 2023, arXiv:2310.03744): CLIP or SigLIP, and an MLP over its patches. LLaVA-NeXT
-cuts images into tiles, and has a further embedding for the ends of lines of patches."""
+cuts images into tiles, and has a further embedding for the ends of lines of patches. ViP-LLaVA has a norm before the
+MLP."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
@@ -33,6 +35,7 @@ class LlavaTowerConfig(TowerConfig):
       layers: for each hidden state used, the number of layers before it; the states are concatenated.
       projector_activation: activation of the projector's MLP.
       projector_bias: whether the projector's products have biases.
+      norm_eps: epsilon of the norm before the projector; None for no norm.
       num_newlines: positions after a unit's patches whose rows are the end-of-line embedding; their features are not
         read.
       multiplier: factor of all embeddings.
@@ -42,6 +45,7 @@ class LlavaTowerConfig(TowerConfig):
     layers: tuple[int, ...]
     projector_activation: str
     projector_bias: bool = True
+    norm_eps: float | None = None
     num_newlines: int = 0
     multiplier: float = 1.0
 
@@ -82,6 +86,22 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
     )
 
 
+def read_vip_llava(fields: ConfigFields) -> LlavaTowerConfig:
+    """Return the configuration of ViP-LLaVA's tower: CLIP with five hidden states by default, and a norm before the
+    projector, whose products always have biases.
+
+    `vision_feature_layers`, as first published, counts where `vision_feature_layer` is absent. Raises ModelConfigError
+    for wrong fields, and for another tower than CLIP.
+    """
+    vision = fields.part("vision_config")
+    if vision.text("model_type", CLIP) != CLIP:
+        raise vision.fail("model_type", CLIP)
+    name = "vision_feature_layer"
+    if not fields.has(name):
+        fields = ConfigFields({**fields.raw, name: fields.value(f"{name}s", [-2, -5, -8, -11, 6])})
+    return replace(read_llava(fields), projector_bias=True, norm_eps=fields.number("projector_layernorm_eps", 1e-5))
+
+
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
     """Return the configuration of LLaVA-NeXT's tower: LLaVA's, in which a unit also has one position for the end of
     each line of patches. Raises ModelConfigError for wrong fields.
@@ -120,6 +140,10 @@ class LlavaTower(nnx.Module):
         self.config = config
         self.encoder = ClipEncoder(config.vit, config.layers, TOWER, build)
         size, bias = config.vit.hidden_size * len(config.layers), config.projector_bias
+        norm = None
+        if config.norm_eps is not None:
+            norm = LayerNorm(size, config.norm_eps, source=f"{PROJECTOR}.projector_layernorm", build=build)
+        self.norm = norm
         self.projector = Projector(size, hidden_size, config.projector_activation, build, bias=bias)
         newline = ParamDecl((None,), (Source(NEWLINE, hidden_size),), init_std=0.02)
         self.newline = declare((hidden_size,), build.dtype, newline) if config.num_newlines else None
@@ -144,4 +168,4 @@ class LlavaTower(nnx.Module):
     def _project(self, states: jax.Array) -> jax.Array:
         """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower]."""
         with jax.named_scope("projector"):
-            return self.projector(states)
+            return self.projector(states if self.norm is None else self.norm(states))

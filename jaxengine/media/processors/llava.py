@@ -74,7 +74,7 @@ class LlavaProcessor(UnitProcessor):
         """
         del options
         if self.pads:
-            picture = _padded(picture, [int(colour * 255) for colour in self.pixels.mean])
+            picture = padded(picture, [int(colour * 255) for colour in self.pixels.mean])
         height, width = picture.shape[:2]
         if "shortest_edge" in self.size:
             short = self.size["shortest_edge"]
@@ -97,7 +97,7 @@ def _kind(fields: ConfigFields) -> str:
     return fields.text("image_processor_type", "").partition("ImageProcessor")[0]
 
 
-def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
+def padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
     """Return an image, uint8 [H, W, 3], in the middle of a square of this colour (RGB), whose side is the image's
     longer one.
     """

@@ -35,6 +35,7 @@ class VitConfig:
       num_layers: layers of the checkpoint.
       image_size, patch_size: side in pixels of a unit, and of a patch; both are squares.
       has_class_token: whether a unit has a position that is not a patch: the first, in Llama 4 the last.
+      qkv_bias: whether the projections of q, k and v have biases in layers of VitLayer.
       activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
     """
 
@@ -47,6 +48,7 @@ class VitConfig:
     activation: str
     norm_eps: float
     has_class_token: bool = False
+    qkv_bias: bool = True
 
     @property
     def grid(self) -> int:
@@ -263,7 +265,8 @@ class VitLayer(nnx.Module):
     def __init__(self, config: VitConfig, source: str, names: VitNames, build: Build):
         size, eps = config.hidden_size, config.norm_eps
         self.attention_norm = LayerNorm(size, eps, source=f"{source}.{names.attention_norm}", build=build)
-        self.attention = VitAttention(config, source=f"{source}.{names.attention}", out=names.out, build=build)
+        attention, bias = f"{source}.{names.attention}", config.qkv_bias
+        self.attention = VitAttention(config, source=attention, out=names.out, build=build, bias=bias)
         self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 

@@ -1,4 +1,4 @@
-"""Processors of models that read documents: pixels as transformers has them, sizes, and what is refused."""
+"""Processors for images alone, of most models that read documents: pixels as transformers has them, refusals."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.models.hy_v4_vl.image_processing_pil_hy_v4_vl import HYV4VLIma
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
 from jaxengine.media.registry import processor_class, processor_for
 from jaxengine.models.config.readers.hf import read_config_json
@@ -29,6 +30,7 @@ KINDS = {
     "paddleocr_vl_vision": PaddleOCRVLImageProcessorPil,
     "glm_ocr_vision": Glm46VImageProcessorPil,
     "dots_ocr_vision": Qwen2VLImageProcessorPil,
+    "video_llama3_vision": VideoLlama3ImageProcessorPil,
     "ernie4_5_vl_vision": Ernie4_5_VLMoeImageProcessorPil,
     "hunyuan_vl_vision": HunYuanVLImageProcessorPil,
     "hy_v4_vl_vision": HYV4VLImageProcessorPil,

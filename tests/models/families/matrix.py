@@ -3,7 +3,8 @@
     python -m tests.models.families.matrix [NAME ...] [--only MODE ...] [--fast-compile] [--json FILE]
 
 First the logits, of whole prompts and in chunks: the largest difference, of the largest logit. With `--only logits`
-nothing else. Then the engines.
+nothing else. Then the engines, of models that see or hear without their towers; images are in
+tests/jaxengine/engine/test_pictures.py and test_pictures_parallel.py.
 
 Each engine serves the two recorded prompts, greedily, whose tokens must be those that transformers goes on with, and
 twenty others, greedy and seeded, whose tokens must be those of the first engine serving them one by one. Modes: alone,
@@ -167,8 +168,10 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
 def serve(model: Path, workload: Workload, length: int, cache: str, only: list[str]) -> dict[str, str]:
     """What came out of a checkpoint in each mode: see `examine`."""
     longest = min(length, workload.longest + 1)
-    shared = {"model": str(model), "compile_cache_dir": cache}
+    shared: dict[str, Any] = {"model": str(model), "compile_cache_dir": cache}
     config = read_folder(model)
+    if config.tower is not None and not config.tower.crosses:  # its processor has no settings here
+        shared["language_model_only"] = True
     if config.keeps_states:
         shared["num_state_snapshots"] = 24
     model_groups = build_model(config, Build("float32")).cache_groups(PAGE_SIZE, "float32")
