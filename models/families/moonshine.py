@@ -46,7 +46,8 @@ class MoonshineLayer(nnx.Module):
     """Layer that computes x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
-        size, ffn, tower, attention = config.hidden_size, config.intermediate_size, config.tower, config.attention[layer]
+        size, ffn = config.hidden_size, config.intermediate_size
+        tower, attention = config.tower, config.attention[layer]
         assert isinstance(tower, MoonshineTowerConfig)
         norms = ("input_layernorm", "post_attention_layernorm", "final_layernorm")
         self.input_norm, self.cross_norm, self.mlp_norm = (

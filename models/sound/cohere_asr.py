@@ -52,7 +52,7 @@ _EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class CohereAsrTowerConfig(CrossedSoundConfig):
-    """Sizes of the tower. A patch is one frame of a spectrogram, with the column HEARD: 1 within a sound.
+    """Sizes of the tower. A patch is one frame of a spectrogram, with the column HEARD.
 
     Attributes:
       hidden_size, num_layers, num_heads, ffn_size, activation: sizes of the encoder.
@@ -88,7 +88,8 @@ class CohereAsrTowerConfig(CrossedSoundConfig):
 
 def read_cohere_asr_tower(fields: ConfigFields, *, bias: bool) -> CohereAsrTowerConfig:
     """Return the tower's configuration from a config.json, whose `encoder_config` has transformers' defaults for absent
-    fields; `max_audio_clip_s` bounds a sound's seconds, 35 by default. bias: whether the decoder's attention has biases.
+    fields; `max_audio_clip_s` bounds a sound's seconds, 35 by default. bias: whether the decoder's attention has
+    biases.
 
     Raises ModelConfigError for wrong fields, and for sizes that do not fit each other or are too large.
     """
@@ -180,8 +181,8 @@ class Subsampling(nnx.Module):
         self.out = linear(inner, f"{_SUBSAMPLING}.out", config.hidden_size, ("embed", "embed"), build)
 
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return [U * S, D] of spectrograms x [U, P, B], of which lengths i32[U] frames belong to the sounds. What comes
-        after a sound is zero before each convolution.
+        """Return [U * S, D] of spectrograms x [U, P, B], of which lengths i32[U] frames belong to the sounds. What
+        comes after a sound is zero before each convolution.
         """
         dtype = self.mixers[0].dtype
 

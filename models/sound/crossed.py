@@ -20,8 +20,8 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.params.declare import Source
 
 # The column of a tower whose sounds differ in length: for each patch the number of its frames or samples that the sound
-# has, and NOTHING in those after the last.
-HEARD, NOTHING = "heard", -1
+# has, and -1 in those after the last.
+HEARD = "heard"
 
 
 @dataclass(frozen=True, kw_only=True)

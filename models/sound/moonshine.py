@@ -66,6 +66,11 @@ class MoonshineTowerConfig(CrossedSoundConfig):
     rope: Rope
     decoder_activation: str
 
+    @property
+    def shortest(self) -> int:
+        """Least number of samples of a sound: those of one position."""
+        return SHORTEST
+
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return MoonshineTower(self, build)
 

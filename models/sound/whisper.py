@@ -96,9 +96,7 @@ class WhisperTower(nnx.Module):
         self.config = config
         self.encoder = SoundEncoder(config.sizes, source=ENCODER, build=build)
         source = "model.layers.{number}.encoder_attn"
-        self.cross = CrossProjections(
-            config, hidden_size, hidden_size, source=source, bias=(False, True), build=build
-        )
+        self.cross = CrossProjections(config, hidden_size, hidden_size, source=source, bias=(False, True), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the keys and values (CrossProjections) of U sounds, [U, 2 L * S * D], for their spectrograms

@@ -23,8 +23,8 @@ class Sounds(Pictures):
     name: ClassVar[str] = NAME
 
     def __init__(self, rules: TranscriptRules | None, cache: Any = None):
-        """Set all counts to 0. rules: the checkpoint's rules of transcripts; None for a model without timestamps. cache:
-        cache of processed media; None for none.
+        """Set all counts to 0. rules: the checkpoint's rules of transcripts; None for a model without timestamps.
+        cache: cache of processed media; None for none.
         """
         super().__init__(cache)
         self._rules = rules

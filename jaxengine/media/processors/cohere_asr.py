@@ -20,7 +20,6 @@ from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.sound.crossed import NOTHING
 from jaxengine.scheduler.base.errors import RequestError
 
 _LENGTH, _WINDOW = 512, 400  # samples of a Fourier transform, and of a window
@@ -32,6 +31,7 @@ _USUAL = "en"
 _BEGIN = ("\u2581", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
 _END = ("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>")
 _BLOCK = 16  # numbers that are drawn together
+_NOTHING = -1  # in the column of frames after a sound
 
 
 class CohereAsrProcessor(PieceProcessor):
@@ -110,13 +110,13 @@ class CohereAsrProcessor(PieceProcessor):
         frames = self.spectrogram(np.pad(value.samples, (0, max(0, _SHORTEST - len(value.samples)))))
         padded = np.zeros((self.num_frames, self.num_bins), np.float32)
         padded[: len(frames)] = frames
-        heard = np.where(np.arange(self.num_frames) < len(frames), 1, NOTHING)
+        heard = np.where(np.arange(self.num_frames) < len(frames), 1, _NOTHING)
         return self.item(padded, heard[None].astype(np.int32))
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
         """Return f32[N // HOP, num_bins] of samples f32[N], N >= _SHORTEST: natural logarithms of the power in each
-        band, reduced to mean 0 and deviation 1 over the frames of a bin. Windows are centred at every HOP-th sample, and
-        what lies outside of the sound is zero.
+        band, reduced to mean 0 and deviation 1 over the frames of a bin. Windows are centred at every HOP-th sample,
+        and what lies outside of the sound is zero.
         """
         if self.dither:
             samples = samples + np.float32(self.dither) * noise(len(samples))

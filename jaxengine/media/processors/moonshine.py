@@ -16,11 +16,10 @@ from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.sound.crossed import NOTHING
-from jaxengine.models.sound.moonshine import LONGEST, PATCH, SHORTEST
 from jaxengine.scheduler.base.errors import RequestError
 
 _TINY = 1e-7  # what is added to a variance
+_NOTHING = -1  # in the column of patches after a sound
 
 
 class MoonshineProcessor(PieceProcessor):
@@ -28,10 +27,12 @@ class MoonshineProcessor(PieceProcessor):
 
     Attributes:
       start: the token id that begins a transcript.
+      size: samples of a patch.
+      shortest: samples that the convolutions before the first position span.
       normalizes: whether samples are reduced to mean 0 and variance 1.
     """
 
-    most, search, window = LONGEST, 5 * RATE, RATE // 10
+    search, window = 5 * RATE, RATE // 10
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings.
@@ -41,8 +42,10 @@ class MoonshineProcessor(PieceProcessor):
         ModelConfigError for a `decoder_start_token_id` that the vocabulary lacks.
         """
         tower: Any = model_config.tower
-        self.num_frames, self.tokenizer = tower.unit, tokenizer
-        features = required_features(folder, feature_size=1, sampling_rate=RATE, padding_side="right", padding_value=0.0)
+        self.num_frames, self.size, self.shortest = tower.unit, tower.num_features, tower.shortest
+        self.most, self.tokenizer = self.num_frames * self.size, tokenizer
+        padding = {"padding_side": "right", "padding_value": 0.0}
+        features = required_features(folder, feature_size=1, sampling_rate=RATE, **padding)
         try:
             self.normalizes = features.boolean("do_normalize", bool(features.raw))
         except ModelConfigError as error:
@@ -69,8 +72,8 @@ class MoonshineProcessor(PieceProcessor):
         samples = value.samples
         if self.normalizes and len(samples):
             samples = (samples - samples.mean()) / np.sqrt(samples.var() + _TINY)
-        count = max(len(samples), SHORTEST)
-        patches = np.zeros((self.num_frames, PATCH), np.float32)
+        count = max(len(samples), self.shortest)
+        patches = np.zeros((self.num_frames, self.size), np.float32)
         patches.reshape(-1)[: len(samples)] = samples
-        heard = np.clip(count - PATCH * np.arange(self.num_frames), 0, PATCH)
-        return self.item(patches, np.where(heard > 0, heard, NOTHING)[None].astype(np.int32))
+        heard = np.clip(count - self.size * np.arange(self.num_frames), 0, self.size)
+        return self.item(patches, np.where(heard > 0, heard, _NOTHING)[None].astype(np.int32))

@@ -44,8 +44,9 @@ class SoundPrograms(EncoderPrograms):
 
 
 class SoundsExtension(CrossingExtension):
-    """Device extension of sounds. Its section of SlotState is i32[R, 2], the row of the pool that each slot attends
-    to and how many of its positions. Its section of TokenState is i32[R, WIDTH], the rules of each slot's transcript and its latest tokens (RuleRow).
+    """Device extension of sounds. Its section of SlotState is i32[R, 2], the row of the pool that each slot attends to
+    and how many of the row's positions. Its section of TokenState is i32[R, WIDTH], the rules of each slot's transcript
+    and its latest tokens (RuleRow).
     """
 
     name = NAME
@@ -114,8 +115,8 @@ class SoundEncoder(CrossingEncoder):
         self._known: dict[int, tuple[int, int]] = {}
 
     def set_sounds(self, slots: Sequence[tuple[int, int, MediaItem]]) -> None:
-        """Set what slots attend to: (slot over all replicas, row of the pool, the sound in it); only changes are sent to
-        the devices.
+        """Set what slots attend to: (slot over all replicas, row of the pool, the sound in it); only changes are sent
+        to the devices.
         """
         found = {slot: (row, self._tower.positions_of(item.columns)) for slot, row, item in slots}
         changed = [(slot, np.asarray(own, np.int32)) for slot, own in found.items() if self._known.get(slot) != own]

@@ -1,8 +1,8 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, for models that transcribe.
 
-Whisper transcribes a sound of several windows one window after the other (jaxengine.requests.media.transcripts), models
-without timestamps piece by piece (jaxengine.server.http.audio.piecewise). For other models the prompt contains the whole
-sound (jaxengine.server.http.audio.asked).
+Whisper transcribes a sound of several windows one window after the other (jaxengine.requests.media.transcripts). Other
+models whose tokens attend to a sound do so piece by piece (jaxengine.server.http.audio.piecewise). For the rest the
+prompt contains the whole sound (jaxengine.server.http.audio.asked).
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Transcript:
         """Yield the text of a stream in pieces as it is generated; update the token counts. Call it after `begin`."""
 
     def check_untimed(self, languages: Iterable[str]) -> None:
-        """Raise RequestError for a request that a model without timestamps and translations cannot answer: translations,
-        formats with times, and a language that is not among `languages`, the codes that it takes.
+        """Raise RequestError for a request that a model without timestamps and translations cannot answer: a
+        translation, a format with times, and a language that is not among `languages`, the codes that it takes.
         """
         if self.task != "transcribe":
             raise RequestError("this model transcribes, and translates nothing", param="model")
