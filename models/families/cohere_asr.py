@@ -27,7 +27,6 @@ from jaxengine.models.sound.cohere_asr import (
     CohereAsrTowerConfig,
     read_cohere_asr_tower,
 )
-from jaxengine.models.vision.base.layers import ACTIVATIONS
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
@@ -90,8 +89,9 @@ class CohereAsrLayer(nnx.Module):
             build=build,
         )
         names: dict[str, Any] = {"source": f"{LAYER}.third_sub_layer", "up": "dense_in", "down": "dense_out"}
-        activation = ACTIVATIONS[tower.decoder_activation]
-        self.mlp = MLP(size, config.intermediate_size, **names, bias=True, activation=activation, build=build)
+        self.mlp = MLP(
+            size, config.intermediate_size, **names, bias=True, activation=tower.activate_decoder, build=build
+        )
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         with jax.named_scope("attention"):

@@ -21,7 +21,6 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.moonshine import ENCODER, EPS, MoonshineTowerConfig, read_moonshine_tower
-from jaxengine.models.vision.base.layers import ACTIVATIONS
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
@@ -69,7 +68,7 @@ class MoonshineLayer(nnx.Module):
             gate_up=(gate, up),
             down=Source(f"{LAYER}.mlp.fc2", size),
             bias=True,
-            activation=ACTIVATIONS[tower.decoder_activation],
+            activation=tower.activate_decoder,
             build=build,
         )
 

@@ -8,6 +8,7 @@ elements of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +78,11 @@ class CohereAsrTowerConfig(CrossedSoundConfig):
     decoder_size: int
     decoder_bias: bool
     decoder_activation: str
+
+    @property
+    def activate_decoder(self) -> Callable[[jax.Array], jax.Array]:
+        """The function that `decoder_activation` names."""
+        return ACTIVATIONS[self.decoder_activation]
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return CohereAsrTower(self, build)

@@ -6,6 +6,7 @@ Further shape letters: U sounds, P patches of a sound, S positions, N heads, H e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -65,6 +66,11 @@ class MoonshineTowerConfig(CrossedSoundConfig):
     activation: str
     rope: Rope
     decoder_activation: str
+
+    @property
+    def activate_decoder(self) -> Callable[[jax.Array], jax.Array]:
+        """The function that `decoder_activation` names."""
+        return ACTIVATIONS[self.decoder_activation]
 
     @property
     def shortest(self) -> int:

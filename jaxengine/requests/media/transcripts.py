@@ -98,6 +98,11 @@ def piece_processor(media: MediaInputs | None) -> PieceProcessor | None:
     return processor if isinstance(processor, PieceProcessor) else None
 
 
+def media_of(samples: np.ndarray) -> dict[str, Any]:
+    """Return the media of a prompt with a sound of samples f32[N], RATE per second; a view."""
+    return {DATA: {AUDIO: Sound(samples)}}
+
+
 async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:
     """Decode a sound file, given as its bytes, on a thread. param: the field with the file, for errors. Raises
     RequestError for a file that cannot be used, OverloadedError if too many wait.

@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 from fastapi import Response
 
-from jaxengine.media.base.samples import Sound
-from jaxengine.requests.media.inputs import DATA
-from jaxengine.requests.media.transcripts import piece_processor, read_whole
+from jaxengine.requests.media.transcripts import media_of, piece_processor, read_whole
 from jaxengine.requests.params.sampling_params import RequestOutputKind
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.scheduler.base.media import AUDIO
 from jaxengine.server.http.audio.transcript import Transcript
 from jaxengine.server.http.request.form import FILE
 
@@ -42,7 +39,7 @@ class PiecewiseTranscript(Transcript):
 
     def _prompt(self, samples: np.ndarray) -> dict[str, Any]:
         """Return the prompt that EngineClient.stream takes for one piece: token ids and the sound f32[N]."""
-        return {"prompt_token_ids": self._ids, DATA: {AUDIO: Sound(samples)}}
+        return {"prompt_token_ids": self._ids, **media_of(samples)}
 
     async def whole(self) -> Response:
         """Transcribe all pieces and return the complete response. Raises the errors of `outputs`."""
