@@ -158,7 +158,7 @@ class Kernel(nnx.Module):
         biases.
         """
         weight = self.weight[...].astype(jnp.float32)
-        y = sum(part.astype(jnp.float32) * weight[:, tap] for tap, part in enumerate(parts))
+        y: Any = sum(part.astype(jnp.float32) * weight[:, tap] for tap, part in enumerate(parts))
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 

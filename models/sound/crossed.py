@@ -8,6 +8,7 @@ costs each of a request's steps only the reading of its keys and values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ class CrossedSoundConfig(TowerConfig):
         return self.num_positions
 
 
-def row_size(num_layers: int, num_positions: int) -> dict[str, int | bool]:
+def row_size(num_layers: int, num_positions: int) -> dict[str, Any]:
     """Return the fields of TowerConfig that say what a sound's row of the pool holds: keys and values of `num_layers`
     layers at `num_positions` positions.
     """

@@ -51,9 +51,11 @@ class Sounds(Pictures):
         devices. The step's forward pass must be dispatched next.
         """
         if admitted := self.loop.rows.admitted(step):
-            ranks, number = self.loop.scheduler.extension(NAME).ranks, self.loop.rows.number
-            # Each has one item (`prepare`).
-            sounds = [(number(each), ranks[each.rank].row(each), each.media.items[0]) for each in admitted]
+            ranks, sounds = self.loop.scheduler.extension(NAME).ranks, []
+            for request in admitted:
+                assert request.media is not None  # `prepare`
+                row = ranks[request.rank].row(request)
+                sounds.append((self.loop.rows.number(request), row, request.media.items[0]))
             self.loop.runner.extension(NAME).set_sounds(sounds)
         self._encode(step)
 
