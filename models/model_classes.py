@@ -111,6 +111,8 @@ _MODULES = {
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "Starcoder2ForCausalLM": "starcoder2",
     "WhisperForConditionalGeneration": "whisper",
+    "CohereAsrForConditionalGeneration": "cohere_asr",
+    "MoonshineForConditionalGeneration": "moonshine",
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
     "VoxtralForConditionalGeneration": "qwen2_audio",
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",

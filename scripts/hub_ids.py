@@ -61,6 +61,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "HunYuanDenseV1ForCausalLM": ("tencent/Hunyuan-0.5B-Instruct", "tencent/Hunyuan-7B-Instruct"),
     "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503",),
     "WhisperForConditionalGeneration": ("openai/whisper-large-v3-turbo", "openai/whisper-tiny"),
+    "CohereAsrForConditionalGeneration": ("CohereLabs/cohere-transcribe-03-2026",),
+    "MoonshineForConditionalGeneration": ("UsefulSensors/moonshine-tiny", "UsefulSensors/moonshine-base"),
     "Qwen2AudioForConditionalGeneration": ("Qwen/Qwen2-Audio-7B-Instruct", "Qwen/Qwen2-Audio-7B"),
     "VoxtralForConditionalGeneration": ("mistralai/Voxtral-Mini-3B-2507", "mistralai/Voxtral-Small-24B-2507"),
     "Qwen2_5OmniThinkerForConditionalGeneration": ("Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"),

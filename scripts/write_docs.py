@@ -202,9 +202,9 @@ family, on the recorded checkpoints. Quantised checkpoints are supported too: [Q
 types](quantization.md#gguf-files) that weights are stored in; dequantised at load, or kept as stored with
 `quantization="gguf"`), or from the output of `jaxengine convert`. Models run in float32 or bfloat16, also with
 [quantised weights](quantization.md) and [adapters](lora.md). Families with a vision tower take [images and
-videos](media.md), but for Gemma 3n, EXAONE 4.5, Step 3.7 and North Micro Vision, which read text alone. Whisper
-transcribes [sounds](audio.md); Qwen2-Audio, Voxtral, Qwen3-ASR, Audio Flamingo 3, GLM-ASR, Granite Speech, Gemma 4's
-small models and the thinkers of Qwen2.5-Omni and Qwen3-Omni take them in their prompts.
+videos](media.md), but for Gemma 3n, EXAONE 4.5, Step 3.7 and North Micro Vision, which read text alone. Whisper, Cohere
+Transcribe and Moonshine transcribe [sounds](audio.md); Qwen2-Audio, Voxtral, Qwen3-ASR, Audio Flamingo 3, GLM-ASR,
+Granite Speech, Gemma 4's small models and the thinkers of Qwen2.5-Omni and Qwen3-Omni take them in their prompts.
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
 keys that its indexer selects, and runs as plain XLA on all platforms: there are no TPU or GPU kernels for it yet.

@@ -24,6 +24,7 @@ ONE_EACH = {
     "jaxengine/engine/extensions",
     "jaxengine/media/processors",
     "models/families",
+    "models/sound",
     "models/vision",
 }
 # Larger ones, to be made smaller.

@@ -413,8 +413,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
 
     The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
     the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, and a suppressed
-    -1, by which some files mean none, are left out. A model with cross-attention (Whisper) has its suppressed tokens in
-    the rules of its transcripts instead. path: path of the model. Raises ModelFileError for an invalid file, also if it
+    -1, by which some files mean none, are left out. Whisper has its suppressed tokens in the rules of its transcripts
+    instead. path: path of the model. Raises ModelFileError for an invalid file, also if it
     suppresses every token, and ConfigError for a generation_config that cannot be a folder's name.
     """
     named = config.generation_config not in ("auto", "vllm")
@@ -422,8 +422,7 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     fields = ConfigFields(read_object(folder, GENERATION) or {})
     try:
         ends = [end for end in fields.token_ids("eos_token_id") if end < model.vocab_size]
-        attends = model.tower is not None and model.tower.crosses and not model.tower.by_place
-        names = () if attends else ("suppress_tokens",)
+        names = () if model.tower is not None and model.tower.has_rules else ("suppress_tokens",)
         suppressed = [each for name in names for each in fields.token_ids(name, least=-1, most=_MAX_SUPPRESSED)]
         suppressed = [each for each in suppressed if 0 <= each < model.vocab_size]
         if len(set(suppressed)) == model.vocab_size:

@@ -73,6 +73,8 @@ PROCESSORS = {
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen_omni:qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen_omni:qwen3_omni",
     "WhisperForConditionalGeneration": "whisper:WhisperProcessor",
+    "CohereAsrForConditionalGeneration": "cohere_asr:CohereAsrProcessor",
+    "MoonshineForConditionalGeneration": "moonshine:MoonshineProcessor",
     "Qwen2AudioForConditionalGeneration": "sounds:Qwen2AudioProcessor",
     "VoxtralForConditionalGeneration": "sounds:VoxtralProcessor",
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3:AudioFlamingo3Processor",

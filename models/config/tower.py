@@ -85,6 +85,13 @@ class TowerConfig:
         return False
 
     @property
+    def has_rules(self) -> bool:
+        """Whether the processor has rules for the tokens of transcripts, with those that are never chosen
+        (jaxengine.scheduler.base.media.TranscriptRules). False unless a subclass overrides it.
+        """
+        return False
+
+    @property
     def layers_with_parts(self) -> int:
         """Number of decoder layers before the last part; 0 with one part."""
         return max(self.part_layers, default=self.num_parts - 1)

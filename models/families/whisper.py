@@ -66,10 +66,12 @@ class WhisperAttention(Attention):
 class WhisperEmbedding(nnx.Module):
     """Token table and learned positions. The token table also computes the logits."""
 
+    position_source: ClassVar[str] = "model.decoder.embed_positions.weight"
+
     def __init__(self, config: ModelConfig, build: Build):
         size, count = config.hidden_size, config.max_position_embeddings
         self.tokens = Embedding(config.vocab_size, size, source="model.embed_tokens", build=build)
-        rows = Source("model.decoder.embed_positions.weight", count)
+        rows = Source(self.position_source, count)
         self.positions = declare((count, size), build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
         self.dtype = build.dtype
 
@@ -98,7 +100,7 @@ class WhisperLayer(nnx.Module):
             LayerNorm(size, _EPS, source=f"{LAYER}.{name}", build=build) for name in norms
         )
         self.attention = WhisperAttention(config, layer, build)
-        sizes = config.attention[layer].head_dim, tower.sizes.num_positions, config.num_layers
+        sizes = config.attention[layer].head_dim, tower.num_positions, config.num_layers
         # The section of sounds replaces it by one that also has the step's sounds
         # (jaxengine.models.layers.attention.cross_attention).
         self.cross: Any = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)

@@ -1,8 +1,5 @@
 """Tower of Whisper (Radford et al. 2022, arXiv:2212.04356): spectrograms of fixed length to the keys and values of
 all cross-attention layers of the decoder.
-
-What leaves the tower is not the encoder's last hidden state but what every decoder layer makes of it: a sound then
-costs each of a request's steps only the reading of its keys and values.
 """
 
 from __future__ import annotations
@@ -10,14 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.params.declare import Source
+from jaxengine.models.sound.crossed import CrossedSoundConfig, CrossProjections, row_size
 from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
 
 ENCODER = "model.encoder"
@@ -25,26 +19,26 @@ _MAX_FILTER = 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhisperTowerConfig(TowerConfig):
-    """Sizes of the tower. A patch is one frame of a spectrogram, and a unit is one sound.
+class WhisperTowerConfig(CrossedSoundConfig):
+    """Sizes of the tower. A patch is one frame of a spectrogram.
 
     Attributes:
       sizes: sizes of the encoder.
-      decoder_layers: layers of the decoder, each of which gets keys and values.
-      decoder_heads: heads of each of these layers.
       alignment_heads: (layer, head) of the decoder whose cross-attention follows the sound as the transcript does;
         empty if they are not known.
       filter_width: number of positions of a sound, odd, over which the median of their weights is taken.
     """
 
     sizes: EncoderSizes
-    decoder_layers: int
-    decoder_heads: int
     alignment_heads: tuple[tuple[int, int], ...] = ()
     filter_width: int = 7
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return WhisperTower(self, hidden_size, build)
+
+    @property
+    def has_rules(self) -> bool:
+        return True
 
     @property
     def aligns(self) -> bool:
@@ -86,8 +80,8 @@ def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
         columns=(),
         merge=frames,
         unit=frames,
-        num_parts=layers * frames,
-        crosses=True,
+        **row_size(layers, sizes.num_positions),
+        num_positions=sizes.num_positions,
         sizes=sizes,
         decoder_layers=layers,
         decoder_heads=fields.integer("decoder_attention_heads"),
@@ -101,28 +95,11 @@ class WhisperTower(nnx.Module):
     def __init__(self, config: WhisperTowerConfig, hidden_size: int, build: Build):
         self.config = config
         self.encoder = SoundEncoder(config.sizes, source=ENCODER, build=build)
-        self.projections = nnx.List(
-            [
-                Linear(
-                    hidden_size,
-                    (Source(f"model.layers.{layer}.encoder_attn.{name}", hidden_size),),
-                    axes=("embed", "heads"),
-                    bias=name == "v_proj",
-                    build=build,
-                )
-                for layer in range(config.decoder_layers)
-                for name in ("k_proj", "v_proj")
-            ]
-        )
+        source = "model.layers.{number}.encoder_attn"
+        self.cross = CrossProjections(config, hidden_size, hidden_size, source=source, bias=(False, True), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the keys and values of U sounds, [U, 2 L * S * D], for their spectrograms f32[U * 2 S, F]: for each
-        decoder layer the keys [S, D] and then the values, of this device's heads alone.
-
-        columns: not used, i32[0, U * 2 S].
+        """Return the keys and values (CrossProjections) of U sounds, [U, 2 L * S * D], for their spectrograms
+        f32[U * 2 S, F]. columns: not used, i32[0, U * 2 S].
         """
-        x = self.encoder(patches)
-        with jax.named_scope("keys_and_values"):
-            num_sounds = len(patches) // self.config.unit
-            parts = [project(x).reshape(num_sounds, -1) for project in self.projections]
-            return jnp.concatenate(parts, axis=1)
+        return self.cross(self.encoder(patches), len(patches) // self.config.unit)

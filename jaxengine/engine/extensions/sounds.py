@@ -22,22 +22,24 @@ class Sounds(Pictures):
 
     name: ClassVar[str] = NAME
 
-    def __init__(self, rules: TranscriptRules, cache: Any = None):
-        """Set all counts to 0. rules: the checkpoint's rules of transcripts. cache: cache of processed media; None for
-        none.
+    def __init__(self, rules: TranscriptRules | None, cache: Any = None):
+        """Set all counts to 0. rules: the checkpoint's rules of transcripts; None for a model without timestamps.
+        cache: cache of processed media; None for none.
         """
         super().__init__(cache)
         self._rules = rules
 
     def prepare(self, request: Request) -> None:
         """Forbid the request the tokens that the rules suppress, by its logit_bias, and have the sampler apply the
-        rules; changes `request.params`.
+        rules, if there are any; changes `request.params`.
 
         Raises RequestError for a request without exactly one media item.
         """
         if request.media is None or len(request.media.items) != 1:
             problem = f"{_DATA} must have one sound under 'audio': every token of this model attends to one"
             raise RequestError(problem, param=_DATA)
+        if self._rules is None:
+            return
         suppressed = dict.fromkeys(self._rules.suppressed, float("-inf"))
         own = request.params
         request.params = replace(
@@ -45,28 +47,28 @@ class Sounds(Pictures):
         )
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Dispatch and count the encoder's calls, and send the encoder rows of requests that are new in their slots to
-        the devices. The step's forward pass must be dispatched next.
+        """Dispatch and count the encoder's calls, and send what requests that are new in their slots attend to, to the
+        devices. The step's forward pass must be dispatched next.
         """
         if admitted := self.loop.rows.admitted(step):
-            ranks = self.loop.scheduler.extension(NAME).ranks
-            rows = [ranks[request.rank].row(request) for request in admitted]
-            host = self.loop.runner.extension(NAME)
-            host.set_rows([self.loop.rows.number(request) for request in admitted], rows)
+            ranks, sounds = self.loop.scheduler.extension(NAME).ranks, []
+            for request in admitted:
+                assert request.media is not None  # `prepare`
+                row = ranks[request.rank].row(request)
+                sounds.append((self.loop.rows.number(request), row, request.media.items[0]))
+            self.loop.runner.extension(NAME).set_sounds(sounds)
         self._encode(step)
 
     def sync(self, step: ScheduledStep) -> None:
-        """Write the transcript rules of the requests that are new in their slots to the devices."""
-        admitted = self.loop.rows.admitted(step)
-        if admitted:
-            words = [(self.loop.rows.number(request), self._words(request)) for request in admitted]
+        """Write the transcript rules of the requests that are new in their slots to the devices, if there are any."""
+        admitted, rules = self.loop.rows.admitted(step), self._rules
+        if admitted and rules is not None:
+            words = [(self.loop.rows.number(request), _words(rules, request)) for request in admitted]
             self.loop.runner.extension(NAME).set_rules(words)
 
-    def _words(self, request: Request) -> Any:
-        """Return the packed slot columns with a request's transcript rules, given the output tokens that it has
-        already.
-        """
-        rules = self._rules
-        is_timed = rules.is_timed(request.prompt_token_ids.tolist())
-        row = RuleRow(is_timed, rules.first_timestamp, rules.eos, rules.most_initial)
-        return rule_words(row, rules.begin, request.output_token_ids.tolist())
+
+def _words(rules: TranscriptRules, request: Request) -> Any:
+    """Return the packed slot columns with a request's transcript rules, given the output tokens that it has already."""
+    is_timed = rules.is_timed(request.prompt_token_ids.tolist())
+    row = RuleRow(is_timed, rules.first_timestamp, rules.eos, rules.most_initial)
+    return rule_words(row, rules.begin, request.output_token_ids.tolist())

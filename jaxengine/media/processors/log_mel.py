@@ -51,7 +51,7 @@ def required_features(folder: Path, **wanted: Any) -> ConfigFields:
 
 def log_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
     """Return the log-mel spectrogram f32[N // HOP, num_bins] of samples f32[N], which are mirrored at both ends."""
-    return log_spectrogram(samples, _filters(num_bins), len(samples) // HOP)
+    return log_spectrogram(samples, slaney_filters(num_bins), len(samples) // HOP)
 
 
 def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.ndarray:
@@ -75,12 +75,12 @@ def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.
 
 
 @lru_cache
-def _filters(num_bins: int) -> np.ndarray:
-    """Return triangular filters over frequencies, [201, num_bins], of equal area, evenly spaced on Slaney's mel
-    scale.
+def slaney_filters(num_bins: int, length: int = _WINDOW) -> np.ndarray:
+    """Return triangular filters over frequencies, [length / 2 + 1, num_bins], of equal area, evenly spaced on Slaney's
+    mel scale. length: length of Fourier transforms.
     """
     edges = _hertz(np.linspace(0.0, _mel(RATE / 2), num_bins + 2))
-    return triangles(edges, _WINDOW) * (2.0 / (edges[2:] - edges[:-2]))
+    return triangles(edges, length) * (2.0 / (edges[2:] - edges[:-2]))
 
 
 @lru_cache

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.base.samples import RATE, Sound, Spectrogram
+from jaxengine.media.processors.attended import AttendedProcessor
 from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
 from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import MAX_TOKEN_IDS, ConfigFields, ModelConfigError
@@ -18,7 +19,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.scheduler.base.media import AUDIO, MAX_BEGIN, TranscriptRules
+from jaxengine.scheduler.base.media import MAX_BEGIN, TranscriptRules
 
 GENERATION = "generation_config.json"
 TRANSCRIBE, TRANSLATE = TASKS = ("transcribe", "translate")
@@ -28,7 +29,7 @@ _LANGUAGE = re.compile(r"<\|[a-z]{2,3}\|>")
 _ENGLISH_VOCAB = 51_864  # of the published models of English alone
 
 
-class WhisperProcessor:
+class WhisperProcessor(AttendedProcessor):
     """Preprocessing of sounds for one Whisper checkpoint; implements MediaProcessor.
 
     Attributes:
@@ -43,7 +44,7 @@ class WhisperProcessor:
       has_alignment: whether the checkpoint lists the attention heads that align tokens with the sound.
     """
 
-    modalities: tuple[str, ...] = (AUDIO,)
+    rules: TranscriptRules
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings.
@@ -62,7 +63,7 @@ class WhisperProcessor:
             self._read(fields, model_config.vocab_size)
         except ModelConfigError as error:
             raise ModelFileError(folder / GENERATION, str(error)) from error
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         find = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
         self.previous = find("<|startofprev|>")
         # The older name is that of the first checkpoints.
@@ -98,17 +99,6 @@ class WhisperProcessor:
             most_initial=-1 if most is None else min(first + most, vocab_size),
         )
 
-    def encode(self, text: str, token_ids: Sequence[int] = ()) -> list[int]:
-        """Return the token ids of a prompt without special tokens, with which the tokenizer would otherwise begin a
-        transcript. token_ids: not used.
-        """
-        del token_ids
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def placeholder(self, modality: str) -> str:
-        """Return "", since prompts have no placeholder of the sound."""
-        return ""
-
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Return a Sound, padded with silence to one window, or a Spectrogram, padded with zeros, as one item.
         modality, most: not used.
@@ -128,33 +118,7 @@ class WhisperProcessor:
             problem = f"a spectrogram of shape {list(frames.shape)} is given; allowed: [1 to {self.num_frames}, "
             raise RequestError(f"{problem}{self.num_bins}]", param="multi_modal_data")
         frames = np.pad(frames, ((0, self.num_frames - len(frames)), (0, 0)))
-        return Processed(frames, *self._place(), 1, (1, self.num_frames, 1))
-
-    def _place(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (columns, rows) of an item: no columns, and one row, 0."""
-        return np.zeros((0, self.num_frames), np.int32), np.zeros(1, np.int32)
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Raise RequestError, since sounds cannot be given as embeddings."""
-        raise RequestError("sounds are not given as embeddings", param="multi_modal_data")
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the item of one window, whatever the arguments; its patches are f32[num_frames, 0]."""
-        return Processed(np.zeros((self.num_frames, 0), np.float32), *self._place(), 1, (1, self.num_frames, 1))
-
-    def with_options(self, options: Mapping[str, Any]) -> WhisperProcessor:
-        """Return this processor, which has no options. Raises RequestError for any option."""
-        check_options(options, ())
-        return self
-
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt unchanged, with one sound at position 0. Raises RequestError unless exactly one sound is
-        given.
-        """
-        count = len(items.get(AUDIO, ()))
-        if count != 1:
-            raise RequestError(f"multi_modal_data has {count} sounds; allowed: 1", param="multi_modal_data")
-        return Expanded(list(token_ids), [np.zeros(1, np.int32)], [(AUDIO, 0)])
+        return self.item(frames, np.zeros((0, self.num_frames), np.int32))
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
         """Return the log-mel spectrogram f32[N // HOP, num_bins] of samples f32[N]."""

@@ -14,6 +14,7 @@ import numpy as np
 from jaxengine.config.inputs.multimodal import AUDIO
 from jaxengine.media.base.samples import RATE, Sound, Spectrogram
 from jaxengine.media.parts import MediaPart
+from jaxengine.media.processors.attended import PieceProcessor
 from jaxengine.media.processors.audioflamingo3 import GlmAsrProcessor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.log_mel import HOP
@@ -87,6 +88,19 @@ def transcriber(media: MediaInputs | None) -> Transcriber | None:
     """
     processor = None if media is None else media.processor
     return processor if isinstance(processor, Transcriber) else None
+
+
+def piece_processor(media: MediaInputs | None) -> PieceProcessor | None:
+    """Return the processor of a model that transcribes pieces of a sound without timestamps (Cohere Transcribe,
+    Moonshine); None for others. media: media inputs of the model; None for a text model.
+    """
+    processor = None if media is None else media.processor
+    return processor if isinstance(processor, PieceProcessor) else None
+
+
+def media_of(samples: np.ndarray) -> dict[str, Any]:
+    """Return the media of a prompt with a sound of samples f32[N], RATE per second; a view."""
+    return {DATA: {AUDIO: Sound(samples)}}
 
 
 async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:

@@ -1,7 +1,8 @@
 """Cross-attention of a decoder's tokens to the encoded sound of their sequence.
 
 Keys and values of all layers are made once for a sound and lie in one row of a pool (models/sound). They have no
-positions and no mask: each token sees all of its sound, wherever it is in its sequence.
+positions: each token sees all of its sound, wherever it is in its sequence. Of a row that a short sound does not fill,
+it sees the beginning alone.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class StepSounds(NamedTuple):
     Attributes:
       pool: [B, 2 * L * S * W], encoded sounds, W the width of this device's heads (jaxengine.models.sound).
       of_row: i32[R], the pool's row of each of the step's rows.
+      positions: i32[R], positions of the sound of each row, counted from the first, that are attended to; at least 1.
       cu_q_lens: i32[R + 1], index of the first token of each row.
       num_rows: i32[], rows in use.
     """
 
     pool: jax.Array
     of_row: jax.Array
+    positions: jax.Array
     cu_q_lens: jax.Array
     num_rows: jax.Array
 
@@ -50,18 +53,28 @@ class CrossAttention(nnx.Module):
     Args:
       num_positions: S, positions of an encoded sound.
       num_layers: L, layers of the decoder.
-      source: prefix of the checkpoint's modules q_proj and out_proj; the projections to keys and values belong to the
-        tower.
+      source: prefix of the checkpoint's modules; the projections to keys and values belong to the tower.
+      names: of the projections to queries and after attention.
+      bias: whether both have a bias.
     """
 
     def __init__(
-        self, hidden_size: int, head_dim: int, num_positions: int, num_layers: int, *, source: str, build: Build
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_positions: int,
+        num_layers: int,
+        *,
+        source: str,
+        build: Build,
+        names: tuple[str, str] = ("q_proj", "out_proj"),
+        bias: bool = True,
     ):
         self.head_dim, self.sizes = head_dim, (num_layers, 2, num_positions)
-        q = (Source(f"{source}.q_proj", hidden_size, group=head_dim),)
-        self.q = Linear(hidden_size, q, axes=("embed", "heads"), bias=True, build=build)
-        out = (Source(f"{source}.out_proj", hidden_size),)
-        self.out = Linear(hidden_size, out, axes=("heads", "embed"), bias=True, build=build)
+        q = (Source(f"{source}.{names[0]}", hidden_size, group=head_dim),)
+        self.q = Linear(hidden_size, q, axes=("embed", "heads"), bias=bias, build=build)
+        out = (Source(f"{source}.{names[1]}", hidden_size),)
+        self.out = Linear(hidden_size, out, axes=("heads", "embed"), bias=bias, build=build)
 
     def queries(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the projected queries [T, N, H] of hidden states x [T, D]."""
@@ -69,7 +82,8 @@ class CrossAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows, step: StepSounds, layer: jax.Array) -> jax.Array:
         """Return the projected attention output [T, D] of x [T, D] over the sounds in `step`. layer: i32[], this
-        layer's index in the decoder. Tokens of no row get the bias of the output projection alone.
+        layer's index in the decoder. Tokens of no row get the bias of the output projection alone, or zeros without
+        one.
         """
         q = self.queries(x, rows)
         step = step._replace(pool=step.pool.reshape(len(step.pool), *self.sizes, *q.shape[1:]))
@@ -89,12 +103,12 @@ class _WithSounds(nnx.Module):
 
     def __init__(self, module: CrossAttention, step: StepSounds, layer: int):
         self.module = module
-        self.pool, self.of_row = Given(step.pool), Given(step.of_row)
-        self.cu_q_lens, self.num_rows = Given(step.cu_q_lens), Given(step.num_rows)
+        for name, value in step._asdict().items():
+            setattr(self, name, Given(value))
         self.layer = Given(jnp.int32(layer))  # an array: equal layers share a trace
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        step = StepSounds(self.pool[...], self.of_row[...], self.cu_q_lens[...], self.num_rows[...])
+        step = StepSounds(*(getattr(self, name)[...] for name in StepSounds._fields))
         if self.notes_queries:
             self.noted = CrossQueries(self.module.queries(x, rows))
         return self.module(x, rows, step, self.layer[...])
@@ -116,7 +130,8 @@ class Sounds(Section):
 
 
 def cross_attend(q: jax.Array, step: StepSounds, layer: jax.Array) -> jax.Array:
-    """Return softmax(q k^T / sqrt(H)) v of each token over the sound of its row, [T, N, H]; zeros for tokens of no row.
+    """Return softmax(q k^T / sqrt(H)) v of each token over the first `positions` of the sound of its row, [T, N, H];
+    zeros for tokens of no row.
 
     q: [T, N, H]. step: sounds of the step, with the pool as [B, L, 2, S, N, H]. layer: i32[], the index of the
     decoder's layer. The loop runs over tiles of one row's tokens, as many as there are: its length is a run-time value,
@@ -135,7 +150,8 @@ def cross_attend(q: jax.Array, step: StepSounds, layer: jax.Array) -> jax.Array:
         keys, values = lax.dynamic_slice(step.pool, where, (1, 1, *step.pool.shape[2:]))[0, 0]
         query = lax.dynamic_slice_in_dim(queries, start, tile)
         scores = jnp.einsum("tnh,snh->nts", query, keys, preferred_element_type=jnp.float32) * q.shape[2] ** -0.5
-        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        is_heard = jnp.arange(scores.shape[-1]) < step.positions[row]
+        weights = jax.nn.softmax(jnp.where(is_heard, scores, -jnp.inf), axis=-1).astype(values.dtype)
         own = jnp.einsum("nts,snh->tnh", weights, values, preferred_element_type=jnp.float32).astype(q.dtype)
         is_own = start + jnp.arange(tile) < step.cu_q_lens[row + 1]
         kept = lax.dynamic_slice_in_dim(o, start, tile)

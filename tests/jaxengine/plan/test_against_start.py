@@ -15,7 +15,13 @@ from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import Split, plan_split, platform_for
 from jaxengine.runner.start.stage_arrays import StageArrays
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
-from tests.fixtures import omni_checkpoints, sound_checkpoints, unit_pictures, whisper_checkpoints
+from tests.fixtures import (
+    attended_checkpoints,
+    omni_checkpoints,
+    sound_checkpoints,
+    unit_pictures,
+    whisper_checkpoints,
+)
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.jaxengine.plan.start import allocated
@@ -116,6 +122,7 @@ def _seeing(name: str, folder: Path) -> Path:
 WHOLE: dict[str, Callable[[str, Path], Path]] = {
     "_vision": _seeing,
     "whisper_sound": whisper_checkpoints.whole_checkpoint,
+    **dict.fromkeys(attended_checkpoints.KINDS, attended_checkpoints.whole_checkpoint),
     "_sound": sound_checkpoints.whole_checkpoint,
     **dict.fromkeys(("_omni", "_omni_wide"), omni_checkpoints.whole_checkpoint),
     "": lambda name, _: checkpoint(name),

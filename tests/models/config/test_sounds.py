@@ -180,6 +180,38 @@ def test_heads_of_whisper_that_align_words():
             read_hf({**WHISPER_SMALL, "median_filter_width": width})
 
 
+def test_cohere_transcribe_and_moonshine():
+    """transformers' defaults are the published models; wrong fields are named."""
+    cohere = {"architectures": ["CohereAsrForConditionalGeneration"], "model_type": "cohere_asr"}
+    config = read_hf(cohere)
+    tower = config.tower
+    assert (tower.num_features, tower.unit, tower.num_positions, tower.num_layers) == (128, 3504, 438, 48)
+    assert (tower.num_parts, tower.decoder_heads, config.num_layers) == (2 * 8 * 438, 8, 8)
+    assert not tower.has_rules and not tower.aligns
+    moonshine = {"architectures": ["MoonshineForConditionalGeneration"], "model_type": "moonshine"}
+    config = read_hf(moonshine)
+    assert (config.tower.unit, config.tower.num_positions, config.tower.rope.rotary_dim) == (1250, 1248, 32)
+    for fields, message in (
+        ({**cohere, "max_audio_clip_s": 1e9}, "max_audio_clip_s must be a number > 0 and <= 120"),
+        ({**cohere, "max_audio_clip_s": 0}, "max_audio_clip_s"),
+        ({**cohere, "encoder_config": {"subsampling_factor": 4}}, r"encoder_config\.subsampling_factor"),
+        ({**cohere, "encoder_config": {"num_mel_bins": 100}}, r"num_mel_bins must be a multiple of 8"),
+        ({**cohere, "encoder_config": {"num_attention_heads": 7}}, "num_attention_heads must be a divisor"),
+        ({**cohere, "encoder_config": {"conv_kernel_size": 8}}, "conv_kernel_size must be odd"),
+        ({**cohere, "encoder_config": {"conv_kernel_size": 10**6}}, "conv_kernel_size"),
+        ({**cohere, "num_key_value_heads": 2}, "num_key_value_heads must be 8 or absent"),
+        ({**cohere, "tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({**cohere, "hidden_act": "unknown"}, "hidden_act must be one of"),
+        ({**moonshine, "encoder_num_attention_heads": 4}, "encoder_num_attention_heads must be 8 or absent"),
+        ({**moonshine, "decoder_num_key_value_heads": 4}, "decoder_num_key_value_heads must be 8"),
+        ({**moonshine, "hidden_size": 290}, "decoder_num_attention_heads must be a divisor of hidden_size 290"),
+        ({**moonshine, "attention_bias": True}, "attention_bias"),
+        ({**moonshine, "decoder_hidden_act": "unknown"}, "decoder_hidden_act must be one of"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            read_hf(fields)
+
+
 def test_gemma4_has_a_tower_for_each():
     config = read_hf(GEMMA4)
     sees, hears = config.towers

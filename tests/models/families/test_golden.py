@@ -55,9 +55,12 @@ SIMILAR = frozenset(_SIMILAR.split())
 WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 
 
-# Whose prompts have sounds: tests/jaxengine/engine/test_sounds.py, test_prompt_sounds.py and test_omni.py.
+# Whose prompts have sounds: tests/jaxengine/engine/test_sounds.py, test_attended_sounds.py, test_prompt_sounds.py and
+# test_omni.py.
 _HEARING = (
     "Whisper",
+    "CohereAsr",
+    "Moonshine",
     "Qwen2Audio",
     "Voxtral",
     "Qwen3ASR",

@@ -56,7 +56,7 @@ class AlignmentExtension(DeviceExtension):
         self.tower: Any = shape.model.config.tower
         self.length = shape.config.max_model_len
         self.program_name = f"align {self.length} tokens"
-        self._result = shape.rows(1, np.float32, self.length, self.tower.sizes.num_positions)
+        self._result = shape.rows(1, np.float32, self.length, self.tower.num_positions)
         self._pool, (self._graph, leaves) = pool, nnx.split(shape.model)
         self._tree = jax.tree.structure(leaves)
 
@@ -87,12 +87,14 @@ class AlignmentExtension(DeviceExtension):
         bounds, page_size = jnp.stack([0 * end, end]), self.shape.config.block_size
         pages = jnp.arange(-(-self.length // page_size), dtype=jnp.int32)[None]
         ragged = RaggedBatch(bounds, bounds[1:], pages, jnp.where(token < end, token, -1), jnp.int32(1), jnp.int32(0))
-        sounds = NotedSounds(StepSounds(pool, row[None], bounds, jnp.int32(1)), self.tower.alignment_heads)
+        heard = jnp.full(1, self.tower.num_positions, jnp.int32)
+        step = StepSounds(pool, row[None], heard, bounds, jnp.int32(1))
+        sounds = NotedSounds(step, self.tower.alignment_heads)
         batch = ForwardBatch(message[0, _HEADER:], token, bounds[1:] - 1, (ragged,), {SOUNDS: sounds})
         shape = self.shape
         kv = abstract_kv(shape.groups, pages.shape[1], platform=shape.platform.name, mesh=shape.mesh)
         model(batch, device_kv(kv))
-        sizes = self.tower.sizes.num_positions, self.tower.decoder_layers
+        sizes = self.tower.num_positions, self.tower.decoder_layers
         with jax.named_scope(NAME):
             return sounds.aligned(row, *sizes, Span(first, end, positions), self.tower.filter_width)[None]
 
@@ -106,7 +108,7 @@ class Aligner(HostExtension):
 
     def __init__(self, runner: Any, extension: AlignmentExtension):
         super().__init__(runner)
-        self.num_positions: int = extension.tower.sizes.num_positions
+        self.num_positions: int = extension.tower.num_positions
         self._length, self._program = extension.length, extension.program_name
 
     def align(self, pending: PendingStep, texts: Sequence[Sequence[Read]]) -> None:

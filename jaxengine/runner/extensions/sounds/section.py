@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.attention.cross_attention import Sounds, StepSounds
-from jaxengine.runner.base.device_state import DeviceState, TokenState, write_section
+from jaxengine.runner.base.device_state import DeviceState, TokenState
 from jaxengine.runner.base.extension import (
     EVERYWHERE,
     HostExtension,
@@ -26,11 +26,13 @@ from jaxengine.runner.extensions.pictures.crossing import CrossingEncoder, Cross
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
 from jaxengine.runner.extensions.sounds.rules import WIDTH, after_tokens, ruled
-from jaxengine.runner.programs.state_changes import column_shapes, own_slot
+from jaxengine.runner.programs.state_changes import own_slot
+from jaxengine.scheduler.base.media import MediaItem
 from jaxengine.sharding.rules import logical_to_spec
 
 NAME, ROWS, RULES = "sounds", "sound rows", "transcript rules"
-NUM_RULE_ROWS = 64  # slots whose rules one state change writes
+NUM_RULE_ROWS = NUM_SOUND_ROWS = 64  # slots whose rules, or sounds, one state change writes
+_WIDTH = 2  # columns of a slot's sound: its row of the pool, and its positions
 
 
 class SoundPrograms(EncoderPrograms):
@@ -42,8 +44,9 @@ class SoundPrograms(EncoderPrograms):
 
 
 class SoundsExtension(CrossingExtension):
-    """Device extension of sounds. Its section of SlotState is i32[R], the row of the pool that each slot attends to.
-    Its section of TokenState is i32[R, WIDTH], the rules of each slot's transcript and its latest tokens (RuleRow).
+    """Device extension of sounds. Its section of SlotState is i32[R, 2], the row of the pool that each slot attends to
+    and how many of the row's positions. Its section of TokenState is i32[R, WIDTH], the rules of each slot's transcript
+    and its latest tokens (RuleRow).
     """
 
     name = NAME
@@ -56,25 +59,30 @@ class SoundsExtension(CrossingExtension):
         self.encoder = SoundPrograms(model, layout, config.dtype, shape.mesh)
 
     def slots(self) -> Kept:
-        return Kept((self.shape.num_slots,), jnp.int32)
+        return Kept((self.shape.num_slots, _WIDTH), jnp.int32)
 
     def tokens(self) -> Kept:
         return Kept((self.shape.num_slots, WIDTH), jnp.int32)
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """The state changes, by name, that set the pool rows and the rules of slots."""
-        rules = [((NUM_RULE_ROWS,), np.int32, EVERYWHERE), ((NUM_RULE_ROWS, WIDTH), np.int32, EVERYWHERE)]
-        rows = StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())
-        return {ROWS: rows, RULES: StateChange(_write_rules, rules)}
+        """The state changes, by name, that set the sounds and the rules of slots."""
+
+        def shapes(count: int, width: int) -> list[Any]:
+            return [((count,), np.int32, EVERYWHERE), ((count, width), np.int32, EVERYWHERE)]
+
+        sounds = StateChange(_write_sounds, shapes(NUM_SOUND_ROWS, _WIDTH))
+        return {ROWS: sounds, RULES: StateChange(_write_rules, shapes(NUM_RULE_ROWS, WIDTH))}
 
     def allocated(self) -> Mapping[str, Any]:
         return {"encoded sounds": self.encoder.rows}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with a Sounds section: the pool and the row of it that each row of the step attends to."""
-        ragged, of_row = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
-        sounds = StepSounds(step.given[NAME], of_row, ragged.cu_q_lens, ragged.num_seqs)
+        """Return the pass with a Sounds section: the pool, and the row and positions of it that each row of the step
+        attends to.
+        """
+        ragged, own = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
+        sounds = StepSounds(step.given[NAME], own[:, 0], own[:, 1], ragged.cu_q_lens, ragged.num_seqs)
         return step.with_section(NAME, Sounds(sounds))
 
     def process(
@@ -103,19 +111,29 @@ class SoundEncoder(CrossingEncoder):
 
     def __init__(self, runner: Any, extension: SoundsExtension):
         super().__init__(runner, extension)
-        self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
+        self._tower: Any = extension.encoder.layout.tower
+        self._known: dict[int, tuple[int, int]] = {}
 
-    def set_rows(self, slots: list[int], rows: list[int]) -> None:
-        """Set the rows of the pool that slots, numbered over all replicas, attend to; only changes are sent to the
-        devices.
+    def set_sounds(self, slots: Sequence[tuple[int, int, MediaItem]]) -> None:
+        """Set what slots attend to: (slot over all replicas, row of the pool, the sound in it); only changes are sent
+        to the devices.
         """
-        self.runner.set_column(ROWS, self._known, slots, rows)
+        found = {slot: (row, self._tower.positions_of(item.columns)) for slot, row, item in slots}
+        changed = [(slot, np.asarray(own, np.int32)) for slot, own in found.items() if self._known.get(slot) != own]
+        self._known |= found
+        self.runner.change_slots(ROWS, changed, NUM_SOUND_ROWS, _WIDTH)
 
     def set_rules(self, rules: list[tuple[int, np.ndarray]]) -> None:
         """Write the rules of slots' transcripts to the devices: pairs (slot over all replicas, columns from
         rules.rule_words).
         """
         self.runner.change_slots(RULES, rules, NUM_RULE_ROWS, WIDTH)
+
+
+def _write_sounds(state: DeviceState, slots: jax.Array, sounds: jax.Array) -> DeviceState:
+    """Return the state with `sounds` i32[n, 2] written for slots i32[n], numbered over all replicas."""
+    section = state.slots.sections[NAME].at[own_slot(state, slots)].set(sounds, mode="drop")
+    return state._replace(slots=state.slots._replace(sections={**state.slots.sections, NAME: section}))
 
 
 def _write_rules(state: DeviceState, slots: jax.Array, words: jax.Array) -> DeviceState:

@@ -13,7 +13,6 @@ from fastapi import Response
 from jaxengine.requests.media.inputs import DATA
 from jaxengine.requests.media.transcripts import read_whole, transcriber
 from jaxengine.requests.params.sampling_params import RequestOutputKind
-from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.media import AUDIO
 from jaxengine.server.http.audio.transcript import Transcript
 from jaxengine.server.http.request.form import FILE
@@ -38,16 +37,7 @@ class AskedTranscript(Transcript):
         media = self.engine.inputs.media
         processor = transcriber(media)
         assert media is not None and processor is not None
-        if self.task != "transcribe":
-            raise RequestError("this model transcribes, and translates nothing", param="model")
-        if self.body.response_format not in ("json", "text"):
-            shown = show_value(self.body.response_format)
-            problem = f"response_format is {shown}; this model gives no times; allowed: json and text"
-            raise RequestError(problem, param="response_format")
-        if self.body.language not in (None, *processor.languages):
-            allowed = ", ".join(sorted(processor.languages)) or "none, as this model takes no language"
-            problem = f"language is {show_value(self.body.language)}; allowed: {allowed}"
-            raise RequestError(problem, param="language", value=self.body.language)
+        self.check_untimed(processor.languages)
         messages = processor.transcription(self.body.language, (self.body.prompt or "").strip())
         self._mark = processor.text_mark
         self._sound = await read_whole(media, data, FILE)

@@ -1,7 +1,8 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, for models that transcribe.
 
-Whisper transcribes a sound of several windows one window after the other (jaxengine.requests.media.transcripts). For
-other models the prompt contains the whole sound (jaxengine.server.http.audio.asked).
+Whisper transcribes a sound of several windows one window after the other (jaxengine.requests.media.transcripts). Other
+models whose tokens attend to a sound do so piece by piece (jaxengine.server.http.audio.piecewise). For the rest the
+prompt contains the whole sound (jaxengine.server.http.audio.asked).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.media.transcripts import (
     Segment,
     cut_segments,
+    piece_processor,
     prompt_of,
     read_recording,
     sound_processor,
@@ -39,6 +41,7 @@ from jaxengine.server.http.audio import formats
 from jaxengine.server.http.audio.answers import TranscriptDelta, TranscriptDone, Transcription, VerboseTranscription
 from jaxengine.server.http.audio.asked import AskedTranscript
 from jaxengine.server.http.audio.formats import Said
+from jaxengine.server.http.audio.piecewise import PiecewiseTranscript
 from jaxengine.server.http.audio.protocol import GRANULARITIES, SEGMENT, WORD, TranscriptionRequest, read_request
 from jaxengine.server.http.audio.transcript import Transcript, usage_of
 from jaxengine.server.http.models import choose_model
@@ -269,6 +272,8 @@ def _kind(engine: EngineClient, config: ServerConfig) -> Callable[..., Transcrip
     """Return what makes the transcripts of the engine's model, with the arguments of Transcript. Raises RequestError if
     the model cannot transcribe.
     """
+    if piece_processor(engine.inputs.media) is not None:
+        return PiecewiseTranscript
     if transcriber(engine.inputs.media) is not None:
         return partial(AskedTranscript, config.default_chat_template_kwargs)
     sound_processor(engine.inputs.media)

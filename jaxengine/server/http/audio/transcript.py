@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from fastapi import Response
@@ -15,6 +15,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.audio.protocol import TranscriptionRequest
 from jaxengine.server.http.request.errors import abort_error
@@ -46,6 +47,21 @@ class Transcript:
     @abstractmethod
     def pieces(self) -> AsyncGenerator[str, None]:
         """Yield the text of a stream in pieces as it is generated; update the token counts. Call it after `begin`."""
+
+    def check_untimed(self, languages: Iterable[str]) -> None:
+        """Raise RequestError for a request that a model without timestamps and translations cannot answer: a
+        translation, a format with times, and a language that is not among `languages`, the codes that it takes.
+        """
+        if self.task != "transcribe":
+            raise RequestError("this model transcribes, and translates nothing", param="model")
+        if self.body.response_format not in ("json", "text"):
+            shown = show_value(self.body.response_format)
+            problem = f"response_format is {shown}; this model gives no times; allowed: json and text"
+            raise RequestError(problem, param="response_format")
+        if self.body.language not in (None, *languages):
+            allowed = ", ".join(sorted(languages)) or "none, as this model takes no language"
+            problem = f"language is {show_value(self.body.language)}; allowed: {allowed}"
+            raise RequestError(problem, param="language", value=self.body.language)
 
     async def events(self, model: str) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a stream: a delta for each piece of text that is not empty, then the whole

@@ -1,0 +1,164 @@
+"""Cohere Transcribe: a decoder with cross-attention to a sound of any length that a Fast Conformer encodes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import Activation, hf_fields
+from jaxengine.models.families.whisper import WhisperEmbedding, WhisperForConditionalGeneration
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.cross_attention import CrossAttention
+from jaxengine.models.layers.base.embedding import vocab_source
+from jaxengine.models.layers.base.mlp import MLP
+from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.sound.cohere_asr import (
+    CONVOLUTIONS,
+    ENCODER,
+    PROJECTION,
+    CohereAsrTowerConfig,
+    read_cohere_asr_tower,
+)
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+LAYER = "model.layers.{layer}"
+_EPS = 1e-5
+_DECODER = "transf_decoder"
+_POSITIONS, _EMBEDDING_NORM = "model.positions.weight", "model.embedding_norm"
+_PROJECTIONS = ("query_net", "key_net", "value_net")
+# transformers' defaults of fields that a file lacks.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 4,
+    "eos_token_id": 3,
+}
+
+
+class CohereAsrEmbedding(WhisperEmbedding):
+    """Norm of the sum of token table and positions."""
+
+    position_source: ClassVar[str] = _POSITIONS
+
+    def __init__(self, config: ModelConfig, build: Build):
+        super().__init__(config, build)
+        self.norm = LayerNorm(config.hidden_size, _EPS, source=_EMBEDDING_NORM, build=build)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return the embeddings [T, D] of tokens i32[T] at positions i32[T], in the model's dtype: the norm of the sum
+        of their rows of the token table and of the table of positions.
+        """
+        return self.norm(super().__call__(token_ids, positions))
+
+
+class CohereAsrLayer(nnx.Module):
+    """Layer that computes x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: Build):
+        size, tower, attention = config.hidden_size, config.tower, config.attention[layer]
+        assert isinstance(tower, CohereAsrTowerConfig)
+        self.input_norm, self.cross_norm, self.mlp_norm = (
+            LayerNorm(size, _EPS, source=f"{LAYER}.layer_norm_{number}", build=build) for number in (1, 2, 3)
+        )
+        source = f"{LAYER}.first_sub_layer"
+        qkv = [Source(f"{source}.{name}", size) for name in _PROJECTIONS]
+        out = Source(f"{source}.out_projection", size)
+        self.attention = Attention(attention, size, eps=_EPS, source=source, qkv=qkv, out=out, build=build)
+        # The section of sounds replaces it by one that also has the step's sounds
+        # (jaxengine.models.layers.attention.cross_attention).
+        self.cross: Any = CrossAttention(
+            size,
+            attention.head_dim,
+            tower.num_positions,
+            config.num_layers,
+            source=f"{LAYER}.second_sub_layer",
+            names=(_PROJECTIONS[0], "out_projection"),
+            bias=attention.bias,
+            build=build,
+        )
+        names: dict[str, Any] = {"source": f"{LAYER}.third_sub_layer", "up": "dense_in", "down": "dense_out"}
+        self.mlp = MLP(
+            size, config.intermediate_size, **names, bias=True, activation=tower.activate_decoder, build=build
+        )
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
+            x = x + attended
+        with jax.named_scope("cross_attention"):
+            x = x + self.cross(self.cross_norm(x), step.rows)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x), step.rows), kv
+
+
+class CohereAsrForConditionalGeneration(WhisperForConditionalGeneration):
+    """Cohere Transcribe: a decoder that writes a transcript, whose tokens attend to the whole encoded sound."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        # Published files leave out "model.", which transformers writes.
+        prefixes=(
+            *(
+                (f"{begin}{_DECODER}.{old}", new)
+                for begin in ("", "model.")
+                for old, new in (
+                    ("_decoder.layers.", "model.layers."),
+                    ("_decoder.final_layer_norm.", "model.norm."),
+                    ("_embedding.token_embedding.", "model.embed_tokens."),
+                    ("_embedding.position_embedding.pos_enc", _POSITIONS),
+                    ("_embedding.layer_norm.", f"{_EMBEDDING_NORM}."),
+                )
+            ),
+            *((f"model.{part}.", f"{part}.") for part in (ENCODER, PROJECTION)),
+            ("log_softmax.mlp.layer0.", "lm_head."),
+        ),
+        unused=("preprocessor.featurizer.", "model.preprocessor.featurizer."),
+        unused_ends=(".num_batches_tracked",),
+        tower=(f"{ENCODER}.", f"{PROJECTION}."),
+        flattened=CONVOLUTIONS,
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**_DEFAULTS)
+        fields.require(tie_word_embeddings=False)
+        layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+        # Keys and values of a sound have as many heads as queries, whose joined size is the hidden size.
+        fields.require(num_key_value_heads=heads, head_dim=fields.integer("hidden_size") // heads)
+        bias = fields.boolean("attention_bias", True)
+        shared = hf_fields(
+            fields.with_defaults(layer_norm_eps=_EPS),
+            ropes=[None] * layers,
+            activation=Activation("hidden_act", (fields.text("hidden_act", "relu"),)),
+            eps="layer_norm_eps",
+            bias=bias,
+            output_bias=bias,
+        )
+        return shared | {"tower": read_cohere_asr_tower(fields, bias=bias)}
+
+    def __init__(self, config: ModelConfig, build: Build):
+        super().__init__(config, build)
+        bias = vocab_source("lm_head", config.vocab_size, self.mesh).tensor("bias")
+        decl = ParamDecl(("vocab",), (bias,), init_std=0.02)
+        self.head_bias = declare((bias.num_contributed,), self.build.dtype, decl)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return CohereAsrLayer(self.config, layer, build)
+
+    def make_embedding(self, build: Build) -> CohereAsrEmbedding:
+        return CohereAsrEmbedding(self.config, build)
+
+    def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """Return logits f32[R, V / n] of hidden states [R, D], with a bias for each token."""
+        return super().token_logits(hidden) + self.head_bias[...].astype(jnp.float32)

@@ -1,0 +1,90 @@
+"""/v1/audio/transcriptions of models that transcribe pieces of a sound without times (Cohere Transcribe, Moonshine)."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from jaxengine.api.async_llm import AsyncLLM
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.audio.piecewise import PiecewiseTranscript
+from jaxengine.server.http.audio.protocol import TranscriptionRequest
+from tests.fixtures import attended_checkpoints as attended
+from tests.fixtures.whisper_checkpoints import sound
+from tests.jaxengine.engine.test_attended_sounds import goldens
+from tests.jaxengine.engine.test_sounds import OPTIONS
+from tests.jaxengine.server.openai_client import openai_client
+
+
+def wav_of_floats(samples: np.ndarray) -> bytes:
+    data = samples.astype("<f4").tobytes()
+    form = struct.pack("<HHIIHH", 3, 1, attended.RATE, 4 * attended.RATE, 4, 32)
+    body = b"WAVE" + b"fmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def test_texts_of_pieces_are_joined_and_white_space_waits_for_text():
+    class Told(PiecewiseTranscript):
+        async def outputs(self, prompt: dict[str, Any], params: Any):
+            for piece in told[int(prompt["multi_modal_data"]["audio"].samples[0])]:
+                yield SimpleNamespace(outputs=[SimpleNamespace(text=piece, token_ids=[1])])
+
+    told = [["", " a", " ", "", "b", " "], [" ", ""], ["\n", "c ", "\n", " d\n"], []]
+    for separator in (" ", ""):
+        transcript = Told.__new__(Told)
+        transcript.body, transcript.input_tokens, transcript.output_tokens = TranscriptionRequest(), 0, 0
+        transcript._ids, transcript._separator = [7, 8], separator
+        transcript._pieces = [np.full(1, index, np.float32) for index in range(len(told))]
+
+        async def pieces(transcript: Any = transcript) -> list[str]:
+            return [piece async for piece in transcript.pieces()]
+
+        assert asyncio.run(pieces()) == ["a", " b", f"{separator}c", " \n d"]
+        assert (transcript.input_tokens, transcript.output_tokens) == (8, 12)
+
+
+@pytest.mark.thorough("two more engines")
+@pytest.mark.parametrize("name", ["cohere_asr_sound", "moonshine_sound"])
+def test_transcriptions(name, tmp_path, executables_dir):
+    folder = attended.whole_checkpoint(name, tmp_path)
+    engine = AsyncLLM(str(folder), **OPTIONS, max_audio_seconds=60, compile_cache_dir=executables_dir)
+    app = create_app(engine, ServerConfig(served_model_name=("it",)))
+    limited = {"max_completion_tokens": str(24)}
+
+    def ask(samples: np.ndarray, kind: str = "transcriptions", **fields: Any) -> Any:
+        async def run() -> Any:
+            client = openai_client(app)
+            file = ("sound.wav", wav_of_floats(samples))
+            return await getattr(client.audio, kind).create(model="it", file=file, extra_body=limited, **fields)
+
+        return asyncio.run(run())
+
+    def text_of(tokens: Any) -> str:
+        ids = [int(token) for token in tokens]
+        return attended.tokenizer().decode(ids[: ids.index(attended.EOS)] if attended.EOS in ids else ids).strip()
+
+    try:
+        found = goldens(name)
+        for case in attended.SOUNDS:
+            assert ask(attended.sound_of(case)).text == text_of(found[f"{case}_tokens"])
+        if "long_tokens" in found:
+            texts = [text_of(tokens) for tokens in found["long_tokens"]]
+            assert ask(sound(*attended.LONG), language="ja").text == "".join(texts)
+        assert ask(np.zeros(1, np.float32), response_format="text").endswith("\n")
+        for fields, message in (
+            ({"language": "xx"}, "language is 'xx'; allowed: (de, en, ja|none, as this model takes no language)"),
+            ({"prompt": "a"}, "prompt: this model continues no earlier text"),
+            ({"response_format": "srt"}, "this model gives no times; allowed: json and text"),
+            ({"kind": "translations"}, "translates nothing"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(attended.sound_of("a"), **fields)
+    finally:
+        engine.shutdown()
