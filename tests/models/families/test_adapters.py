@@ -111,12 +111,24 @@ def test_adapters_of_experts_that_peft_has_made(name, recorded):
         forward.clear_cache()
 
 
-def test_layers_that_share_a_block_have_adapters_of_their_own(recorded):
-    """As PEFT makes them: transformers ties the weights, not the modules."""
+def test_layers_that_share_a_block_have_adapters_of_their_own(recorded, tmp_path):
+    """As PEFT makes them: transformers ties the weights, not the modules. In each layer it also changes the low-rank
+    products that other layers multiply by.
+    """
     targets = targets_of([build_model(recorded("zamba2_shared").config, Build("float32", lora=SPEC))])
-    block = ("self_attn.q_proj", "self_attn.o_proj", "feed_forward.gate_up_proj", "feed_forward.down_proj")
-    for layer in (0, 1, 3):
-        assert {f"model.layers.{layer}.shared_transformer.{name}" for name in block} <= targets.shapes.keys()
+    stem, shapes = "model.layers.{}.shared_transformer.{}".format, {}
+    for layer, number in ((0, 0), (0, 2), (1, 1), (3, 0), (3, 2)):
+        shapes[stem(layer, "self_attn.o_proj")] = (32, 64)
+        shapes[stem(layer, f"feed_forward.gate_up_proj_adapter_list.{number}.1")] = (80, 3)
+    write_adapter(tmp_path, shapes, seed=1, r=2, target_modules=r".*(o_proj|gate_up_proj_adapter_list\.\d\.1)")
+    found = read_adapter(tmp_path, targets, 4, "float32").matrices
+    names = ("self_attn.o_proj", "feed_forward.gate_up_proj_adapter.1")
+    assert found.keys() == {stem(layer, name) for layer in (0, 1, 3) for name in names}
+    wanted = load_file(tmp_path / "adapter_model.safetensors")
+    for layer, number in ((0, 0), (1, 1), (3, 2)):
+        stored = stem(layer, f"feed_forward.gate_up_proj_adapter_list.{number}.1")
+        a = wanted[f"base_model.model.{stored}.lora_A.weight"]
+        np.testing.assert_array_equal(found[stem(layer, names[1])][0], a)
 
 
 def stacked_experts(weights, model):
