@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.weights.adapters.folder import MAX_RANK, read_adapter
 from jaxengine.models.weights.adapters.pools import targets_of
 from jaxengine.models.weights.formats.orbax import save_checkpoint
@@ -30,8 +32,9 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
     stderr. The folder is complete or absent afterwards.
 
     Raises ConfigError for options that do not fit the model, pipeline stages, hf_overrides, a pooling model, a model
-    without safetensors, and an adapter for a quantised model. Raises ModelConfigError or ModelFileError for an invalid
-    model, and ModelFileError, before weights are read, if the folder exists or cannot be written.
+    without safetensors, and an adapter for a quantised model or of weights that layers share. Raises ModelConfigError
+    or ModelFileError for an invalid model, and ModelFileError, before weights are read, if the folder exists or cannot
+    be written.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size
@@ -64,6 +67,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
             assert source.weights is not None and not isinstance(source.weights, Path)
             targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
             adapter = read_adapter(merge_lora, targets, MAX_RANK, "float32")
+            _check_own(source.config, adapter.matrices)
             source = replace(source, weights=MergedSource(source.weights, adapter.matrices))
         with new_folder(folder) as part:
             with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
@@ -71,3 +75,14 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
             source.close()
             print(f"writing {folder}", file=sys.stderr)
             save_checkpoint(part, params, model, mesh=mesh, files=source.files_beside_weights(), kv_scales=scales)
+
+
+def _check_own(model: ModelConfig, modules: Iterable[str]) -> None:
+    """Raise ConfigError if an adapter changes a module whose weights several layers share: it has matrices for each of
+    them. modules: the model's names of those that the adapter changes.
+    """
+    having = {} if model.shared_blocks is None else {each: model.shared_blocks.having(each) for each in modules}
+    if module := next((each for each, layers in having.items() if len(layers) > 1), None):
+        layers = ", ".join(map(str, having[module]))
+        problem = f"the adapter changes {module} in one of layers {layers}, which share its weights"
+        raise ConfigError.because("merge_lora", problem, "serve it with the base model: enable_lora")

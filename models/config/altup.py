@@ -13,6 +13,8 @@ from jaxengine.models.config.fields import ModelConfigError, check_size
 _MOST_STREAMS, _MOST_RANK = 16, 1 << 16
 # A module or tensor of a block of Zamba 2: the number of its layer, and its name in the block.
 BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")
+# In such a name: the list of a block's low-rank products, and the index in SharedBlocks.layers of the layer of one.
+LISTED = re.compile(r"_list\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,13 @@ class SharedBlocks:
         if found is None or not self.tied or "_adapter." in found[2]:
             return ()
         return self.sharing(int(found[1]))
+
+    def own_name(self, name: str) -> str | None:
+        """Return the model's name of a module or tensor that is `name` in transformers: without the list of low-rank
+        products. None for a product in the list of a layer that another layer multiplies by.
+        """
+        found = BLOCK.match(name)
+        if found is None or (listed := LISTED.search(found[2])) is None or int(listed[1]) >= len(self.layers):
+            return name
+        is_own = self.layers[int(listed[1])] == int(found[1])
+        return LISTED.sub(".", name) if is_own else None

@@ -72,8 +72,8 @@ class AddedProducts(nnx.Module):
         return self.base(x, rows, out_dtype=out_dtype) + jnp.concatenate(added, axis=-1)
 
     def share(self, other: AddedProducts) -> None:
-        """Take the weights and adapter pools of `other`'s base in place of the own ones."""
-        self.base = other.base
+        """Take the weights of `other`'s base in place of the own ones."""
+        self.base.share(other.base)
 
     @property
     def lora(self) -> Any:
@@ -119,16 +119,18 @@ class TransformerBlock(nnx.Module):
         self.out = Linear(size, (Source(f"{LAYER}.linear", size),), axes=("embed", "latent"), build=build)
 
     def share(self, other: TransformerBlock) -> None:
-        """Take the weights and adapter pools of the block `other` in place of the own ones. The low-rank products and
-        the projection that follows the block stay those of the layer.
+        """Take the weights of the block `other` in place of the own ones. The low-rank products, the projection that
+        follows the block and the pools for adapters stay those of the layer: transformers ties weights, not modules,
+        so that PEFT gives each layer's projections an adapter of their own.
         """
         self.input_norm, self.mlp_norm = other.input_norm, other.mlp_norm
-        self.attention.out, self.mlp.down = other.attention.out, other.mlp.down
-        self.mlp.gate_up.share(other.mlp.gate_up)
-        if isinstance(self.attention.qkv, AddedProducts):
-            self.attention.qkv.share(other.attention.qkv)
-        else:
-            self.attention.qkv = other.attention.qkv
+        for own, shared in (
+            (self.attention.qkv, other.attention.qkv),
+            (self.attention.out, other.attention.out),
+            (self.mlp.gate_up, other.mlp.gate_up),
+            (self.mlp.down, other.mlp.down),
+        ):
+            own.share(shared)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x [T, 2 * D] to ([T, D], the pool with this step's keys and values of the layer written)."""

@@ -299,8 +299,8 @@ def _adapter_work(model: Any, bucket: Bucket, itemsize: int) -> tuple[int, int, 
             rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // config.experts.num_routed
             reached += math.prod(pair) * min(own * slots, rows) * item
         else:
-            pair, rows = part, bucket.num_tokens * _num_uses(model, pool.decl.modules[0])
-            reached += math.prod(part) * item * _num_uses(model, pool.decl.modules[0])
+            pair, rows = part, bucket.num_tokens
+            reached += math.prod(part) * item
         flops += 2 * math.prod(pair) * rows
         row_bytes += rows * sum(pair) * itemsize
     return held, reached, flops, row_bytes

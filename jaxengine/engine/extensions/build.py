@@ -117,11 +117,15 @@ class Extensions:
 
     def attach(self, loop: Loop) -> None:
         """Store the engine's parts and pass them to the active extensions. Later extensions get them when they are
-        made.
+        made. Raises ConfigError if one cannot begin its work with these options; all are then shut down.
         """
         self._loop = loop
-        for each in self.active:
-            each.attach(loop)
+        try:
+            for each in self.active:
+                each.attach(loop)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def prepare(self, request: Request) -> None:
         """Make and activate the extensions that a request's parameters need, and call the `prepare` of all active

@@ -80,6 +80,10 @@ class Linear(nnx.Module):
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(out_dtype)
 
+    def share(self, other: Linear) -> None:
+        """Take the weight and the bias of `other` in place of the own ones. Pools for adapters stay the own."""
+        self.weight, self.bias = other.weight, other.bias
+
     def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
         """Return this device's part of the product, [R, in] -> [R, out] in `out_dtype`, without the bias and without
         communication between devices. adapters: those of x's rows, which are applied; None to apply none.

@@ -169,7 +169,7 @@ def _stored_modules(
     tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets, faults: Faults
 ) -> tuple[dict[str, str], list[JoinedExperts]]:
     """Return the modules of a file, as a map from the model's names to the file's, and its pairs for all experts of a
-    layer, which are not in the map.
+    layer, which are not in the map. Modules that no layer multiplies by (AdapterTargets.is_unused) are left out.
 
     Modules that lack one of their two matrices, that the model does not have, or that appear twice are added to
     `faults` as errors; those that lack a matrix are in the map all the same. Raises ModelFileError if the pairs for all
@@ -184,7 +184,7 @@ def _stored_modules(
         faults.check()
         raise
     for name in tensors.modules:
-        if name in of_joined:
+        if name in of_joined or targets.is_unused(name):
             continue
         module = targets.module(name)
         with faults.collect():

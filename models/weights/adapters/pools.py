@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxengine.models.config.altup import SharedBlocks
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.lora import DeclaredPool, PoolArray, declared_pools
 from jaxengine.models.params.declare import declared_params
@@ -61,6 +62,9 @@ class AdapterTargets:
       names: mapping from the checkpoint's names to the model's.
       parts: for each module that only transformers has, the module whose matrix the checkpoint joins from it and
         others, and the slice of its rows.
+      blocks: blocks that layers share, whose lists of low-rank products an adapter's file names; None without any.
+      unused: modules by whose matrices no layer multiplies, though transformers has them or had them in older releases:
+        keys and values of layers that take those of another layer.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -68,6 +72,16 @@ class AdapterTargets:
     others: frozenset[str]
     names: CheckpointNames
     parts: Mapping[str, tuple[str, slice]] = field(default_factory=dict)
+    blocks: SharedBlocks | None = None
+    unused: frozenset[str] = frozenset()
+
+    def is_unused(self, stored: str) -> bool:
+        """Return whether no layer multiplies by the matrix of a module, given its name in an adapter's file: one of
+        `unused`, or a low-rank product that a layer's block lists for another layer. An adapter of it changes nothing.
+        """
+        if self.blocks is not None and self.blocks.own_name(stored) is None:
+            return True
+        return self.module(stored) in self.unused
 
     def sides(self, module: str) -> tuple[int, int]:
         """Return (inputs, outputs) of a module of `shapes` or `parts`. Raises KeyError for another one."""
@@ -82,10 +96,11 @@ class AdapterTargets:
 
         A name that the model does not have is returned with the renaming of the checkpoint's names.
         """
+        stored = stored if self.blocks is None else self.blocks.own_name(stored) or stored
         names = [self.names.renamed(f"{stored}.weight").removesuffix(".weight"), self.names.renamed(stored)]
         whole = self.names.base + stored
         names += [self.names.renamed(f"{whole}.weight").removesuffix(".weight"), self.names.renamed(whole)]
-        for known in (self.shapes, self.experts, self.others):
+        for known in (self.shapes, self.experts, self.others, self.unused):
             if (found := next((name for name in names if name in known), None)) is not None:
                 return found
         return names[1]
@@ -110,9 +125,11 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
     experts: dict[str, ExpertTargets] = {}
     tensors: set[str] = set()
     parts: dict[str, tuple[str, slice]] = {}
-    names = CheckpointNames()
+    names, blocks, unused = CheckpointNames(), None, frozenset[str]()
     for model in models:
-        names = model.checkpoint_names
+        names, blocks = model.checkpoint_names, model.config.shared_blocks
+        taking = [number for number, layer in enumerate(model.config.attention) if layer.kv_source is not None]
+        unused = frozenset(f"model.layers.{each}.self_attn.{part}_proj" for each in taking for part in "kv")
         for pool in declared_pools(model):
             if pool.decl.num_experts is not None:
                 shapes |= _of_experts(pool, names.stacked_experts, experts)
@@ -125,7 +142,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
         if model.config.pooler is None:
             tensors.add("lm_head")  # transformers has one even where its weight is the token table
     others = {name for name in tensors if "{expert}" not in name}
-    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names, parts)
+    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names, parts, blocks, unused)
 
 
 def _divided(pool: DeclaredPool, names: CheckpointNames) -> dict[str, tuple[str, slice]]:

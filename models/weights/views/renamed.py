@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 
 import ml_dtypes
 import numpy as np
 
-from jaxengine.models.config.altup import BLOCK, SharedBlocks
+from jaxengine.models.config.altup import BLOCK, LISTED, SharedBlocks
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
-
-_LISTED = re.compile(r"_list\.(\d+)\.")
 
 
 def is_of_block(name: str) -> bool:
@@ -140,8 +137,8 @@ class SharedBlocksSource(NamedSource):
         for found in sorted(filter(None, map(BLOCK.match, source.names())), key=lambda found: int(found[1])):
             stored, layer, name = found[0], int(found[1]), found[2]
             layers = blocks.sharing(layer) or (layer,)
-            if (listed := _LISTED.search(name)) is not None and int(listed[1]) < len(blocks.layers):
-                layers, name = (blocks.layers[int(listed[1])],), _LISTED.sub(".", name)
+            if (listed := LISTED.search(name)) is not None and int(listed[1]) < len(blocks.layers):
+                layers, name = (blocks.layers[int(listed[1])],), LISTED.sub(".", name)
             for each in layers:
                 own = f"model.layers.{each}.shared_transformer.{name}"
                 if each == layer and not blocks.tied:

@@ -29,6 +29,7 @@ from jaxengine.sharding.layout import ONE_DEVICE
 from jaxengine.sharding.mesh import make_mesh
 from tests.fixtures import quantized_models
 from tests.fixtures.adapters import merged, write_adapter
+from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
@@ -92,6 +93,11 @@ def test_a_model_with_an_adapter_in_its_weights(tiny_options, tmp_path, capsys):
     write_adapter(adapter, {"model.layers.9.mlp.up_proj": (4, 4)}, seed=1, target_modules=["up_proj"])
     assert main(["convert", str(tmp_path / "other"), *options]) == 2
     assert "the adapter is for another base model" in capsys.readouterr().err and not (tmp_path / "other").exists()
+    module = "model.layers.3.shared_transformer.self_attn.o_proj"
+    write_adapter(adapter, {module: (32, 64)}, seed=1, target_modules=r".*3\.shared_transformer.*o_proj")
+    options[1] = str(checkpoint("zamba2_shared"))
+    assert main(["convert", str(tmp_path / "other"), *options]) == 2
+    assert "o_proj in one of layers 0, 3, which share its weights" in capsys.readouterr().err
 
 
 def test_a_model_that_sees(tmp_path):

@@ -153,12 +153,13 @@ def test_an_address_that_cannot_be_used_leaves_none_open(tmp_path):
     assert "kv-events" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
-def test_an_extension_that_cannot_be_made_shuts_down_those_before_it(monkeypatch):
+def test_an_extension_that_cannot_be_made_or_begin_shuts_down_those_before_it(monkeypatch):
     def fail(_: Any) -> Any:
         raise ConfigError("kv_events_config", {}, "another address")
 
     ended: list[str] = []
     made: Any = SimpleNamespace(shutdown=lambda: ended.append("offload"), is_idle=False, epilogue=None)
+    made.attach = lambda loop: None
     monkeypatch.setattr(build.Hooks, "update", lambda hooks, active: None)
     monkeypatch.setattr(build, "_MAKERS", {"offload": lambda _: made, "sessions": lambda _: made, "kv_events": fail})
     options = {"sleep_idle_seconds": None, "publishes_kv_events": True}
@@ -174,6 +175,12 @@ def test_an_extension_that_cannot_be_made_shuts_down_those_before_it(monkeypatch
     with pytest.raises(ConfigError, match="another address"):
         build.Extensions(runner)
     assert ended == ["offload"] * 2
+    recording: Any = SimpleNamespace(attach=fail, shutdown=lambda: ended.append("trace"), is_idle=False, epilogue=None)
+    build._MAKERS.update(kv_events=lambda _: recording)  # one whose file is opened last, on a full disk
+    extensions = build.Extensions(runner)
+    with pytest.raises(ConfigError, match="another address"):
+        extensions.attach(runner)
+    assert ended[2:] == ["offload", "offload", "trace"]
 
 
 @pytest.fixture(scope="module")

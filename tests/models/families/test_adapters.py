@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -30,6 +31,7 @@ from tests.models.families.test_golden import ALWAYS, WITHOUT_ONE_FILE, assert_c
 SPEC = LoraSpec(3, 4)
 # Joined projections, of which adapters have one matrix. The others in a thorough run, and experts below.
 FEW = ("phi3",)
+SHARED = {"zamba2_shared"}  # two layers of it have the same block
 PEFT = Path(__file__).parents[2] / "fixtures" / "peft_adapters"
 
 
@@ -37,7 +39,7 @@ PEFT = Path(__file__).parents[2] / "fixtures" / "peft_adapters"
     "name",
     [
         pytest.param(name, marks=[] if name in FEW else pytest.mark.thorough("a further family"))
-        for name in sorted(ALWAYS - WITHOUT_ONE_FILE)
+        for name in sorted((ALWAYS | SHARED) - WITHOUT_ONE_FILE)
     ],
 )
 def test_rows_with_and_without_an_adapter(name, recorded, tmp_path):
@@ -75,7 +77,7 @@ def test_rows_with_and_without_an_adapter(name, recorded, tmp_path):
                 is_out_first = model.checkpoint_names.stacked_experts.out_first
                 weights[key] = (weights[key] + (change if is_out_first else change.swapaxes(1, 2))).astype(np.float32)
         save_file(weights, tmp_path / "model.safetensors")
-        merged = PagedRun(loaded(build_model(case.config, Build("float32")), tmp_path / "model.safetensors"))
+        merged = PagedRun(loaded(build_model(apart(case.config), Build("float32")), tmp_path / "model.safetensors"))
         with_adapter = PagedRun(with_slot(loaded(model, folder), read_adapter(tmp_path, targets, 4, "float32"), 1))
         prompts = {str(index): prompt for index, prompt in enumerate(case.prompts)}
         sizes = {"num_tokens": padded(sum(map(len, prompts.values())))}
@@ -109,6 +111,26 @@ def test_adapters_of_experts_that_peft_has_made(name, recorded):
         forward.clear_cache()
 
 
+def test_layers_that_share_a_block_have_adapters_of_their_own(recorded, tmp_path):
+    """As PEFT makes them: transformers ties the weights, not the modules. In each layer it also changes the low-rank
+    products that other layers multiply by.
+    """
+    targets = targets_of([build_model(recorded("zamba2_shared").config, Build("float32", lora=SPEC))])
+    stem, shapes = "model.layers.{}.shared_transformer.{}".format, {}
+    for layer, number in ((0, 0), (0, 2), (1, 1), (3, 0), (3, 2)):
+        shapes[stem(layer, "self_attn.o_proj")] = (32, 64)
+        shapes[stem(layer, f"feed_forward.gate_up_proj_adapter_list.{number}.1")] = (80, 3)
+    write_adapter(tmp_path, shapes, seed=1, r=2, target_modules=r".*(o_proj|gate_up_proj_adapter_list\.\d\.1)")
+    found = read_adapter(tmp_path, targets, 4, "float32").matrices
+    names = ("self_attn.o_proj", "feed_forward.gate_up_proj_adapter.1")
+    assert found.keys() == {stem(layer, name) for layer in (0, 1, 3) for name in names}
+    wanted = load_file(tmp_path / "adapter_model.safetensors")
+    for layer, number in ((0, 0), (1, 1), (3, 2)):
+        stored = stem(layer, f"feed_forward.gate_up_proj_adapter_list.{number}.1")
+        a = wanted[f"base_model.model.{stored}.lora_A.weight"]
+        np.testing.assert_array_equal(found[stem(layer, names[1])][0], a)
+
+
 def stacked_experts(weights, model):
     """Of each layer whose experts are in one tensor: by JOINED, the tensor's name, and (inputs, outputs)."""
     found: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {}
@@ -122,9 +144,9 @@ def stacked_experts(weights, model):
 
 
 def parts_apart(weights, model):
-    """The tensors of a checkpoint with the parts of joined ones that take adapters, under transformers' names. Of
-    blocks that layers share, each layer has its own."""
-    if (blocks := model.config.shared_blocks) is not None:
+    """The tensors of a checkpoint with the parts of joined ones that take adapters, under transformers' names. Blocks
+    that layers share are there for each layer."""
+    if (blocks := apart(model.config).shared_blocks) is not None:
         source = SharedBlocksSource(ArraySource(weights), blocks)
         weights = {name: source.read(name) for name in source.names()}
     shapes = targets_of([model]).shapes
@@ -133,6 +155,12 @@ def parts_apart(weights, model):
             sizes = [shapes[part.removesuffix(".weight")][1] for part in parts]
             weights |= zip(parts, np.split(weights.pop(key), np.cumsum(sizes)[:-1]), strict=True)
     return weights
+
+
+def apart(config):
+    """The configuration with weights of its own for each layer, which tied blocks share."""
+    blocks = config.shared_blocks
+    return config if blocks is None else replace(config, shared_blocks=replace(blocks, tied=False))
 
 
 def loaded(model, path):

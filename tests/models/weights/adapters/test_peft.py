@@ -88,6 +88,14 @@ def test_matrices_that_are_stored_transposed(tmp_path):
         source.close()
 
 
+def test_keys_and_values_that_a_layer_takes_from_another_are_left_unread(tmp_path):
+    """transformers 4 has their projections in all layers of Gemma 3n, and PEFT has adapted them."""
+    targets = targets_of([build_model(read_folder(CHECKPOINTS / "gemma3n"), Build(jnp.float32, lora=LoraSpec(1, 4)))])
+    shapes = {f"model.layers.{layer}.self_attn.k_proj": (24, 64) for layer in range(6)}
+    write_adapter(tmp_path, shapes, seed=1, r=3, target_modules=["k_proj"])
+    assert read(tmp_path, targets).matrices.keys() == {f"model.layers.{layer}.self_attn.k_proj" for layer in range(4)}
+
+
 def test_the_first_pattern_that_fits_counts(folder, targets):
     """As PEFT goes through them, whether they are names or expressions; many names cost little."""
     config = json.loads((folder / "adapter_config.json").read_text())
