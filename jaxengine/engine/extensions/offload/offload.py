@@ -252,6 +252,7 @@ class Offload(LoopExtension):
         the pools forgot their pages are dropped.
         """
         for loading, coming, size in self._loads.take_parts():
+            loading.load.came = time.monotonic()
             if loading.generation != self.generation:
                 continue
             rank = self.orders.ranks[coming.rank]
