@@ -133,10 +133,13 @@ class DiskTier:
                 yield key, block
 
     def touch(self, key: bytes) -> bool:
-        """Set the time of a key's file to now. Returns whether there is such a file."""
+        """Set the time of a key's file to now. Returns whether there is such a file; if not, it is no longer known, so
+        that `write` writes it again.
+        """
         try:
             os.utime(path_of(self.folder, key))
         except OSError:
+            self._forget(key)
             return False
         return True
 
