@@ -40,9 +40,9 @@ _SMALL, _PICTURES = {"num_gpu_blocks_override": 36}, "qwen3_vl_vision"
 # drafts is named as in tests/jaxengine/engine/draft_matrix.py.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", _SMALL),
-    "window": ("gemma2", {"num_gpu_blocks_override": 54}),
+    "window": ("gemma2", {"num_gpu_blocks_override": 44}),
     "latent": ("deepseek_v2", _SMALL),
-    "state": ("qwen3_next", _SMALL | {"num_state_snapshots": 8}),
+    "state": ("qwen3_next", _SMALL | {"num_state_snapshots": 16}),
     "codes": ("llama", _SMALL | {"kv_cache_dtype": "int8"}),
     "drafts": ("llama", _SMALL | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     "draft model": (

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"jaxengine kv 1\n\0"
 _CHECKSUM_BYTES = 16
+# Most bytes of a file in addition to its block, for keys of up to 64 bytes.
+MAX_OVERHEAD_BYTES = len(_MAGIC) + _CHECKSUM_BYTES + 64
 # Largest number of blocks that wait to be written; further ones are dropped.
 _MAX_WAITING = 1024
 # Period of scans for files that other engines have written, and the least one as a multiple of a scan's duration.
@@ -131,10 +133,13 @@ class DiskTier:
                 yield key, block
 
     def touch(self, key: bytes) -> bool:
-        """Set the time of a key's file to now. Returns whether there is such a file."""
+        """Set the time of a key's file to now. Returns whether there is such a file; if not, it is no longer known, so
+        that `write` writes it again.
+        """
         try:
             os.utime(path_of(self.folder, key))
         except OSError:
+            self._forget(key)
             return False
         return True
 

@@ -10,7 +10,6 @@ must wait for room stays first in the queue, so that no later one overtakes it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -19,6 +18,7 @@ import numpy as np
 
 from jaxengine.scheduler.base.request import Request, RequestStatus
 from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.extensions.load_room import Load, LoadRoom
 from jaxengine.scheduler.pages.groups import most_pages_of, page_key
 from jaxengine.scheduler.pages.reach import reach, state_key
 from jaxengine.scheduler.pages.snapshots import Hits
@@ -57,6 +57,10 @@ class Store(Protocol):
         """Whether a key is stored, or being stored."""
         ...
 
+    def is_far(self, key: bytes) -> bool:
+        """Whether only another engine has a key, from which it may come late, or not at all."""
+        ...
+
     def pin(self, keys: Sequence[bytes]) -> None:
         """Keep the content of these keys, stored now or later, until `unpin` is called with them."""
         ...
@@ -77,6 +81,10 @@ class NoStore(Store):
         """Return False: no key is stored."""
         return False
 
+    def is_far(self, key: bytes) -> bool:
+        """Return False: no engine has a key."""
+        return False
+
     def pin(self, keys: Sequence[bytes]) -> None:
         """Do nothing."""
 
@@ -86,103 +94,6 @@ class NoStore(Store):
     def pays(self, num_stored: int, num_tokens: int) -> bool:
         """Return False: there is nothing to load."""
         return False
-
-
-@dataclass(eq=False)
-class Load:
-    """The stored pages and state that a waiting request needs.
-
-    Attributes:
-      request: the waiting request.
-      rank: replica that the request is likely to run on.
-      pages: keys of the pages of the prefix, in the order of their columns.
-      keys: keys of the pages to load, those that the replica lacks, and after them that of a state, if any.
-      num_tokens: number of tokens that need not be computed once all are loaded.
-      num_more: number of pages that the request needs in addition to `pages` when it is admitted.
-      is_done: whether all that came has been written into the pool; the engine's extension sets it.
-    """
-
-    request: Request
-    rank: int
-    pages: list[bytes]
-    keys: list[bytes]
-    num_tokens: int
-    num_more: int = 0
-    is_done: bool = False
-
-
-class LoadRoom:
-    """Free pages and slots of one replica as room for loads.
-
-    The slot and the pages of a request count from the start of its load until the request runs or has ended. Pages that
-    running requests hold are not free and do not count; pages of several loads count once.
-
-    Attributes:
-      rank: the replica.
-      loads: the load of each request whose pages count.
-    """
-
-    def __init__(self, rank: Rank):
-        """Begin without loads, for this replica."""
-        self.rank = rank
-        self.loads: dict[Request, Load] = {}
-        self._counted: dict[Request, list[bytes]] = {}  # keys of the pages that were free when the load began
-        self._num_loads = Counter[bytes]()  # of each such key
-        self._num_more = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens whose pages the loads bring or use."""
-        return sum(len(load.pages) for load in self.loads.values()) * self.rank.config.page_size
-
-    def num_pages(self, load: Load) -> int:
-        """Return the number of free pages that a load and its request would take in addition to those that count."""
-        return sum(key not in self._num_loads for key in self._free(load)) + load.num_more
-
-    def fits(self, num_pages: int) -> bool:
-        """Whether the first request in the queue may begin a load that takes `num_pages` free pages: a slot and pages
-        are left, beyond `Rank.num_reserved`, or no load is in progress.
-
-        In the latter case those whose pages count would run after this request, or wait for another extension, maybe
-        for what this request has there: if it waited for them, nothing might ever run.
-        """
-        if all(load.is_done for load in self.loads.values()):
-            return True
-        free = self.rank.pool.num_free - self.rank.num_reserved - len(self._num_loads) - self._num_more
-        return len(self.loads) < self.rank.slots.num_free and num_pages <= free
-
-    def leader(self, load: Load) -> Load | None:
-        """Return a load in progress that brings some of the pages of `load`; None if there is none."""
-        keys = {key for key in load.keys if key in self._num_loads}
-        others = self.loads.values() if keys else ()
-        return next((each for each in others if not each.is_done and not keys.isdisjoint(each.keys)), None)
-
-    def is_in_progress(self, load: Load) -> bool:
-        """Whether a load has begun and neither it nor its request has ended."""
-        return not load.is_done and load.request in self.loads
-
-    def begin(self, load: Load) -> None:
-        """Count the slot and the pages of a load from now on."""
-        free = self._free(load)
-        self.loads[load.request], self._counted[load.request] = load, free
-        self._num_loads.update(free)
-        self._num_more += load.num_more
-
-    def remove(self, request: Request) -> None:
-        """Count the pages of a request no longer; do nothing if it has no load."""
-        if request not in self.loads:
-            return
-        self._num_more -= self.loads.pop(request).num_more
-        for key in self._counted.pop(request):
-            self._num_loads[key] -= 1
-            if not self._num_loads[key]:
-                del self._num_loads[key]
-
-    def _free(self, load: Load) -> list[bytes]:
-        """Return the keys of a load's pages that no running request holds."""
-        pool = self.rank.pool
-        pages = {key: page for key in load.pages if (page := pool.find(key)) is not None}
-        return [key for key in load.pages if key not in pages or not pool.ref_count[pages[key]]]
 
 
 @dataclass(eq=False)
@@ -240,7 +151,7 @@ class Offload(SchedulerExtension):
     def admits(self, request: Request) -> bool:
         """Return whether a request can be admitted without waiting for stored pages. If it must wait, append a Load to
         `loads`, for the replica with the least work (tokens held or being loaded there, minus those that would be
-        loaded) among those with room, or have it wait for another load that brings some of its pages.
+        loaded) among those with room, or have it wait for another load (`LoadRoom.leader`).
 
         It need not wait if it was checked before, if no replica has room for it now, if nothing useful is stored, or if
         it was preempted and is to be recomputed. If its load has no room, it stays in the queue: see `defers`. Once it
@@ -263,7 +174,7 @@ class Offload(SchedulerExtension):
             if (leader := room.leader(load)) is not None:
                 self._followers[request] = leader
                 return False
-            if room.fits(room.num_pages(load)):
+            if room.fits(room.num_pages(load), load.is_far):
                 room.begin(load)
                 self._count_lookups(request, rank, offer)
                 self._checked[request] = offer.num_cached
@@ -355,7 +266,8 @@ class Offload(SchedulerExtension):
         gain = found.num_columns - offer.hits.num_columns
         keys = found.missing if gain > 0 else []
         num_more = max(0, most_pages_of(rank.config, len(offer.known)) - len(found.pages))
-        return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size, num_more)
+        num_tokens, is_far = max(0, gain) * rank.config.page_size, any(map(self.store.is_far, keys))
+        return Load(request, rank.index, found.pages, keys, num_tokens, num_more, is_far)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
         """Whether a request should wait for `load`. A preempted one should only in mode "swap", or in mode "auto" if

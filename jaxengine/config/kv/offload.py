@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError, json_object
-from jaxengine.config.base.files import writable_folder
+from jaxengine.config.base.files import named_path, writable_folder
 from jaxengine.config.kv.kv_transfer import AT_TOP, FOLDER, IN_EXTRA, KVHandover, read_handover
 
 if TYPE_CHECKING:
@@ -187,11 +187,11 @@ class KVOffloadOptions:
     @property
     def kv_offloading_folder(self) -> Path | None:
         """Folder of the disk tier, from kv_transfer_config or else kv_offloading_path, with "~" expanded; None for
-        none.
+        none. Raises ConfigError for a text that cannot be a path.
         """
         found = self.kv_transfer_config.root_dir if self.kv_transfer_config is not None else None
         found = found or self.kv_offloading_path
-        return None if found is None else Path(found).expanduser()
+        return None if found is None else named_path(folder_option(self.kv_transfer_config), found)
 
 
 def memory_option(transfer: KVTransferConfig | None) -> str:
@@ -218,8 +218,8 @@ def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str 
     """
     for name in ("kv_offloading_size", "kv_offloading_disk_size"):
         value = getattr(options, name)
-        if value is not None and not 0 < value <= _MAX_GIB:
-            raise ConfigError(name, value, f"more than 0, at most {_MAX_GIB:g} GiB, or None")
+        if value is not None and not 1 / _GIB <= value <= _MAX_GIB:
+            raise ConfigError(name, value, f"more than 0 (one byte or more), at most {_MAX_GIB:g} GiB, or None")
     if options.kv_offloading_path == "":
         raise ConfigError("kv_offloading_path", "", "the name of a folder, or None")
     transfer = options.kv_transfer_config

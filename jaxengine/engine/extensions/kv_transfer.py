@@ -57,14 +57,18 @@ class Elsewhere(Place):
         """Read the blocks of these keys from the other engine, at most MAX_KEYS per request, and yield (key, block) for
         those that it has.
 
-        An OSError ends the iteration; it is logged, not raised. Counts the blocks and the failure in the stats.
+        An answer that lacks a key is the last, because a prefix ends with its first missing page: so an engine that
+        has lost its pages is asked once, however long the prompt is. An OSError ends the iteration; it is logged, not
+        raised. Counts the blocks and the failure in the stats.
         """
         reader = self._transport.open(self._source)
         try:
             for first in range(0, len(keys), MAX_KEYS):
-                found = reader.read(keys[first : first + MAX_KEYS])
+                found = reader.read(asked := keys[first : first + MAX_KEYS])
                 self._stats.num_received += len(found)
                 yield from found.items()
+                if len(found) < len(asked):
+                    break
         except OSError as error:
             self._stats.num_failed += 1
             logger.warning("pages of lease %s did not come, and are computed: %s", self._source.lease, error)

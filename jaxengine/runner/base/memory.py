@@ -136,13 +136,16 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Return a device's memory in bytes: all of a CUDA card; of a TPU, what its runtime may use; for a CPU, the host's
-    memory, or the control group's limit if that is lower.
+    """Return a device's memory in bytes: all of a CUDA card; of a TPU, what its runtime may use; for a CPU,
+    `host_memory`.
     """
     if device.platform in _CARDS:
         return card_bytes(device.memory_stats()["bytes_limit"])
-    if device.platform != "cpu":
-        return device.memory_stats()["bytes_limit"]
+    return host_memory() if device.platform == "cpu" else device.memory_stats()["bytes_limit"]
+
+
+def host_memory() -> int:
+    """Return the host's memory in bytes, or the control group's limit if that is lower."""
     total = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()

@@ -58,6 +58,12 @@ def test_both_forms_of_vllm():
     "options, message",
     (
         ({"kv_offloading_size": -1}, "kv_offloading_size is -1"),
+        ({"kv_offloading_size": 1e-12}, "kv_offloading_size is 1e-12; allowed: more than 0 .one byte"),
+        ({"kv_offloading_size": float("nan")}, "kv_offloading_size is nan"),
+        (
+            {"kv_offloading_size": 1, "kv_offloading_path": "~no-such-user/x", "kv_offloading_disk_size": 1},
+            "kv_offloading_path '~no-such-user/x' cannot be the name of a file",
+        ),
         ({"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"}, "kv_offloading_backend is 'lmcache'"),
         ({"kv_offloading_path": "/tmp"}, "kv_offloading_path needs host memory"),
         ({"kv_offloading_size": 1, "kv_offloading_path": ""}, "the name of a folder"),

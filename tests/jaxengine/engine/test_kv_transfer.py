@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -123,6 +124,36 @@ def test_what_does_not_come_is_computed(both, plain_tokens):
     }
     assert tokens(decode(both, prompts, [prefill(both, each) for each in prompts])) == plain_tokens
     transfer._options = old
+    end_leases(both)
+
+
+def test_no_local_load_waits_for_an_engine_that_does_not_answer(both, plain_tokens):
+    """Pages of more requests than there are slots are to come from an address that takes connections and says
+    nothing. Meanwhile requests get their pages from host memory, and those that wait have theirs computed in the end.
+    """
+    prompts, transfer, core = prompts_of(3), extension(both), both.core
+    both.reset_prefix_cache()
+    for each in prompts_of(8):  # the last push those of the first out of the pool
+        both.generate([{"prompt_token_ids": each}], asking(0, 1, {}), use_tqdm=False)
+    core.engine.extensions.by_name["offload"].flush()
+    strangers = [each[::-1] for each in prompts_of(9)]
+    old, transfer.transport.patience = transfer.transport.patience, 1.0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for index, each in enumerate(strangers):
+            source = {"remote_port": silent.getsockname()[1], "remote_block_ids": [[*range(9)]]}
+            far = asking(index, 9, PREFILL | source)
+            core.add(core.inputs.prepare({"prompt_token_ids": each}, far, request_id=f"far {index}"))
+        finished = dict[str, Any]()
+        for index, each in enumerate(prompts):
+            core.add(core.inputs.prepare({"prompt_token_ids": each}, asking(index, 9, {}), request_id=str(index)))
+        while core.has_unfinished:
+            finished |= {each.request_id: each for each in core.step() if each.finished}
+    transfer.transport.patience = old
+    transfer.transport._resting = {}
+    assert sorted(list(finished)[:3]) == ["0", "1", "2"]
+    assert tokens(local := [finished[str(index)] for index in range(3)]) == plain_tokens
+    assert {each.num_cached_tokens for each in local} == {NUM_CACHED}
+    assert [finished[f"far {index}"].num_cached_tokens for index in range(9)] == [0] * 9
     end_leases(both)
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.extensions.offload import page_loads
+from jaxengine.engine.extensions.offload.offload import check_sizes
 from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
 from jaxengine.tiers.host import HostTier
+from tests.tables import each_row
 
 
 def test_a_flush_returns_in_time_when_a_copy_takes_longer():
@@ -70,3 +75,19 @@ def test_a_page_of_two_replicas_is_copied_once():
     assert sent == [[(b"a", 0), (b"b", 1)], [(b"c", 5)]] and not tiers.arriving and len(tiers.host) == 3
     assert stats.num_dropped == 0 and stats.counts["store"] == 3
     stores.shutdown()
+
+
+@each_row(
+    "gib, disk_gib, message",
+    (
+        (1e-6, None, "kv_offloading_size gives 1073 bytes, too few for a page; give at least 4096 bytes"),
+        (1, 1e-6, "kv_offloading_disk_size gives 1073 bytes, too few for a page; give at least 4192 bytes"),
+        (1e6, None, "kv_offloading_size gives 1073741824000000 bytes, more than the host's memory; give less than"),
+    ),
+)
+def test_tiers_that_hold_nothing_or_too_much_are_refused(gib, disk_gib, message):
+    config = EngineConfig(
+        kv_offloading_size=gib, kv_offloading_path=disk_gib and "/tmp", kv_offloading_disk_size=disk_gib
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(cast(Any, config), 4096)

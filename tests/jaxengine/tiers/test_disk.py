@@ -109,6 +109,12 @@ def test_a_file_that_is_cut_or_has_another_name_is_a_miss(make):
     paths[2].parent.mkdir(exist_ok=True)
     os.rename(paths[1], paths[2])
     assert tier.read(key(1)) is None and tier.read(key(3)) is None and tier.num_bad == 2
+    write(tier, [4])
+    path = tier.folder / key(4).hex()[:2] / key(4).hex()
+    raw = path.read_bytes()
+    for size in [*range(len(raw) - 1000 + 1), len(raw) - 1]:  # each length of its header
+        path.write_bytes(raw[:size])
+        assert tier.read(key(4)) is None and not path.exists()
 
 
 def test_what_others_leave_in_the_folder_hides_nothing(make):

@@ -116,6 +116,9 @@ def test_pages_by_a_folder(tmp_path):
     threading.Timer(0.05, producer.offer, (key(1), block(1))).start()
     assert (reader.read([key(1)])[key(1)] == block(1)).all()
     (path,) = (each for each in tmp_path.rglob("*") if each.is_file())
+    path.unlink()  # by another producer, for which it is old
+    producer.offer(key(1), block(1))
+    assert producer._disk.flush(10) and path.exists()
     os.utime(path, (0, 0))
     producer.offer(key(1), block(1))  # another lease of it
     assert path.stat().st_mtime > 1

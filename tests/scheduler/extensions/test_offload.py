@@ -10,7 +10,8 @@ import pytest
 from jaxengine.scheduler.base.config import SchedulerConfig
 from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus, Wait
 from jaxengine.scheduler.base.token_params import TokenParams
-from jaxengine.scheduler.extensions.offload import Load, LoadRoom, OffloadOptions
+from jaxengine.scheduler.extensions.load_room import STALL_SECONDS, Load, LoadRoom
+from jaxengine.scheduler.extensions.offload import OffloadOptions
 from jaxengine.scheduler.scheduler import Scheduler
 
 PROMPTS = [np.arange(first, first + 17, dtype=np.int32) for first in (0, 20, 40)]
@@ -21,9 +22,13 @@ class Store:
 
     def __init__(self, pays: bool = True):
         self.keys, self.pins, self.is_cheap = set[bytes](), Counter[bytes](), pays
+        self.far = set[bytes]()  # keys of these that another engine has
 
     def has(self, key):
         return key in self.keys
+
+    def is_far(self, key):
+        return key in self.far
 
     def pin(self, keys):
         self.pins.update(keys)
@@ -47,7 +52,7 @@ def run(scheduler, requests: list[Request]) -> tuple[int, int]:
         if not ends:
             break
     assert not scheduler.num_unfinished and not (offload._checked or offload._followers or offload._blocked)
-    assert all(not (each.loads or each._num_loads or each._num_more) for each in offload.rooms)
+    assert all(not (each.loads or each._claims.num_pages) for each in offload.rooms)
     return num_read, (offload.num_hits - num_hits) // 4
 
 
@@ -218,6 +223,45 @@ def test_a_loaded_request_that_waits_for_another_extension_is_no_reason_to_wait(
     assert not room.fits(room.num_pages(second))
     first.is_done = True
     assert room.fits(room.num_pages(second))
+
+
+def test_no_local_load_waits_for_a_dead_or_slow_engine(monkeypatch):
+    """Loads from other engines take the room of all loads: from a dead one, of which nothing ever comes, or a slow one,
+    whose pages come once.
+    """
+    now, num_steps = 0.0, dict[str, int]()
+    monkeypatch.setattr("jaxengine.scheduler.extensions.load_room.time.monotonic", lambda: now)
+    prompts = [list(range(20 * index, 20 * index + 17)) for index in range(8)]
+    for case in ("none", "dead", "slow"):
+        scheduler, store = scheduler_of(num_pages=13)
+        offload, loads, coming = scheduler.extension("offload"), list[Load](), list[Load]()
+        store_all(scheduler, store, [prompt[::-1] for prompt in prompts])
+        store.far |= store.keys
+        store_all(scheduler, store, prompts)
+        far = [] if case == "none" else queued(scheduler, [prompt[::-1] for prompt in prompts])
+        if far:
+            loads = loaded_step(scheduler, [], far)
+            assert loads and all(each.is_far for each in loads) and {each.wait for each in far} == {Wait.APART}
+        unfinished = queued(scheduler, prompts)
+        if case == "slow":
+            for load in loads:
+                load.came = now
+            for _ in range(9):
+                assert not loaded_step(scheduler, [], unfinished) and len(unfinished) == 8
+            now += STALL_SECONDS
+        num_steps[case] = 0
+        while unfinished:
+            coming = loaded_step(scheduler, coming, unfinished)
+            num_steps[case] += 1
+            assert not any(load.is_far for load in coming)
+        while far:  # nothing more comes: what did not is computed, each request once its turn has come
+            coming = loaded_step(scheduler, [], far)
+            for load in [*loads, *coming]:
+                load.is_done = True
+                scheduler.release(load.request)
+            loads = []
+        assert not (offload._checked or offload._followers) and not any(each.loads for each in offload.rooms)
+    assert num_steps["none"] == num_steps["dead"] == num_steps["slow"]
 
 
 def step_of(scheduler, index: int) -> dict[bytes, int]:

@@ -24,6 +24,7 @@ from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageSt
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.stats.metric_types import Counter, Gauge, Histogram, Metric
+from jaxengine.runner.base.memory import host_memory
 from jaxengine.runner.extensions.offload import PageMover
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.weights.weight_update import checksums
@@ -31,7 +32,7 @@ from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.extensions.offload import NAME
 from jaxengine.scheduler.extensions.offload import Offload as Orders
-from jaxengine.tiers.disk import DiskTier
+from jaxengine.tiers.disk import MAX_OVERHEAD_BYTES, DiskTier
 from jaxengine.tiers.host import LRU, HostTier
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,8 @@ class Offload(LoopExtension):
         self.done: list[Loading] = []
         self._runner = runner
         transfer = config.kv_transfer_config
+        check_sizes(config, self.mover.block_bytes)
         host = HostTier(config.kv_offloading_bytes, LRU if transfer is None else transfer.eviction_policy)
-        if host.capacity < self.mover.page_bytes:
-            name = memory_option(transfer)
-            problem = f"{name} gives {host.capacity} bytes, too few for a page"
-            raise ConfigError.because(name, problem, f"give at least {self.mover.page_bytes} bytes, one page")
         self.tiers, self.stats = Tiers(host, _open_disk(self, config)), OffloadStats()
         self._disk = self.tiers.disk
         self._something = threading.Event()
@@ -252,6 +250,7 @@ class Offload(LoopExtension):
         the pools forgot their pages are dropped.
         """
         for loading, coming, size in self._loads.take_parts():
+            loading.load.came = time.monotonic()
             if loading.generation != self.generation:
                 continue
             rank = self.orders.ranks[coming.rank]
@@ -282,6 +281,23 @@ class Offload(LoopExtension):
             self.generation = self.orders.num_forgotten
             self.tiers.host.clear()
             self.tiers.arriving.clear()
+
+
+def check_sizes(config: ResolvedConfig, block_bytes: int) -> None:
+    """Raise ConfigError if the tiers' sizes are too small for a single page or state, or if the host's memory is less
+    than what is to be used of it. block_bytes: size of the larger of a page and a state.
+    """
+    memory, disk = config.kv_offloading_bytes, config.kv_offloading_disk_size
+    sizes = [(memory_option(config.kv_transfer_config), memory, block_bytes)]
+    if disk is not None:
+        sizes.append(("kv_offloading_disk_size", int(disk * (1 << 30)), block_bytes + MAX_OVERHEAD_BYTES))
+    for name, size, least in sizes:
+        if size < least:
+            problem = f"{name} gives {size} bytes, too few for a page"
+            raise ConfigError.because(name, problem, f"give at least {least} bytes, one page")
+    if memory > (most := host_memory()):
+        problem = f"{sizes[0][0]} gives {memory} bytes, more than the host's memory"
+        raise ConfigError.because(sizes[0][0], problem, f"give less than {most} bytes")
 
 
 def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:

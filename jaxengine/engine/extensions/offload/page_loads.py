@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxengine.runner.extensions.offload import MAX_COMING, SIZES, Coming, PageMover
-from jaxengine.scheduler.extensions.offload import Load
+from jaxengine.scheduler.extensions.load_room import Load
 
 
 class Place(Protocol):

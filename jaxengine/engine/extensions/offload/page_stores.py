@@ -66,8 +66,11 @@ class Tiers:
 
     def has(self, key: bytes) -> bool:
         """Whether a key is stored, on its way to host memory, or at another engine."""
-        is_here = key in self.host or key in self.arriving or (self.disk is not None and key in self.disk)
-        return is_here or key in self.elsewhere
+        return self._is_here(key) or key in self.elsewhere
+
+    def is_far(self, key: bytes) -> bool:
+        """Whether only another engine has a key."""
+        return key in self.elsewhere and not self._is_here(key)
 
     def pin(self, keys: Sequence[bytes]) -> None:
         """Prevent the eviction of what host memory has, or will get, under these keys, until `unpin`; calls are
@@ -102,6 +105,10 @@ class Tiers:
             return found
         is_elsewhere = key in self.elsewhere and (self.disk is None or key not in self.disk)
         return self.elsewhere[key][-1] if is_elsewhere else self.disk
+
+    def _is_here(self, key: bytes) -> bool:
+        """Whether a key is stored here, or on its way to host memory."""
+        return key in self.host or key in self.arriving or (self.disk is not None and key in self.disk)
 
 
 class OffloadStats:

@@ -23,6 +23,7 @@ from jaxengine.server.batch.lines import BatchLine, read_lines
 from jaxengine.server.batch.results import Results
 from jaxengine.server.batch.run import call, run_lines
 from jaxengine.server.http.app import TrafficMiddleware, TrafficState
+from tests.jaxengine.server.batch.killed_batch import killed_after
 from tests.tables import each_row
 
 CHAT = "/v1/chat/completions"
@@ -188,6 +189,20 @@ def test_a_batch_that_was_ended_goes_on(tmp_path, torn):
     assert len(second.seen) == 6 - num_known
     rows = [json.loads(line) for line in Path(output).read_text().splitlines()]
     assert [row["custom_id"] for row in rows] == [f"id {at}" for at in range(6)]
+
+
+@pytest.mark.thorough("the test above ends a batch of six lines at each kind of place")
+def test_five_thousand_lines_of_a_batch_that_is_killed_again_and_again(tmp_path):
+    """Each custom_id is there once, in order, with its own answer."""
+    prompts = [f"{number % 70} {number}" for number in range(5000)]
+    written(tmp_path, *(request(f"id {at}", "/v1/completions", prompt=each) for at, each in enumerate(prompts)))
+    num_killed = 0
+    while killed_after(tmp_path, 150_000 + 7 * num_killed):
+        num_killed += 1
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == [f"id {at}" for at in range(5000)] and num_killed >= 4
+    assert [row["response"]["body"]["said"] for row in rows] == prompts
+    assert len({row["id"] for row in rows}) == 5000
 
 
 def test_what_is_no_file_of_results_is_not_replaced(tmp_path):
