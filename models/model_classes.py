@@ -238,5 +238,13 @@ _ENCODER_MODULES = {
     "Lfm2BidirectionalModel": "lfm2",
     "T5EncoderModel": "t5",
     "UMT5EncoderModel": "t5",
+    "EuroBertModel": "eurobert",
+    "EsmModel": "esm",
+    "ErnieModel": "ernie",
+    "MegatronBertModel": "megatron_bert",
+    "RemBertModel": "rembert",
+    "RoFormerModel": "roformer",
+    "RobertaPreLayerNormModel": "roberta",
+    "XLMRobertaXLModel": "roberta",
 }
 ENCODERS: ClassTable[Encoder] = ClassTable(_ENCODER_MODULES)

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import Classifier
-from jaxengine.models.families.bert import NAMES
+from jaxengine.models.families.bert import NAMES, NORM_SUFFIXES
 from jaxengine.models.layers.attention.disentangled import DisentangledAttention, DistanceEmbeddings
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.classify import DenseLabelScores
-from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, NamedEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
 _PARTS = 3  # number of products whose sum is a logit
@@ -30,7 +31,7 @@ _XLARGE = {
 }
 
 
-class DebertaV2Model(PostNormEncoder):
+class DebertaV2Model(NamedEncoder):
     """BERT's encoder with DisentangledAttention, whose embeddings of distances all layers share."""
 
     names: ClassVar[EncoderNames] = NAMES._replace(
@@ -38,6 +39,7 @@ class DebertaV2Model(PostNormEncoder):
     )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.deberta.", "model."),),
+        suffixes=NORM_SUFFIXES,
         unused=("model.mask_predictions.", "model.lm_predictions."),
         unused_ends=(".embeddings.position_ids",),
         heads=("model.pooler.", "model.cls.", "model.classifier.", "model.embeddings.position_embeddings."),
@@ -88,6 +90,6 @@ class DebertaV2Model(PostNormEncoder):
         scores.
         """
         assert self.config.encoder is not None
-        activation = FUNCTIONS[self.config.encoder.head_activation]
+        activation = ACTIVATIONS[self.config.encoder.head_activation]
         sources = self.names.dense, self.names.labels
         return DenseLabelScores(self.config.hidden_size, classifier, sources, activation=activation, build=build)

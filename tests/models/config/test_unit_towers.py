@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.registry import read_hf
-from jaxengine.models.vision.base.layers import ACTIVATIONS
 from scripts.model_names import read_names
 from tests.models.config.published import GEMMA3_VISION
 from tests.models.config.test_published_towers import QWEN2_VL
