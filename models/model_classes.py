@@ -234,6 +234,7 @@ _ENCODER_MODULES = {
     "MPNetModel": "mpnet",
     "ElectraModel": "electra",
     "DebertaV2Model": "deberta_v2",
+    "DebertaModel": "deberta_v2",
     "AlbertModel": "albert",
     "Lfm2BidirectionalModel": "lfm2",
     "T5EncoderModel": "t5",

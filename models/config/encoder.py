@@ -5,6 +5,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Disentangled(NamedTuple):
+    """Disentangled attention (He et al. 2020, arXiv:2006.03654), whose logits have parts by distance.
+
+    Attributes:
+      buckets: ranges of distances on each side; 0 for a range of its own for each distance.
+      farthest: distance from which on all have the last range of their side.
+      kinds: parts of logits: C2P, queries with keys of distances, and P2C, keys with queries of distances.
+      normed: whether the embeddings of distances have a norm.
+      shared: whether queries and keys of distances come from the projections of tokens, instead of their own.
+    """
+
+    buckets: int
+    farthest: int
+    kinds: tuple[str, ...]
+    normed: bool
+    shared: bool
+
+
+C2P, P2C = "c2p", "p2c"
+
+
 class EncoderConfig(NamedTuple):
     """Sizes and choices of an encoder's embeddings and MLPs.
 
@@ -25,6 +46,9 @@ class EncoderConfig(NamedTuple):
       num_task_types: rows of the table of task types, of which every token has the first; 0 for a model without one.
       logits_bias: whether logits of a masked language model have a bias, where the family does not fix it.
       embedding_norm: whether embeddings are normed, where the family does not fix it.
+      disentangled: parts of attention by distance; None for none.
+      convolution: (odd number of tokens, activation) of a convolution of the embeddings that is added after the first
+        layer; None for none.
       dropped_token: id of the token whose embedding is 0, in an encoder that scales the other tokens' (ESM); None for
         none.
       dense_first: whether the dense layer before scores of labels comes before the pooling, where the family does not
@@ -46,6 +70,8 @@ class EncoderConfig(NamedTuple):
     num_task_types: int = 0
     logits_bias: bool = True
     embedding_norm: bool = True
+    disentangled: Disentangled | None = None
+    convolution: tuple[int, str] | None = None
     dropped_token: int | None = None
     dense_first: bool = False
     gated: bool = False

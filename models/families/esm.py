@@ -22,6 +22,8 @@ from jaxengine.models.params.source import CheckpointNames
 
 # Ratio of tokens whose embeddings were 0 in training.
 _DROPPED = 0.15 * 0.8
+_CONTACTS = "contact_head.regression.weight", "contact_head.regression.bias"
+_FREQUENCIES = "rotary_embeddings.inv_freq"
 
 
 class EsmEmbeddings(EncoderEmbeddings):
@@ -56,8 +58,8 @@ class EsmModel(RobertaModel):
     )
     checkpoint_names: ClassVar[CheckpointNames] = RobertaModel.checkpoint_names._replace(
         prefixes=(("model.esm.", "model."),),
-        unused=("model.contact_head.",),
-        unused_ends=("rotary_embeddings.inv_freq", ".embeddings.position_ids"),
+        unused_ends=(_FREQUENCIES, ".embeddings.position_ids", *_CONTACTS),
+        frequencies=_FREQUENCIES,
     )
 
     @classmethod
