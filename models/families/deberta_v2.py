@@ -122,7 +122,8 @@ class DebertaV2Model(NamedEncoder):
 
     def make_disentangled(self, layer: int, **names: Any) -> DisentangledAttention:
         """Return the new attention of index `layer`. names: further arguments of DisentangledAttention."""
-        own = tuple((f"{self.names.layer}.attention.self.{name}", True) for name in ("pos_key_proj", "pos_query_proj"))
+        source = f"{self.names.layer}.attention.self"
+        own = (f"{source}.pos_key_proj", True), (f"{source}.pos_query_proj", True)
         return DisentangledAttention(self.config.attention[layer], self.config.hidden_size, own=own, **names)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
