@@ -21,8 +21,7 @@ from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.remote import RemoteFolder, is_url
 from jaxengine.checkpoint.sentence_transformers import TOKENIZER
-from jaxengine.checkpoint.stored_head import with_stored_head
-from jaxengine.checkpoint.stored_rope import with_stored_frequencies
+from jaxengine.checkpoint.stored_head import with_stored_frequencies, with_stored_head
 from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig

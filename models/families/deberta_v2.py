@@ -17,23 +17,18 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.families.bert import BASE, NAMES, NORM_SUFFIXES
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.disentangled import (
     DisentangledAttention,
     DistanceEmbeddings,
     HeadwiseAttention,
 )
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
-from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.classify import DenseLabelScores
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, NamedEncoder, PostNormLayer, encoder_fields
+from jaxengine.models.layers.encoder import HIDDEN_ACT, ConvolvedLayer, EncoderNames, NamedEncoder, encoder_fields
 from jaxengine.models.layers.states.short_conv import taps_within
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.quantization.registry import PLAIN
-from jaxengine.pallas_kernels.kv.pages import KVPages
 
 _MAX_KERNEL = 31
 # transformers' sizes of a model whose config.json has none.
@@ -186,31 +181,6 @@ class DebertaModel(DebertaV2Model):
         own = f"{self.names.layer}.attention.self"
         names |= {"own": ((f"{own}.pos_proj", False), (f"{own}.pos_q_proj", True)), "biases": own}
         return HeadwiseAttention(self.config.attention[layer], self.config.hidden_size, **names)
-
-
-class ConvolvedLayer(PostNormLayer):
-    """Layer `first` whose result y becomes norm(y + activation(convolution(x))), where x is its input. The convolution
-    is over `kernel` tokens of a prompt, an odd number, with the token in the middle.
-    """
-
-    def __init__(self, first: Any, kernel: int, activation: str, size: int, eps: float, *, source: str, build: Build):
-        super().__init__(first.attention, first.attention_norm, first.mlp, first.mlp_norm)
-        self.kernel, self.activation = kernel, ACTIVATIONS[activation]
-        plain = replace(build, scheme=PLAIN, lora=None)
-        taps = (Source(f"{source}.conv", size),)
-        self.conv = Linear(size * kernel, taps, axes=("embed", "labels"), bias=True, build=plain)
-        self.norm = LayerNorm(size, eps, source=f"{source}.LayerNorm", build=build)
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, D] to ([T, D], the pool). step: its `of_layer` is the result of `taps_within`, [T, kernel]."""
-        y, kv = super().__call__(x, kv, pages, step)
-        assert step.of_layer is not None
-        with jax.named_scope("conv"):
-            seen = [
-                jnp.roll(x, self.kernel // 2 - tap, axis=0) * step.of_layer[:, tap, None] for tap in range(self.kernel)
-            ]
-            added = self.activation(self.conv(jnp.stack(seen, axis=-1).reshape(len(x), -1)))
-        return self.norm(y + added), kv
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:

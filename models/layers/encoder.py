@@ -7,6 +7,7 @@ its checkpoints' names of the parts (EncoderNames).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,12 +26,14 @@ from jaxengine.models.layers.attention.attention import Attention, LayerPages, S
 from jaxengine.models.layers.attention.masked import MaskedScores
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
@@ -176,6 +179,31 @@ class PreNormLayer(PostNormLayer):
             x = x + attended
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x), step.rows), kv
+
+
+class ConvolvedLayer(PostNormLayer):
+    """Layer `first` whose result y becomes norm(y + activation(convolution(x))), where x is its input. The convolution
+    is over `kernel` tokens of a prompt, an odd number, with the token in the middle.
+    """
+
+    def __init__(self, first: Any, kernel: int, activation: str, size: int, eps: float, *, source: str, build: Build):
+        super().__init__(first.attention, first.attention_norm, first.mlp, first.mlp_norm)
+        self.kernel, self.activation = kernel, ACTIVATIONS[activation]
+        plain = replace(build, scheme=PLAIN, lora=None)
+        taps = (Source(f"{source}.conv", size),)
+        self.conv = Linear(size * kernel, taps, axes=("embed", "labels"), bias=True, build=plain)
+        self.norm = LayerNorm(size, eps, source=f"{source}.LayerNorm", build=build)
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map x [T, D] to ([T, D], the pool). step: its `of_layer` is the result of `taps_within`, [T, kernel]."""
+        y, kv = super().__call__(x, kv, pages, step)
+        assert step.of_layer is not None
+        with jax.named_scope("conv"):
+            seen = [
+                jnp.roll(x, self.kernel // 2 - tap, axis=0) * step.of_layer[:, tap, None] for tap in range(self.kernel)
+            ]
+            added = self.activation(self.conv(jnp.stack(seen, axis=-1).reshape(len(x), -1)))
+        return self.norm(y + added), kv
 
 
 class Encoder(Decoder):
