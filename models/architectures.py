@@ -30,8 +30,6 @@ POOLING_CLASSES = {
     "OpsColQwen3Model": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
     "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
     "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
-    "EuroBertModel": ("LlamaForCausalLM", EMBED),
-    "EuroBertForMaskedLM": ("LlamaForCausalLM", EMBED),
     "JinaEmbeddingsV5Model": ("Qwen3ForCausalLM", EMBED),
     "JinaEmbeddingsV5EncoderModel": ("LlamaForCausalLM", EMBED),  # the one above with is_decoder false
     "VoyageQwen3BidirectionalEmbedModel": ("Qwen3ForCausalLM", EMBED),
@@ -54,7 +52,6 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "Apertus1p5Text": {"vocab_size": 266752},
     "Camembert": {"vocab_size": 30522},
     "Data2VecText": {"vocab_size": 30522},
-    "EuroBert": {"rms_norm_eps": 1e-5},
     "JinaEmbeddingsV5Encoder": {"rms_norm_eps": 1e-5},
     "MT5": _T5,
     "UMT5": _T5,

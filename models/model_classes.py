@@ -244,9 +244,18 @@ _ENCODER_MODULES = {
     "MPNetModel": "mpnet",
     "ElectraModel": "electra",
     "DebertaV2Model": "deberta_v2",
+    "DebertaModel": "deberta_v2",
     "AlbertModel": "albert",
     "Lfm2BidirectionalModel": "lfm2",
     "T5EncoderModel": "t5",
     "UMT5EncoderModel": "t5",
+    "EuroBertModel": "eurobert",
+    "EsmModel": "esm",
+    "ErnieModel": "ernie",
+    "MegatronBertModel": "megatron_bert",
+    "RemBertModel": "rembert",
+    "RoFormerModel": "roformer",
+    "RobertaPreLayerNormModel": "roberta",
+    "XLMRobertaXLModel": "roberta",
 }
 ENCODERS: ClassTable[Encoder] = ClassTable(_ENCODER_MODULES)

@@ -21,7 +21,7 @@ from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.remote import RemoteFolder, is_url
 from jaxengine.checkpoint.sentence_transformers import TOKENIZER
-from jaxengine.checkpoint.stored_head import with_stored_experts, with_stored_head
+from jaxengine.checkpoint.stored_head import with_stored_experts, with_stored_frequencies, with_stored_head
 from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -307,7 +307,8 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     with source.closing_on_error():
         if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
             weights = MistralSource(weights, *heads_in_pairs(model))
-        model = with_stored_experts(with_stored_head(model, raw, weights), weights)
+        model = with_stored_head(model, raw, weights)
+        model = with_stored_frequencies(with_stored_experts(model, weights), weights)
         if pooling is not None and weights is not None and not isinstance(weights, Path):
             names = model_for_hf(model.architecture).checkpoint_names
             weights = with_own_files(path, weights, names, pooling.pooler)

@@ -1,12 +1,15 @@
-"""Decides from the weights what a checkpoint's configuration may say wrongly: whether the LM head is tied to the
-embedding, and whether experts are quantised.
+"""Decides from the weights what a checkpoint's configuration gets wrong: whether the LM head is tied to the embedding,
+whether experts are quantised, and the frequencies of rope.
 
 transformers 5 writes a class default of `tie_word_embeddings` at the top level of a wrapper, whatever its text_config
 has, and fine-tuned models with a separate head often keep the base model's value. So the weights decide, as in
 transformers 5: a head that differs from the embedding is not tied.
 
-It also holds the experts of a layer as one parameter, not as linear layers. So a tool that quantises all linear layers
+In transformers 5 the experts of a layer are one parameter and no linear layers. So a tool that quantises all linear layers
 leaves them as they are, and does not list them among the modules that it ignored.
+
+ESM-2 was trained with frequencies that were rounded to float16, which its checkpoints keep; those of the configuration
+give other embeddings.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import RopeScaling
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import ExpertRows, WeightSource
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.registry import model_for_hf
@@ -82,6 +87,32 @@ def with_stored_experts(model: ModelConfig, weights: WeightSource | Path | None)
     if not plain:
         return model
     return replace(model, quantization=replace(model.quantization, ignored=(*model.quantization.ignored, *plain)))
+
+
+def with_stored_frequencies(model: ModelConfig, weights: WeightSource | Path | None) -> ModelConfig:
+    """Return the config with the frequencies, in radians per position, of the first tensor of `weights` whose name ends
+    with CheckpointNames.frequencies, in the ropes of all layers.
+
+    It is unchanged for families that name no such tensor, for checkpoints without one, for a model without rope, and
+    for dummy weights (None) or a folder in device layout. Raises ModelFileError unless the tensor has a positive
+    frequency for each pair of elements.
+    """
+    end = model_for_hf(model.architecture).checkpoint_names.frequencies
+    if not end or weights is None or isinstance(weights, Path):
+        return model
+    name = min((name for name in weights.names() if name.endswith(end)), default=None)
+    if name is None or all(each.rope is None for each in model.attention):
+        return model
+    stored = weights.read(name).astype(np.float64)
+    layers = []
+    for each in model.attention:
+        assert each.rope is not None
+        usual = replace(each.rope, scaling=None).frequencies()
+        if stored.shape != usual.shape or not np.all(stored > 0) or not np.all(np.isfinite(stored)):
+            raise ModelFileError(weights.path, f"must hold {len(usual)} positive frequencies", name)
+        scaling = RopeScaling("factors", factors=tuple((usual / stored).tolist()))
+        layers.append(replace(each, rope=replace(each.rope, scaling=scaling)))
+    return replace(model, attention=tuple(layers))
 
 
 def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or a vocabulary alone, and related files.
 
 Vocabularies that are read without a tokenizer.json are BERT's vocab.txt, GPT-2's vocab.json with merges.txt,
-SentencePiece's tokenizer.model, also as XLM-RoBERTa has it, and tiktoken's ranks. All files are treated as data: code
-that they name (auto_map) is not run, and tokenizer_class only decides how a vocabulary is read.
+SentencePiece's tokenizer.model, also as XLM-RoBERTa has it, tiktoken's ranks, and ESM's vocab.txt. All files are
+treated as data: code that they name (auto_map) is not run, and tokenizer_class only decides how a vocabulary is read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, read_bytes, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.vocabularies import amino_acids
 from jaxengine.tokens.vocabularies.byte_level import MERGES, kind_of, read_byte_level
 from jaxengine.tokens.vocabularies.byte_level import VOCAB as BYTES_VOCAB
 from jaxengine.tokens.vocabularies.ends import with_ends
@@ -91,7 +92,7 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     files = _Files(folder)
     config, source = files.config, read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
-        ways = (_of_ranks, _of_pieces, _of_byte_level, _of_fairseq)
+        ways = (_of_ranks, _of_pieces, _of_byte_level, _of_fairseq, _of_amino_acids)
         found = next((one for read in ways if (one := read(files)) is not None), None)
         tokenizer, config = found or _of_word_pieces(files)
     else:
@@ -210,6 +211,22 @@ def _of_word_pieces(files: _Files) -> tuple[Tokenizer, dict[str, Any]]:
         tokenizer = build_word_pieces(source, tokens, config, folder)
         _add_added(tokenizer, folder)
     return tokenizer, tokens | config
+
+
+def _of_amino_acids(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:
+    """Return the tokenizer of ESM's vocab.txt, and a copy of `config` with its special tokens where config names none.
+    Returns None for other classes and for a folder without the file. Raises ModelFileError for an invalid file.
+    """
+    folder, (named, model_type) = files.folder, _classes(files)
+    if not (named in amino_acids.CLASSES if named is not None else model_type in amino_acids.MODEL_TYPES):
+        return None
+    if (source := read_text(folder, VOCAB, MAX_TOKENIZER_BYTES)) is None:
+        return None
+    roles = _roles(files, amino_acids.TOKENS)
+    with rust_errors(folder / VOCAB):
+        tokenizer = amino_acids.build_amino_acids(source, roles, folder)
+        _add_added(tokenizer, folder)
+    return tokenizer, {role: token.content for role, token in roles.items()} | files.config
 
 
 def _of_byte_level(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:

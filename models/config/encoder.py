@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxengine.models.config.fields import ConfigFields
 
-# Values of `hidden_act`; the first is the default.
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+class Disentangled(NamedTuple):
+    """Disentangled attention (He et al. 2020, arXiv:2006.03654), whose logits have parts by distance.
+
+    Attributes:
+      buckets: ranges of distances on each side; 0 for a range of its own for each distance.
+      farthest: distance from which on all have the last range of their side.
+      kinds: parts of logits: C2P, queries with keys of distances, and P2C, keys with queries of distances.
+      normed: whether the embeddings of distances have a norm.
+      shared: whether queries and keys of distances come from the projections of tokens, instead of their own.
+    """
+
+    buckets: int
+    farthest: int
+    kinds: tuple[str, ...]
+    normed: bool
+    shared: bool
+
+
+C2P, P2C = "c2p", "p2c"
 
 
 class EncoderConfig(NamedTuple):
     """Sizes and choices of an encoder's embeddings and MLPs.
 
     Attributes:
-      activation: one of ACTIVATIONS.
+      activation: a name of jaxengine.models.layers.base.activations.ACTIVATIONS.
+      gated: whether MLPs have a gate, where the family does not fix it.
       num_token_types: rows of the table of token types; 0 for a model without one. A token of type n has its usual id
         plus n times the rows of the token table, so that ids alone describe a request.
       num_positions: rows of the position table; 0 for a model without one.
@@ -26,6 +43,16 @@ class EncoderConfig(NamedTuple):
       embedding_size: elements of an embedding; 0 for those of a hidden state.
       adaptation: (index of the LoRA adapter that is added to the weights, among those that the checkpoint stores with
         each matrix, factor of its products); None for the weights alone.
+      num_task_types: rows of the table of task types, of which every token has the first; 0 for a model without one.
+      logits_bias: whether logits of a masked language model have a bias, where the family does not fix it.
+      embedding_norm: whether embeddings are normed, where the family does not fix it.
+      disentangled: parts of attention by distance; None for none.
+      convolution: (odd number of tokens, activation) of a convolution of the embeddings that is added after the first
+        layer; None for none.
+      dropped_token: id of the token whose embedding is 0, in an encoder that scales the other tokens' (ESM); None for
+        none.
+      dense_first: whether the dense layer before scores of labels comes before the pooling, where the family does not
+        fix it.
       head_activation, head_bias: activation and bias of the dense layer before scores of labels, where the family does
         not fix them.
     """
@@ -35,18 +62,16 @@ class EncoderConfig(NamedTuple):
     num_positions: int
     first_position: int = 0
     norm_bias: bool = True
-    head_activation: str = ACTIVATIONS[0]
+    head_activation: str = "gelu"
     head_bias: bool = True
     embedding_size: int = 0
     distances: tuple[int, int] | None = None
     adaptation: tuple[int, float] | None = None
-
-
-def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:
-    """Return the activation's name in the field `name`, the first of ACTIVATIONS if it is absent or null. Raises
-    ModelConfigError for a value that is not in ACTIVATIONS.
-    """
-    activation = fields.text(name, ACTIVATIONS[0])
-    if activation not in ACTIVATIONS:
-        raise fields.fail(name, ", ".join(ACTIVATIONS))
-    return activation
+    num_task_types: int = 0
+    logits_bias: bool = True
+    embedding_norm: bool = True
+    disentangled: Disentangled | None = None
+    convolution: tuple[int, str] | None = None
+    dropped_token: int | None = None
+    dense_first: bool = False
+    gated: bool = False

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
-from jaxengine.models.families.bert import BertModel
+from jaxengine.models.families.bert import NORM_SUFFIXES, BertModel
 from jaxengine.models.families.electra import ProjectedEmbeddings
 from jaxengine.models.layers.encoder import EncoderNames
 from jaxengine.models.params.source import CheckpointNames
@@ -29,9 +29,11 @@ class AlbertModel(BertModel):
         mlp_norm="full_layer_layer_norm",
         dense="model.pooler",
         labels="model.classifier",
+        masked=("model.predictions.dense", "model.predictions.LayerNorm", "model.predictions.bias"),
     )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.albert.", "model."),),
+        suffixes=NORM_SUFFIXES,
         heads=("model.pooler.", "model.predictions.", "model.sop_classifier.", "model.classifier."),
     )
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.base.activations import read_activation
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, NamedEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
 # transformers' sizes of a model whose config.json has none.
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _MASKED = "model.cls.predictions"
+# Names of norms in TensorFlow's checkpoints, which transformers writes for some families.
+NORM_SUFFIXES = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
 NAMES = EncoderNames(
     layer="model.encoder.layer.{layer}",
     qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -26,14 +29,13 @@ NAMES = EncoderNames(
 )
 
 
-class BertModel(PostNormEncoder):
+class BertModel(NamedEncoder):
     """BERT's encoder, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = NAMES
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.bert.", "model."),),
-        # Names in TensorFlow's checkpoints.
-        suffixes=((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias")),
+        suffixes=NORM_SUFFIXES,
         heads=("model.pooler.", "model.cls.", "model.classifier.", "model.linear."),
     )
 

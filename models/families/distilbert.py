@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import jax
 
-from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import Activation
-from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
+from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
 # Usual name of a field -> name in DistilBERT's config.json.
@@ -25,7 +26,7 @@ _EPS = 1e-12
 _DEFAULTS = {"dim": 768, "n_heads": 12, "n_layers": 6, "hidden_dim": 3072, "vocab_size": 30522}
 
 
-class DistilBertModel(PostNormEncoder):
+class DistilBertModel(NamedEncoder):
     """DistilBERT's encoder, with a dense layer, ReLU and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
@@ -56,5 +57,5 @@ class DistilBertModel(PostNormEncoder):
             num_token_types=0,
             num_positions=fields.integer("max_position_embeddings"),
         )
-        activation = Activation("activation", ACTIVATIONS)
+        activation = Activation("activation", tuple(ACTIVATIONS))
         return encoder_fields(fields, encoder, activation=activation, eps="layer_norm_eps")

@@ -10,13 +10,15 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
-from jaxengine.models.families.bert import NAMES, BertModel
+from jaxengine.models.families.bert import NAMES, NORM_SUFFIXES, BertModel
+from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.encoder import EncoderEmbeddings, EncoderNames
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
+_MASKED = "model.generator_predictions"
 # transformers' sizes of a model whose config.json has none.
 _SMALL = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
 
@@ -33,16 +35,24 @@ class ProjectedEmbeddings(nnx.Module):
         """Return hidden states [T, D] of tokens i32[T], whose ids include their types, at positions i32[T]."""
         return self.project(self.inner(token_ids, positions))
 
+    @property
+    def tokens(self) -> Embedding:
+        """The table of tokens."""
+        return self.inner.tokens
+
 
 class ElectraModel(BertModel):
     """BERT's encoder, with a dense layer, GELU and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = NAMES._replace(
-        dense="model.classifier.dense", labels="model.classifier.out_proj", masked=None
+        dense="model.classifier.dense",
+        labels="model.classifier.out_proj",
+        masked=(f"{_MASKED}.dense", f"{_MASKED}.LayerNorm", "model.generator_lm_head.bias"),
     )
     label_activation: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(gelu)
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.electra.", "model."),),
+        suffixes=NORM_SUFFIXES,
         heads=(
             "model.classifier.",
             "model.generator_predictions.",
@@ -67,3 +77,8 @@ class ElectraModel(BertModel):
             return inner
         source = "model.embeddings_project"
         return ProjectedEmbeddings(inner, size, self.config.hidden_size, source=source, build=build)
+
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """GELU, whatever `hidden_act` says."""
+        return gelu

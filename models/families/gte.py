@@ -4,24 +4,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope, RopeScaling
-from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
+from jaxengine.models.layers.base.mlp import GatedMLP, gelu
+from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, rotated_fields
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 
 LAYER = "model.encoder.layer.{layer}"
 
 
-class GteModel(PostNormEncoder):
+class GteModel(NamedEncoder):
     """Post-norm encoder with rope and gated MLPs, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
@@ -34,9 +36,14 @@ class GteModel(PostNormEncoder):
         mlp_norm="mlp_ln",
         dense="model.pooler.dense",
         labels="model.classifier",
+        masked=("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder.bias"),
     )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.new.", "model."), ("model.gte.", "model.")),
+        suffixes=(
+            ("lm_head.norm.weight", "lm_head.layer_norm.weight"),
+            ("lm_head.norm.bias", "lm_head.layer_norm.bias"),
+        ),
         heads=("model.pooler.", "model.lm_head.", "lm_head.", "model.classifier."),
     )
 
@@ -64,6 +71,11 @@ class GteModel(PostNormEncoder):
         down = Source(f"{LAYER}.{self.names.down}", size)
         options: dict[str, Any] = {"down_bias": True, "activation": self.activation, "build": build}
         return GatedMLP(size, ffn, source=LAYER, gate_up=(gate, up), down=down, **options)
+
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """GELU, whatever `hidden_act` says."""
+        return gelu
 
 
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:

@@ -13,16 +13,17 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
-from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import CLS, MEAN
 from jaxengine.models.config.readers.hf import hf_architecture
 from jaxengine.models.families.bert import BASE, NAMES, BertModel
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.distance_bias import SlopedAttention
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import HeadsLayerNorm, LayerNorm
-from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames, PostNormLayer, encoder_fields
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormLayer, encoder_fields
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
@@ -95,7 +96,7 @@ class JinaBertModel(BertModel):
     def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
         """Activation before the scores of the masked language model: the configuration's head_activation."""
         assert self.config.encoder is not None
-        return FUNCTIONS[self.config.encoder.head_activation]
+        return ACTIVATIONS[self.config.encoder.head_activation]
 
 
 class _NormedAttention(nnx.Module):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
+
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
+from jaxengine.models.layers.base.mlp import gelu
+from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, rotated_fields
 from jaxengine.models.params.source import CheckpointNames
 
 
-class JinaEmbeddingsV3Model(PostNormEncoder):
+class JinaEmbeddingsV3Model(NamedEncoder):
     """Post-norm encoder with rope, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
@@ -23,6 +27,7 @@ class JinaEmbeddingsV3Model(PostNormEncoder):
         dense="model.classifier.dense",
         labels="model.classifier.out_proj",
         embedding_norm="model.emb_ln",
+        masked=("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
     )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.roberta.", "model."),),
@@ -43,6 +48,11 @@ class JinaEmbeddingsV3Model(PostNormEncoder):
         )
         shared = rotated_fields(fields, types=1)
         return shared | {"encoder": shared["encoder"]._replace(adaptation=_adaptation(fields))}
+
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """GELU, whatever `hidden_act` says."""
+        return gelu
 
 
 def _adaptation(fields: ConfigFields) -> tuple[int, float] | None:

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, MEAN, Classifier, TokenHead
@@ -29,11 +29,12 @@ from jaxengine.models.config.readers.hf import (
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.attention.masked import MaskedScores
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import Identity, LayerNorm, NormClass, UnbiasedLayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
-from jaxengine.models.layers.encoder import FUNCTIONS, Encoder
+from jaxengine.models.layers.encoder import Encoder
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 
@@ -92,7 +93,7 @@ class ModernBertModel(Encoder):
             fields,
             windows=windows_by_kind(kinds, window),
             ropes=ropes_by_kind(fields, head_dim, kinds, sliding_theta="local_rope_theta"),
-            activation=Activation("hidden_activation", ACTIVATIONS),
+            activation=Activation("hidden_activation", tuple(ACTIVATIONS)),
             tied=True,
             eps="norm_eps",
             causal=False,
@@ -104,6 +105,7 @@ class ModernBertModel(Encoder):
             num_token_types=0,
             num_positions=0,
             norm_bias=fields.boolean("norm_bias", False),
+            logits_bias=fields.boolean("decoder_bias", True),
             head_activation=read_activation(fields, "classifier_activation"),
             head_bias=fields.boolean("classifier_bias", False),
         )
@@ -160,7 +162,7 @@ class ModernBertModel(Encoder):
             gate_up=parts_of(f"{LAYER}.mlp.Wi", ffn, ffn),
             down=Source(f"{LAYER}.mlp.Wo", size),
             bias=config.mlp_bias,
-            activation=FUNCTIONS[self.encoder.activation],
+            activation=ACTIVATIONS[self.encoder.activation],
             build=build,
         )
         names = "attn_norm", "mlp_norm"
@@ -177,7 +179,7 @@ class ModernBertModel(Encoder):
             self.config.hidden_size,
             classifier,
             ("head.dense", "classifier"),
-            activation=FUNCTIONS[self.encoder.head_activation],
+            activation=ACTIVATIONS[self.encoder.head_activation],
             build=build,
             dense_bias=self.encoder.head_bias,
             norm=partial(self.norm_of, "head.norm"),
@@ -197,9 +199,10 @@ class ModernBertModel(Encoder):
         """
         return MaskedScores(
             self.config,
-            ("head.dense", "decoder.bias"),
+            ("head.dense", "decoder.bias" if self.encoder.logits_bias else ""),
+            size=self.config.hidden_size,
             norm=self.norm_of("head.norm", build),
-            activation=FUNCTIONS[self.encoder.head_activation],
+            activation=ACTIVATIONS[self.encoder.head_activation],
             build=build,
             dense_bias=self.encoder.head_bias,
         )

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.bert import BASE
+from jaxengine.models.families.bert import BASE, NORM_SUFFIXES
 from jaxengine.models.layers.attention.distance_bias import BiasedAttention, distance_table
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.base.activations import read_activation
+from jaxengine.models.layers.base.mlp import gelu
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, NamedEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
 # transformers always uses these values, whatever config.json says.
 _NUM_BUCKETS, _FIRST_POSITION = 32, 2
 
 
-class MPNetModel(PostNormEncoder):
+class MPNetModel(NamedEncoder):
     """BERT's encoder with biases by distance. Its position table begins with two rows that belong to no token."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
@@ -35,6 +39,7 @@ class MPNetModel(PostNormEncoder):
     )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.mpnet.", "model."),),
+        suffixes=NORM_SUFFIXES,
         heads=("model.pooler.", "lm_head.", "model.lm_head.", "model.classifier."),
     )
 
@@ -58,3 +63,8 @@ class MPNetModel(PostNormEncoder):
             source = "model.encoder.relative_attention_bias"
             self._distances = distance_table(source, _NUM_BUCKETS, attention.num_heads)
         return BiasedAttention(attention, self.config.hidden_size, table=self._distances, build=build, **names)
+
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """GELU, whatever `hidden_act` says."""
+        return gelu

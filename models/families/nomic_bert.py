@@ -9,11 +9,12 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
+from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, rotated_fields
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
 LAYER = "model.encoder.layers.{layer}"
+_MASKED = "model.cls.predictions"
 # Names of fields -> names in files from before transformers had the family, and the only supported values there.
 _EARLIER = {
     "hidden_size": "n_embd",
@@ -40,7 +41,7 @@ _EARLIER_ONLY = {
 }
 
 
-class NomicBertModel(PostNormEncoder):
+class NomicBertModel(NamedEncoder):
     """Post-norm encoder with rope and gated MLPs, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
@@ -54,6 +55,7 @@ class NomicBertModel(PostNormEncoder):
         dense="model.pooler.dense",
         labels="model.classifier",
         embedding_norm="model.emb_ln",
+        masked=(f"{_MASKED}.transform.dense", f"{_MASKED}.transform.layer_norm", f"{_MASKED}.bias"),
     )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.nomic_bert.", "model."), ("model.bert.", "model.")),

@@ -4,10 +4,14 @@ the padding token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
+
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.families.bert import NAMES, BertModel
+from jaxengine.models.families.bert import NAMES, NORM_SUFFIXES, BertModel
+from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.encoder import EncoderNames
 from jaxengine.models.params.source import CheckpointNames
 
@@ -21,7 +25,8 @@ class RobertaModel(BertModel):
         masked=("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
     )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(("model.roberta.", "model."),),
+        prefixes=(("model.roberta.", "model."), ("model.data2vec_text.", "model.")),
+        suffixes=NORM_SUFFIXES,
         heads=("model.pooler.", "lm_head.", "model.lm_head.", "model.classifier."),
     )
 
@@ -36,6 +41,41 @@ class RobertaModel(BertModel):
             raise ModelConfigError("pad_token_id must leave positions behind it, below max_position_embeddings - 1")
         return first
 
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """GELU, whatever `hidden_act` says."""
+        return gelu
+
 
 class XLMRobertaModel(RobertaModel):
     """RoBERTa for a hundred languages (Conneau et al. 2019, arXiv:1911.02116)."""
+
+
+class XLMRobertaXLModel(RobertaModel):
+    """XLM-RoBERTa-XL (Goyal et al. 2021, arXiv:2105.00572): RoBERTa with norms before a layer's parts, and none after
+    the embeddings.
+    """
+
+    names: ClassVar[EncoderNames] = RobertaModel.names._replace(
+        attention_norm="attention.self_attn_layer_norm",
+        mlp_norm="LayerNorm",
+        embedding_norm=None,
+        last_norm="model.encoder.LayerNorm",
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        sizes = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 10240}
+        others = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+        return super().read_hf(fields.with_defaults(**sizes, **others, vocab_size=250880))
+
+
+class RobertaPreLayerNormModel(RobertaModel):
+    """RoBERTa with norms before a layer's parts, as fairseq's `encoder-normalize-before` trains it."""
+
+    names: ClassVar[EncoderNames] = RobertaModel.names._replace(
+        attention_norm="attention.LayerNorm", mlp_norm="intermediate.LayerNorm", last_norm="model.LayerNorm"
+    )
+    checkpoint_names: ClassVar[CheckpointNames] = RobertaModel.checkpoint_names._replace(
+        prefixes=(("model.roberta_prelayernorm.", "model."),)
+    )

@@ -10,17 +10,18 @@ import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import MEAN
-from jaxengine.models.config.readers.hf import Activation, hf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.distance_bias import BiasedAttention, distance_table
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.mlp import MLP, GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
-from jaxengine.models.layers.encoder import FUNCTIONS, Encoder
+from jaxengine.models.layers.encoder import HIDDEN_ACT, Encoder
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
@@ -34,7 +35,7 @@ _FIELDS = {
     "max_position_embeddings": ("n_positions", 512),
     "vocab_size": ("vocab_size", 32128),
 }
-_MLPS = {"relu": "relu", "gated-gelu": "gelu_new"}
+_GATED = "gated-"  # beginning of the names of gated MLPs; the rest is that of the activation
 _ATTENTION, _MLP = f"{LAYER}.layer.0.SelfAttention", f"{LAYER}.layer.1.DenseReluDense"
 
 
@@ -52,17 +53,19 @@ class T5EncoderModel(Encoder):
         named = {name: fields.value(own, usual) for name, (own, usual) in _FIELDS.items()}
         fields = ConfigFields({**fields.raw, **named})
         kind = fields.text("feed_forward_proj", "relu")
-        if kind not in _MLPS:
-            raise fields.fail("feed_forward_proj", " or ".join(_MLPS))
+        activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix(_GATED)
+        if activation not in ACTIVATIONS:
+            raise fields.fail("feed_forward_proj", f"{', '.join(ACTIVATIONS)}, each also with {_GATED} before it")
         buckets = fields.integer("relative_attention_num_buckets", 32)
         farthest = fields.integer("relative_attention_max_distance", 128)
-        if buckets % 4 or not buckets // 4 < farthest <= 1 << 16:
+        if not 4 <= buckets <= 4 * farthest - 1 or farthest > 1 << 16:
             raise fields.fail(
-                "relative_attention_num_buckets", "a multiple of 4, below relative_attention_max_distance"
+                "relative_attention_num_buckets", "at least 4, and less than four times relative_attention_max_distance"
             )
-        encoder = EncoderConfig(_MLPS[kind], num_token_types=0, num_positions=0, distances=(buckets, farthest))
+        gated = kind.startswith(_GATED)
+        encoder = EncoderConfig(activation, 0, num_positions=0, distances=(buckets, farthest), gated=gated)
         # Products are not scaled: the weights are.
-        options: dict[str, Any] = {"causal": False, "scale": 1.0, "activation": Activation("hidden_act", ACTIVATIONS)}
+        options: dict[str, Any] = {"causal": False, "scale": 1.0, "activation": HIDDEN_ACT}
         ropes = [None] * fields.integer("num_hidden_layers")
         return hf_fields(fields, ropes=ropes, eps="layer_norm_epsilon", tied=True, **options) | {"encoder": encoder}
 
@@ -106,13 +109,11 @@ class T5EncoderModel(Encoder):
         return LlamaLayer(config, attend, self._make_mlp(build), build, norm_class=RMSNorm, norm_names=names)
 
     def _make_mlp(self, build: Build) -> nnx.Module:
-        """Return a new feed-forward module, which maps ([T, D], Rows) to [T, D]: a plain MLP if the activation is ReLU,
-        otherwise a gated MLP.
-        """
+        """Return a new feed-forward module, which maps ([T, D], Rows) to [T, D]: a plain MLP, or one with a gate."""
         size, ffn, encoder = self.config.hidden_size, self.config.intermediate_size, self.config.encoder
         assert encoder is not None
-        options: dict[str, Any] = {"source": _MLP, "activation": FUNCTIONS[encoder.activation], "build": build}
-        if encoder.activation == "relu":
+        options: dict[str, Any] = {"source": _MLP, "activation": ACTIVATIONS[encoder.activation], "build": build}
+        if not encoder.gated:
             return MLP(size, ffn, up="wi", down="wo", **options)
         gate_up = Source(f"{_MLP}.wi_0", ffn), Source(f"{_MLP}.wi_1", ffn)
         return GatedMLP(size, ffn, gate_up=gate_up, down=Source(f"{_MLP}.wo", size), **options)

@@ -87,6 +87,20 @@ class DenseModules(nnx.Module):
         return pooled
 
 
+class LinearLabelScores(nnx.Module):
+    """Module that scores labels by one projection with a bias, [R, D] -> f32[R, num_labels]. source: its checkpoint
+    module.
+    """
+
+    def __init__(self, size: int, classifier: Classifier, source: str, *, build: Build):
+        # In float32 whatever the model's dtype, like LabelScores.
+        build, rows = replace(build, dtype=jnp.float32), Source(source, classifier.num_labels)
+        self.labels = Linear(size, (rows,), axes=("embed", "labels"), bias=True, build=build)
+
+    def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:
+        return self.labels(hidden, out_dtype=jnp.float32)
+
+
 class DenseLabelScores(nnx.Module):
     """Module that scores labels by two projections, as encoders do: labels(norm(activation(dense(pooled)))), [R, D] ->
     f32[R, num_labels].

@@ -1,12 +1,13 @@
 """Encoder: a transformer whose tokens see their whole prompt. It pools, and generates nothing.
 
-PostNormEncoder has norms after a layer's parts, and learned positions or rope; a family gives its checkpoints' names of
-the parts (EncoderNames).
+NamedEncoder is BERT's kind, with norms after or before a layer's parts, and learned positions or rope; a family gives
+its checkpoints' names of the parts (EncoderNames).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import MAX_VOCAB, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, Classifier, TokenHead
@@ -23,22 +24,17 @@ from jaxengine.models.config.rope import Rope
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.attention.masked import MaskedScores
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.embedding import Embedding
-from jaxengine.models.layers.base.mlp import MLP, gelu, gelu_tanh
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
-
-FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}
 
 
 class EncoderNames(NamedTuple):
@@ -48,11 +44,12 @@ class EncoderNames(NamedTuple):
       layer: a layer, with "{layer}" for its number.
       qkv: attention's projections of queries, keys and values; one name if they are one matrix.
       out: attention's output projection.
-      attention_norm, mlp_norm: the norms after attention and after the MLP.
+      attention_norm, mlp_norm: the norms of attention and of the MLP: before them with a `last_norm`, else after them.
       up, down: the MLP's projections.
       dense, labels: the two projections of a classifier.
-      embedding_norm: the norm of embeddings.
+      embedding_norm: the norm of embeddings; None for none.
       masked: projection, norm and bias of the head of a masked language model; None if they are not known.
+      last_norm: the norm after the last layer; None for none.
     """
 
     layer: str
@@ -64,8 +61,9 @@ class EncoderNames(NamedTuple):
     mlp_norm: str
     dense: str
     labels: str
-    embedding_norm: str = "model.embeddings.LayerNorm"
+    embedding_norm: str | None = "model.embeddings.LayerNorm"
     masked: tuple[str, str, str] | None = None
+    last_norm: str | None = None
 
 
 def encoder_fields(
@@ -103,11 +101,12 @@ def rotated_fields(fields: ConfigFields, *, types: int, rope: Rope | None = None
 
 
 class EncoderEmbeddings(nnx.Module):
-    """Normed sum of the embeddings of a token, its token type and its position, the latter two if the encoder has them.
-    The tables have BERT's names under `source`; `norm` is the norm's checkpoint module.
+    """Normed sum of the embeddings of a token, its token type, its position and the first task type, the latter three
+    if the encoder has them. The tables have BERT's names under `source`; `norm` is the norm's checkpoint module, None
+    for a sum without a norm.
     """
 
-    def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, norm: str, build: Build):
+    def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, norm: str | None, build: Build):
         size, types = encoder.embedding_size or config.hidden_size, encoder.num_token_types
         self.first_position, self.num_rows = encoder.first_position, config.vocab_size // max(1, types)
 
@@ -118,19 +117,27 @@ class EncoderEmbeddings(nnx.Module):
         self.tokens = Embedding(self.num_rows, size, source=f"{source}.word_embeddings", build=build)
         self.types = table("token_type_embeddings", types) if types else None
         self.positions = table("position_embeddings", encoder.num_positions) if encoder.num_positions else None
-        self.norm, self.dtype = LayerNorm(size, config.rms_norm_eps, source=norm, build=build), build.dtype
+        self.tasks = table("task_type_embeddings", encoder.num_task_types) if encoder.num_task_types else None
+        self.norm = Identity() if norm is None else LayerNorm(size, config.rms_norm_eps, source=norm, build=build)
+        self.dtype = build.dtype
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Return the embeddings [T, D] of tokens i32[T], whose ids contain their token types (EncoderConfig), at
         positions i32[T].
         """
-        x = self.tokens(token_ids % self.num_rows).astype(jnp.float32)
+        x = self.token_rows(token_ids % self.num_rows, positions)
         if self.types is not None:
             x = x + self.types[...][token_ids // self.num_rows].astype(jnp.float32)
+        if self.tasks is not None:
+            x = x + self.tasks[...][0].astype(jnp.float32)
         if self.positions is not None:
             rows = position_rows(token_ids % self.num_rows, positions, self.first_position)
             x = x + self.positions[...][rows].astype(jnp.float32)
         return self.norm(x).astype(self.dtype)
+
+    def token_rows(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return the token table's rows f32[T, D] of tokens i32[T], without their types, at positions i32[T]."""
+        return self.tokens(token_ids).astype(jnp.float32)
 
 
 def position_rows(token_ids: jax.Array, positions: jax.Array, first: int) -> jax.Array:
@@ -161,6 +168,42 @@ class PostNormLayer(nnx.Module):
             x = self.attention_norm(x + attended)
         with jax.named_scope("mlp"):
             return self.mlp_norm(x + self.mlp(x, step.rows)), kv
+
+
+class PreNormLayer(PostNormLayer):
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.attention_norm(x), kv, pages, step)
+            x = x + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x), step.rows), kv
+
+
+class ConvolvedLayer(PostNormLayer):
+    """Layer `first` whose result y becomes norm(y + activation(convolution(x))), where x is its input. The convolution
+    is over `kernel` tokens of a prompt, an odd number, with the token in the middle.
+    """
+
+    def __init__(self, first: Any, kernel: int, activation: str, size: int, eps: float, *, source: str, build: Build):
+        super().__init__(first.attention, first.attention_norm, first.mlp, first.mlp_norm)
+        self.kernel, self.activation = kernel, ACTIVATIONS[activation]
+        plain = replace(build, scheme=PLAIN, lora=None)
+        taps = (Source(f"{source}.conv", size),)
+        self.conv = Linear(size * kernel, taps, axes=("embed", "labels"), bias=True, build=plain)
+        self.norm = LayerNorm(size, eps, source=f"{source}.LayerNorm", build=build)
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map x [T, D] to ([T, D], the pool). step: its `of_layer` is the result of `taps_within`, [T, kernel]."""
+        y, kv = super().__call__(x, kv, pages, step)
+        assert step.of_layer is not None
+        with jax.named_scope("conv"):
+            seen = [
+                jnp.roll(x, self.kernel // 2 - tap, axis=0) * step.of_layer[:, tap, None] for tap in range(self.kernel)
+            ]
+            added = self.activation(self.conv(jnp.stack(seen, axis=-1).reshape(len(x), -1)))
+        return self.norm(y + added), kv
 
 
 class Encoder(Decoder):
@@ -201,8 +244,8 @@ class Encoder(Decoder):
         return self.embed(batch.token_ids, batch.positions)
 
 
-class PostNormEncoder(Encoder):
-    """Encoder of PostNormLayers after EncoderEmbeddings.
+class NamedEncoder(Encoder):
+    """Encoder of layers after EncoderEmbeddings: PostNormLayers or, with a norm after the last layer, PreNormLayers.
 
     Attributes:
       names: checkpoint modules of the parts.
@@ -234,7 +277,8 @@ class PostNormEncoder(Encoder):
             LayerNorm(size, config.rms_norm_eps, source=f"{names.layer}.{name}", build=build)
             for name in (names.attention_norm, names.mlp_norm)
         ]
-        return PostNormLayer(attend, norms[0], self.make_mlp(build), norms[1])
+        layer_class = PostNormLayer if names.last_norm is None else PreNormLayer
+        return layer_class(attend, norms[0], self.make_mlp(build), norms[1])
 
     def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
         """Return the new attention module of index `layer`. names: further arguments of Attention."""
@@ -244,7 +288,7 @@ class PostNormEncoder(Encoder):
     def activation(self) -> Callable[[jax.Array], jax.Array]:
         """The activation function of the MLPs, chosen by `config.encoder.activation`."""
         assert self.config.encoder is not None
-        return FUNCTIONS[self.config.encoder.activation]
+        return ACTIVATIONS[self.config.encoder.activation]
 
     def make_mlp(self, build: Build) -> nnx.Module:
         """Return a layer's new MLP, which maps ([T, D], the step's Rows) to [T, D]."""
@@ -253,7 +297,9 @@ class PostNormEncoder(Encoder):
         return MLP(*sizes, source=names.layer, **modules, activation=activation, bias=True, build=build)
 
     def make_norm(self, build: Build) -> nnx.Module:
-        return Identity()
+        if self.names.last_norm is None:
+            return Identity()
+        return LayerNorm(self.config.hidden_size, self.config.rms_norm_eps, source=self.names.last_norm, build=build)
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
         sources = self.names.dense, self.names.labels
@@ -265,8 +311,16 @@ class PostNormEncoder(Encoder):
         config, names = self.config, self.names.masked
         if names is None:
             return super().make_masked(build)
-        norm = LayerNorm(config.hidden_size, config.rms_norm_eps, source=names[1], build=build)
-        return MaskedScores(config, (names[0], names[2]), norm=norm, activation=self.activation, build=build)
+        assert config.encoder is not None
+        size = config.encoder.embedding_size or config.hidden_size
+        norm = LayerNorm(size, config.rms_norm_eps, source=names[1], build=build)
+        options: dict[str, Any] = {"activation": self.masked_activation, "build": build}
+        return MaskedScores(config, (names[0], names[2]), size=size, norm=norm, **options)
+
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """Activation in the head of a masked language model; here that of the MLPs."""
+        return self.activation
 
     @property
     def table(self) -> Embedding:
@@ -274,4 +328,4 @@ class PostNormEncoder(Encoder):
 
 
 # For checkpoints that name the activation in `hidden_act`.
-HIDDEN_ACT = Activation("hidden_act", ACTIVATIONS)
+HIDDEN_ACT = Activation("hidden_act", tuple(ACTIVATIONS))

@@ -68,6 +68,8 @@ class CheckpointNames(NamedTuple):
         names of those, in order.
       joined: ends of the names of tensors that other versions of transformers join to one along their rows -> those of
         its parts, in order (see jaxengine.models.weights.views.joined_rows).
+      frequencies: end of the names of tensors with the frequencies of rope, which replace the configuration's; "" for
+        none.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -88,6 +90,7 @@ class CheckpointNames(NamedTuple):
     plain: tuple[str, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
     joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    frequencies: str = ""
     divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     @property

@@ -17,18 +17,13 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import (
-    ACTIVATIONS,
-    PatchEmbedding,
-    TowerMLP,
-    gelu,
-    read_activation,
-    tower_axis,
-)
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
 from jaxengine.models.vision.base.vit import attend_units
 
 EPS = 1e-5

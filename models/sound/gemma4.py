@@ -21,11 +21,12 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_BINS, MAX_HEAD_DIM, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm, UnbiasedLayerNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.encoder import sinusoids
-from jaxengine.models.vision.base.layers import ACTIVATIONS, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import tower_axis
 from jaxengine.models.vision.base.vit import linear
 from jaxengine.models.vision.gemma4 import ClippedLinear
 

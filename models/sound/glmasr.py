@@ -14,10 +14,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_WINDOW, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.sound.encoder import EPS, Convolution, EncoderLayer, EncoderNames, EncoderSizes
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.vision.base.layers import read_activation, rope_frequencies
+from jaxengine.models.vision.base.layers import rope_frequencies
 from jaxengine.models.vision.llava import Projector
 
 # Positions that become one row.

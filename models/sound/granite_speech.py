@@ -19,12 +19,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_BINS, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.sound.gemma4 import neighbours, shifted
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
 from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer
 from jaxengine.models.vision.base.vit import linear, table
 

@@ -17,11 +17,11 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, read_encoder, sinusoids
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.vision.base.layers import gelu
 from jaxengine.models.vision.base.vit import linear
 from jaxengine.models.vision.llava import Projector
 

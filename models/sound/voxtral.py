@@ -12,9 +12,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.vision.base.layers import read_activation
 from jaxengine.models.vision.llava import Projector
 
 # transformers' defaults of fields that a file lacks.

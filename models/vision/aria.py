@@ -17,11 +17,12 @@ from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import parts_of
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import ACTIVATIONS, tower_axis
+from jaxengine.models.vision.base.layers import tower_axis
 from jaxengine.models.vision.base.vit import (
     VitTowerConfig,
     linear,

@@ -15,10 +15,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
 from jaxengine.models.vision.base.attention import segment_attention
 from jaxengine.models.vision.base.layers import (
-    ACTIVATIONS,
     PatchEmbedding,
     PatchMerger,
     TowerAttention,

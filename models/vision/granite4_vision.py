@@ -17,10 +17,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import read_activation
 from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer
 from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index, table
 from jaxengine.models.vision.llava import NEWLINE, TOWER, read_llava

@@ -18,17 +18,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
-from jaxengine.models.vision.base.layers import (
-    ACTIVATIONS,
-    PatchEmbedding,
-    TowerAttention,
-    TowerLayer,
-    TowerMLP,
-    stretched,
-)
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerAttention, TowerLayer, TowerMLP, stretched
 from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
 
 TOWER = "vit"

@@ -17,11 +17,12 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import ACTIVATIONS, TowerMLP, in_blocks, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import TowerMLP, in_blocks, tower_axis
 from jaxengine.models.vision.base.vit import VitConfig, linear, read_vit, table
 
 TOWER, CONNECTOR = "vision_model", "connector"

@@ -13,9 +13,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import HeadsRMSNorm, LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
 from jaxengine.models.vision.base.vit import (
     VitAttention,
     VitConfig,

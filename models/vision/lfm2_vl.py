@@ -13,10 +13,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP
-from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, PatchMerger, read_activation
+from jaxengine.models.vision.base.layers import PatchEmbedding, PatchMerger
 from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit, table
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.minicpmv import make_layer

@@ -13,11 +13,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
-from jaxengine.models.vision.base.layers import ACTIVATIONS, read_activation
 from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index
 
 # Prefixes in the model's names of tensors; some of a checkpoint's names have more before them.

@@ -15,18 +15,18 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.mlp import gelu_tanh
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP
 from jaxengine.models.vision.base.layers import (
-    ACTIVATIONS,
     PatchEmbedding,
     PatchMerger,
     TowerAttention,
     TowerLayer,
     TowerMLP,
-    gelu_tanh,
 )
 from jaxengine.models.vision.base.vit import VitConfig, VitTowerConfig, read_vit, table
 

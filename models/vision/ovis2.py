@@ -14,8 +14,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
-from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, TowerMLP
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP
 from jaxengine.models.vision.base.vit import (
     VitAttention,
     VitConfig,

@@ -17,11 +17,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields, ModelConfigError
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.norm import LayerNorm, NormClass, RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import UNIT, segment_attention, window_attention, window_block
 from jaxengine.models.vision.base.layers import (
-    ACTIVATIONS,
     Attend,
     PatchEmbedding,
     PatchMerger,
@@ -30,7 +30,6 @@ from jaxengine.models.vision.base.layers import (
     TowerMLP,
     axial_rope,
     joined_qkv,
-    read_activation,
     read_axial_theta,
     rope_frequencies,
 )

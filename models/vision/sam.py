@@ -17,10 +17,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, joined_qkv, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
 from jaxengine.models.vision.base.vit import VitConfig, attend_units, linear, read_vit, table
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"

@@ -216,7 +216,7 @@ def hf_fields(
     have one entry for each layer.
     """
     if fields.text(activation.field, activation.values[0]) not in activation.values:
-        raise fields.fail(activation.field, repr(activation.values[0]))
+        raise fields.fail(activation.field, " or ".join(map(repr, activation.values)))
     if fields.mapping(LAYER_CONFIG):  # transformers takes fields of single layers from it, in every family
         raise fields.fail(LAYER_CONFIG, "absent or empty for this family")
     num_heads = fields.integer("num_attention_heads")

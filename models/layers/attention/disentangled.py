@@ -14,19 +14,25 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.encoder import C2P, P2C, Disentangled
 from jaxengine.models.layers.attention.distance_bias import DistanceAttention
-from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 def log_buckets(num_buckets: int, farthest: int, reach: int) -> np.ndarray:
-    """Return the bucket i32[2 * reach + 1], from 0 to 2 * num_buckets - 1, of each distance from -reach to reach: the
-    position of a query minus that of its key.
+    """Return the bucket i32[2 * reach + 1] of each distance from -reach to reach: the position of a query minus that of
+    its key.
 
-    Near distances, of magnitude up to num_buckets // 2, have a bucket each; farther ones share buckets of increasingly
-    wide ranges. Distances of magnitude `farthest` and more have the last bucket of their sign.
+    With num_buckets of 0, each distance has a bucket, from 0 to 2 * farthest - 1; those beyond share the outermost.
+    Otherwise buckets are 0 to 2 * num_buckets - 1. Near distances, of magnitude up to num_buckets // 2, have a bucket
+    each; farther ones share buckets of increasingly wide ranges. Distances of magnitude `farthest` and more have the
+    last bucket of their sign.
     """
     distance, half = np.arange(-reach, reach + 1), num_buckets // 2
+    if not num_buckets:
+        return np.clip(distance + farthest, 0, 2 * farthest - 1).astype(np.int32)
     far = np.maximum(np.abs(distance), half).astype(np.float32) / np.float32(half)
     widest = np.log(np.float32((farthest - 1) / half))
     ranges = np.ceil(np.log(far) / widest * np.float32(half - 1)) + half
@@ -35,23 +41,28 @@ def log_buckets(num_buckets: int, farthest: int, reach: int) -> np.ndarray:
 
 
 class DistanceEmbeddings(nnx.Module):
-    """Embeddings of ranges of distances, a table [2 * num_buckets, D] followed by a layer norm. All layers share it."""
+    """Embeddings of ranges of distances, a table [2 * N, D] followed by a layer norm, unless `normed` is False. All
+    layers share it. N is `buckets` or, if that is 0, `farthest`.
+    """
 
-    def __init__(self, num_buckets: int, size: int, eps: float, *, source: str, build: Build):
-        rows = Source(f"{source}.rel_embeddings", 2 * num_buckets).tensor("weight")
-        self.table = declare((2 * num_buckets, size), build.dtype, ParamDecl((None, None), (rows,)))
-        self.norm = LayerNorm(size, eps, source=f"{source}.LayerNorm", build=build)
+    def __init__(self, ranges: Disentangled, size: int, eps: float, *, source: str, build: Build):
+        count = 2 * (ranges.buckets or ranges.farthest)
+        rows = Source(f"{source}.rel_embeddings", count).tensor("weight")
+        self.table = declare((count, size), build.dtype, ParamDecl((None, None), (rows,)))
+        norm = LayerNorm(size, eps, source=f"{source}.LayerNorm", build=build) if ranges.normed else Identity()
+        self.norm = norm
 
     def __call__(self, first: int, end: int) -> jax.Array:
-        """Return the normed embeddings of the ranges `first` to end - 1, [end - first, D]."""
+        """Return the embeddings of the ranges `first` to end - 1, [end - first, D]."""
         return self.norm(self.table[...][first:end])
 
 
 class DisentangledAttention(DistanceAttention):
-    """Attention of whole prompts in which keys and queries of distances are computed with the projections of tokens.
+    """Attention of whole prompts in which logits have parts by distance.
 
-    distances: the embeddings that all layers share. buckets, farthest: arguments of log_buckets. longest: the most
-    tokens of a prompt.
+    distances: the embeddings that all layers share. ranges: how distances are told apart, and which parts there are.
+    longest: the most tokens of a prompt. own: checkpoint modules of the projections of keys and of queries of
+    distances, and whether each has a bias; not used if `ranges` shares those of tokens.
     """
 
     def __init__(
@@ -60,28 +71,78 @@ class DisentangledAttention(DistanceAttention):
         hidden_size: int,
         *,
         distances: DistanceEmbeddings,
-        buckets: int,
-        farthest: int,
+        ranges: Disentangled,
         longest: int,
+        own: tuple[tuple[str, bool], tuple[str, bool]],
         build: Build,
         **names: Any,
     ):
         # An adapter would change the projections of distances, which all requests of a step share.
-        super().__init__(attention, hidden_size, build=replace(build, lora=None), **names)
-        self.distances, self.buckets, self.farthest, self.longest = distances, buckets, farthest, longest
+        build = replace(build, lora=None)
+        super().__init__(attention, hidden_size, build=build, **names)
+        self.distances, self.ranges, self.longest = distances, ranges, longest
+        width = attention.num_heads * attention.head_dim
+
+        def project(kind: str, source: str, bias: bool) -> Linear | None:
+            if ranges.shared or kind not in ranges.kinds:
+                return None
+            return Linear(hidden_size, (Source(source, width),), axes=("embed", "heads"), bias=bias, build=build)
+
+        self.far_keys, self.far_queries = (project(kind, *each) for kind, each in zip((C2P, P2C), own, strict=True))
 
     def added(self, num_tokens: int) -> dict[str, Any]:
         """Return {"relative": (keys, queries)} of the distances in a step of `num_tokens` tokens, an argument of
         whole_prompt_attention.
 
         Both are [2 * n - 1, N, H], for the position of a key minus that of its query in ascending order; n is
-        num_tokens, or `longest` if that is less.
+        num_tokens, or `longest` if that is less. Those of a part that there is not are 0.
         """
-        ranges = log_buckets(self.buckets, self.farthest, min(num_tokens, self.longest) - 1)[::-1]
+        settings, reach = self.ranges, min(num_tokens, self.longest) - 1
+        ranges = log_buckets(settings.buckets, settings.farthest, reach)[::-1]
         first, end = int(ranges.min()), int(ranges.max()) + 1
         x = self.distances(first, end)
-        assert self.qkv.bias is not None
-        # These rows are the same on every device, so that none are gathered.
-        joined = self.qkv.partial(x, None) + self.qkv.bias[...].astype(jnp.float32)
-        queries, keys, *_ = self._heads(joined.astype(x.dtype))
+        if settings.shared:
+            queries, keys, *_ = self._heads(_projected(self.qkv, x))
+        else:
+            queries, keys = (self._own(each, x) for each in (self.far_queries, self.far_keys))
+        keys = keys if C2P in settings.kinds else jnp.zeros_like(keys)
+        queries = queries if P2C in settings.kinds else jnp.zeros_like(queries)
         return {"relative": (keys[ranges - first], queries[ranges - first])}
+
+    def _own(self, product: Linear | None, x: jax.Array) -> jax.Array:
+        """Return the heads [W, N, H] that `product` makes of embeddings x [W, D]; zeros if it is None."""
+        shape = len(x), self.spec.num_q_heads, self.spec.head_dim
+        return jnp.zeros(shape, x.dtype) if product is None else _projected(product, x).reshape(shape)
+
+
+class HeadwiseAttention(DisentangledAttention):
+    """DisentangledAttention of DeBERTa v1, whose projection of tokens has biases of queries and of values in tensors of
+    their own, `q_bias` and `v_bias` of the module `biases`, and none of keys.
+    """
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, biases: str, **names: Any):
+        super().__init__(attention, hidden_size, **names)
+        width = attention.num_heads * attention.head_dim
+
+        def bias(name: str) -> nnx.Param:
+            return declare((width,), jnp.float32, ParamDecl(("heads",), (Source(biases, width).tensor(name),)))
+
+        self.q_bias, self.v_bias = bias("q_bias"), bias("v_bias")
+
+    def _heads(self, joined: jax.Array) -> list[jax.Array]:
+        q, k, v, gate = super()._heads(joined)
+        q, v = (_with_bias(x, bias[...]) for x, bias in ((q, self.q_bias), (v, self.v_bias)))
+        return [q, k, v, gate]
+
+
+def _with_bias(heads: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return heads [T, N, H] plus bias f32[N * H], in the heads' dtype."""
+    return (heads.astype(jnp.float32) + bias.reshape(heads.shape[1:])).astype(heads.dtype)
+
+
+def _projected(product: Linear, x: jax.Array) -> jax.Array:
+    """Return the product of x [W, D], whose rows are the same on every device, so that none are gathered; [W, E] in
+    x's dtype, the device's part of E.
+    """
+    y = product.partial(x, None)
+    return (y if product.bias is None else y + product.bias[...].astype(jnp.float32)).astype(x.dtype)

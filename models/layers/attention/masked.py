@@ -27,8 +27,9 @@ _BLOCK = 64
 class MaskedScores(nnx.Module):
     """Logits of a masked language model: norm(activation(dense(x))) @ table.T + bias, [T, D] -> f32[T, V].
 
-    sources: checkpoint module of the projection, and the tensor of the logits' bias. norm: applied after the
-    activation. dense_bias: whether the projection has a bias.
+    size: elements of the projection, as many as the table's rows have. sources: checkpoint module of the projection,
+    and the tensor of the logits' bias, "" for none. norm: applied after the activation. dense_bias: whether the
+    projection has a bias.
     """
 
     def __init__(
@@ -36,23 +37,26 @@ class MaskedScores(nnx.Module):
         config: ModelConfig,
         sources: tuple[str, str],
         *,
+        size: int,
         norm: nnx.Module,
         activation: Callable[[jax.Array], jax.Array],
         build: Build,
         dense_bias: bool = True,
     ):
         assert config.pooler is not None and config.pooler.splade is not None
-        size, own = config.hidden_size, replace(build, dtype=jnp.float32)
+        own = replace(build, dtype=jnp.float32)
         self.num_tokens = config.pooler.splade.num_tokens
-        self.dense = Linear(size, (Source(sources[0], size),), axes=("embed", "labels"), bias=dense_bias, build=own)
+        axes, dense = ("embed", "labels"), (Source(sources[0], size),)
+        self.dense = Linear(config.hidden_size, dense, axes=axes, bias=dense_bias, build=own)
         name, _, tensor = sources[1].rpartition(".")
         bias = ParamDecl((None,), (Source(name, self.num_tokens).tensor(tensor),), init_std=0.02)
-        self.bias = declare((self.num_tokens,), jnp.float32, bias)
+        self.bias = declare((self.num_tokens,), jnp.float32, bias) if name else None
         self.norm, self.activation, self.dtype = norm, activation, build.dtype
 
     def __call__(self, hidden: jax.Array, table: Any) -> jax.Array:
         inner = self.norm(self.activation(self.dense(hidden, out_dtype=jnp.float32))).astype(self.dtype)
-        return table.logits(inner)[:, : self.num_tokens].astype(jnp.float32) + self.bias[...]
+        logits = table.logits(inner)[:, : self.num_tokens].astype(jnp.float32)
+        return logits if self.bias is None else logits + self.bias[...]
 
 
 def sparse_vectors(model: Any, hidden: jax.Array, row: jax.Array, num_rows: int) -> jax.Array:

@@ -18,7 +18,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TOWER
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import gelu, gelu_tanh
+from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.quantization.registry import PLAIN
@@ -47,36 +47,8 @@ def in_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array, most: in
     return lax.map(function, blocks).reshape(count * rows, -1)[: len(x)]
 
 
-def quick_gelu(x: jax.Array) -> jax.Array:
-    """Return x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415): `quick_gelu` in configurations."""
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
 # Parameter `a` of the interpolation by cubic convolution (Keys 1981); torch has the same.
 _KEYS = -0.75
-# By their names in configurations.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "quick_gelu": quick_gelu,
-    "gelu": gelu,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "gelu_new": gelu_tanh,
-    "gelu_fast": gelu_tanh,
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "tanh": jnp.tanh,
-}
-
-
-def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
-    """Return the field `name`, a name of ACTIVATIONS; `default` if it is absent or null. Raises ModelConfigError for
-    another value.
-    """
-    found = fields.text(name, default)
-    if found not in ACTIVATIONS:
-        raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
-    return found
 
 
 def rope_frequencies(size: int, theta: float) -> np.ndarray:

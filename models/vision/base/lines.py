@@ -17,9 +17,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import ACTIVATIONS
 from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index
 
 # Patches along a side of the square that becomes one row.

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import Source
-from jaxengine.models.vision.base.layers import ACTIVATIONS, TowerMLP, tower_axis
+from jaxengine.models.vision.base.layers import TowerMLP, tower_axis
 from jaxengine.models.vision.base.vit import linear
 
 

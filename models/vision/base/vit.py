@@ -17,10 +17,11 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import ACTIVATIONS, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import tower_axis
 
 MAX_SIDE = 4096  # pixels of a unit
 # Most positions of a unit whose queries meet all keys at once.

@@ -177,7 +177,7 @@ def test_what_cannot_be_is_refused(encoder_folder):
             LLM(folder, **OPTIONS | options)
     for field, value in (
         ("position_embedding_type", "relative_key"),
-        ("hidden_act", "gelu_fast"),
+        ("hidden_act", "prelu"),
         ("is_decoder", True),
     ):
         with pytest.raises(ModelFileError, match=field):

@@ -100,3 +100,21 @@ def test_other_names_of_special_tokens_and_added_ones(tmp_path):
 def test_what_is_refused(tmp_path, files, vocab, problem):
     with pytest.raises(ModelFileError, match=problem):
         Tokenizer.from_hf_folder(write(tmp_path / str(len([*tmp_path.iterdir()])), files, vocab))
+
+
+def test_esm_finds_its_tokens_anywhere_in_a_text(tmp_path):
+    """The ids are those of transformers 5.24's EsmTokenizer."""
+    tokens = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO", ".", "-", "<null_1>", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join(tokens))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
+    tokenizer = Tokenizer.from_hf_folder(tmp_path)
+    rows = {
+        "MKTAYIAKQR": [20, 15, 11, 5, 19, 12, 5, 15, 16, 10],
+        "M K T<mask>A j foo": [20, 15, 11, 32, 5, 3, 3],
+        "": [],
+        "mkX..-": [3, 24, 29, 29, 30],
+        "MK\nTT <null_1>x": [20, 15, 11, 11, 31, 3],
+        "O<unk>U": [28, 3, 26],
+    }
+    assert {text: tokenizer.encode(text) for text in rows} == {text: [0, *ids, 2] for text, ids in rows.items()}
+    assert tokenizer.encode_pair("MK", "TT", 0) == [0, 20, 15, 2, 11, 11, 2]

@@ -185,8 +185,28 @@ def test_fields_that_transformers_does_not_read_change_nothing():
 
 
 def test_classifiers_with_heads_of_their_own_are_refused_by_name():
-    """Their heads are none that is read: two dense layers over a prompt's mean, or a decoder's last state."""
-    classes = "EuroBertForSequenceClassification", "EuroBertForTokenClassification", "T5ForSequenceClassification"
-    for name in (*classes, "T5ForTokenClassification", "UMT5ForSequenceClassification"):
+    """Their heads are none that is read: of a decoder's last state, or of an encoder under other names."""
+    for name in ("T5ForSequenceClassification", "T5ForTokenClassification", "UMT5ForSequenceClassification"):
         with pytest.raises(ModelConfigError, match=f"the architecture '{name}' is not supported"):
             read_hf(SIZES | {"architectures": [name], "model_type": "eurobert"})
+
+
+def test_what_further_encoders_refuse():
+    rows = (
+        ("EsmModel", {"position_embedding_type": "relative_key"}, "position_embedding_type must be absolute or rotary"),
+        ("EsmModel", {"token_dropout": True, "position_embedding_type": "rotary"}, "mask_token_id is missing"),
+        ("EsmModel", {"is_folding_model": True}, "is_folding_model must be false or absent"),
+        ("RoFormerModel", {"rotary_value": True}, "rotary_value must be false or absent"),
+        ("RemBertModel", {"input_embedding_size": 1 << 20}, "input_embedding_size must be at most"),
+        ("T5EncoderModel", {"feed_forward_proj": "gated-x"}, "feed_forward_proj must be gelu, .* with gated-"),
+        ("T5EncoderModel", {"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be at least 4"),
+    )
+    for name, changes, message in rows:
+        with pytest.raises(ModelConfigError, match=message):
+            read(SIZES | {"architectures": [name]} | changes)
+
+
+def test_t5_takes_any_activation_with_or_without_a_gate():
+    for kind, (activation, gated) in {"silu": ("silu", False), "gated-gelu": ("gelu_new", True)}.items():
+        encoder = read({"architectures": ["T5EncoderModel"], "feed_forward_proj": kind}).encoder
+        assert encoder is not None and (encoder.activation, encoder.gated) == (activation, gated)

@@ -373,12 +373,14 @@ def test_deberta_refuses_what_it_does_not_compute():
     sizes |= {"architectures": ["DebertaV2Model"], "vocab_size": 96, "max_position_embeddings": 64}
     assert read_hf(sizes | DEBERTA, Pooler(MEAN)).max_position_embeddings == 64
     for changes, message in (
-        ({"conv_kernel_size": 3}, "conv_kernel_size must be 0 or absent"),
-        ({"share_att_key": False}, "share_att_key must be true"),
-        ({"norm_rel_ebd": "none"}, "norm_rel_ebd must be"),
-        ({"relative_attention": None}, "relative_attention must be True"),
-        ({"pos_att_type": "c2p"}, "pos_att_type must be c2p and p2c"),
-        ({"position_buckets": -1}, "position_buckets must be an integer >= 4"),
+        ({"conv_kernel_size": 4}, "conv_kernel_size must be 0 or an odd number up to 31"),
+        ({"conv_kernel_size": 3, "conv_groups": 2}, "conv_groups must be 1 or absent"),
+        ({"conv_kernel_size": 3, "conv_act": "x"}, "conv_act must be one of gelu"),
+        ({"pos_att_type": "c2p|p2p"}, "pos_att_type must be null, or a list of c2p and p2c"),
+        ({"position_buckets": "8"}, "position_buckets must be an integer"),
+        ({"max_relative_positions": 1 << 17}, "max_relative_positions must be an integer of at most 65536"),
+        ({"architectures": ["DebertaModel"], "relative_attention": None}, "relative_attention must be true"),
+        ({"architectures": ["DebertaModel"], "talking_head": True}, "talking_head must be false or absent"),
         ({"position_buckets": 64}, "position_buckets must be from 4 to 4096, half of it below"),
         ({"embedding_size": 20}, "embedding_size must be 32 or absent"),
     ):

@@ -8,8 +8,8 @@ import pytest
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.registry import model_for_hf, read_hf
-from jaxengine.models.vision.base.layers import ACTIVATIONS
 from jaxengine.models.weights.load import unread_towers
 from tests.tables import each_row
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.registry import read_hf
-from jaxengine.models.vision.base.layers import ACTIVATIONS
 from scripts.model_names import read_names
 from tests.models.config.published import GEMMA3_VISION
 from tests.models.config.test_published_towers import QWEN2_VL
@@ -303,7 +303,7 @@ def encoder(**sizes: Any) -> dict[str, Any]:
         (changed(LLAVA, image_size=1 << 20), "vision_config.image_size must be an integer >= 1 and <= 4096"),
         (changed(LLAVA, image_size=[336, 224]), "vision_config.image_size must be the same for height and width"),
         (changed(LLAVA, patch_size=400), "vision_config.image_size must be >= patch_size 400, got 336"),
-        (changed(LLAVA, hidden_act="relu6"), "vision_config.hidden_act must be one of quick_gelu, gelu"),
+        (changed(LLAVA, hidden_act="prelu"), "vision_config.hidden_act must be one of gelu, "),
         (changed(LLAVA, num_channels=4), "vision_config.num_channels must be 3 or absent, got 4"),
         (LLAVA | {"vision_feature_layer": -26}, "vision_feature_layer must be an integer from -25 to 24, got -26"),
         (LLAVA | {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy must be 'default' for a"),

@@ -1,0 +1,64 @@
+"""Encoders of further families, and further heads: answers as transformers gives them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxengine import LLM, PoolingParams
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.build import Build
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.load import check_source
+from tests.fixtures.further_encoders import CASES, GOLDENS, PROMPTS, SHAPES, make_further_encoder
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 20,
+    "block_size": 4,
+    "num_gpu_blocks_override": 40,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+}
+ALWAYS = ("esm",)  # its frequencies and scales come from nowhere else
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough("as others")) for name in CASES]
+)
+def test_answers_are_those_of_transformers(name, tmp_path, executables_dir):
+    kind = CASES[name][0]
+    raw = PoolingParams(use_activation=False) if kind.endswith("Classification") else None
+    task = {"ForSequenceClassification": "classify", "ForTokenClassification": "token_classify"}
+    llm = LLM(str(make_further_encoder(tmp_path / "model", name)), **OPTIONS, compile_cache_dir=executables_dir)
+    pooling = next((task for end, task in task.items() if kind.endswith(end)), "embed")
+    found = llm.encode([*PROMPTS], raw, pooling_task=pooling, use_tqdm=False)
+    pools_mean = llm.core.inputs.pooling.pooler.pooling_type == "MEAN"
+    llm.shutdown()
+    assert pools_mean == (name in ("esm", "eurobert_late", "eurobert_mean"))
+    with np.load(GOLDENS) as goldens:
+        for index, each in enumerate(found):
+            golden = goldens[f"{name}_{index}"]
+            if kind.endswith("ForMaskedLM"):
+                golden = np.log1p(np.maximum(golden, 0)).max(0)
+            elif pooling == "embed":
+                golden = golden.mean(0) if pools_mean else golden[0]
+                golden = golden / np.linalg.norm(golden)
+            ours = np.asarray(each.outputs.data)
+            assert ours.shape == golden.shape
+            assert np.abs(ours - golden).max() <= 1e-5 * max(1.0, np.abs(golden).max())
+
+
+def test_every_name_of_a_tensor_is_known(tmp_path):
+    assert json.loads(SHAPES.read_text()).keys() == CASES.keys()
+    for name in CASES:
+        source = open_model(EngineConfig(model=str(make_further_encoder(tmp_path / name, name))))
+        assert source.pooling is not None and not source.config.is_causal
+        check_source(build_model(source.config, Build("float32")), source.weights)
+        source.close()
