@@ -5,8 +5,8 @@ transformers 5 writes a class default of `tie_word_embeddings` at the top level 
 has, and fine-tuned models with a separate head often keep the base model's value. So the weights decide, as in
 transformers 5: a head that differs from the embedding is not tied.
 
-In transformers 5 the experts of a layer are one parameter and no linear layers. So a tool that quantises all linear layers
-leaves them as they are, and does not list them among the modules that it ignored.
+In transformers 5 the experts of a layer are one parameter and no linear layers. So a tool that quantises all linear
+layers leaves them as they are, and does not list them among the modules that it ignored.
 
 ESM-2 was trained with frequencies that were rounded to float16, which its checkpoints keep; those of the configuration
 give other embeddings.
