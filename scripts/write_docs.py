@@ -274,7 +274,7 @@ the reasoning, as templates do when thinking is switched off, the structure appl
 ends during reasoning has no content, but some models call a tool without closing their reasoning: the beginning of a
 call of one of the request's tools ends it, as in vLLM, and the call streams. Reasoning that only mentions the words of
 a call, without the name of such a tool, goes on. Without a server, the engine option `structured_outputs_config` with
-`{"reasoning_parser": NAME}` does the same, and so do `reasoning_end` and `reasoning_begin` of one request's
+`{{"reasoning_parser": NAME}}` does the same, and so do `reasoning_end` and `reasoning_begin` of one request's
 [structured_outputs](sampling_params.md#structured_outputs).
 
 **Reasoning and stop strings.** With a reasoning parser, `stop` (`stop_sequences` in /v1/messages) is looked for only in

@@ -20,12 +20,13 @@ from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_BINS, MAX_HIDDEN, ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.crossed import HEARD, CrossedSoundConfig, CrossProjections, row_size
-from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, TowerMLP, read_activation, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
 from jaxengine.models.vision.base.vit import linear
 
 ENCODER, PROJECTION = "encoder", "encoder_decoder_proj"

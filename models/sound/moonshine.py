@@ -17,19 +17,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import UnbiasedLayerNorm
 from jaxengine.models.layers.base.rope import apply_rope, rope_table
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.crossed import HEARD, CrossedSoundConfig, CrossProjections, row_size
-from jaxengine.models.vision.base.layers import (
-    ACTIVATIONS,
-    PatchEmbedding,
-    TowerMLP,
-    gelu,
-    read_activation,
-    tower_axis,
-)
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
 from jaxengine.models.vision.base.vit import attend_units, linear
 
 ENCODER = "model.encoder"

@@ -14,8 +14,8 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
-from jaxengine.models.vision.base.layers import ACTIVATIONS
 from jaxengine.models.vision.base.vit import VitConfig, linear, read_vit
 
 # Prefixes in the model's names of tensors; a checkpoint's names have more before them.

@@ -13,8 +13,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import RMSNorm
-from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding
+from jaxengine.models.vision.base.layers import PatchEmbedding
 from jaxengine.models.vision.hunyuan_vl import (
     MERGER,
     NEWLINE,

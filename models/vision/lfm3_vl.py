@@ -17,18 +17,17 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
-    ACTIVATIONS,
     Attend,
     PatchMerger,
     TowerAttention,
     TowerMLP,
     axial_rope,
-    read_activation,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
