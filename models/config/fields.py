@@ -232,17 +232,18 @@ class ConfigFields:
             raise self.fail(name, "a mapping")
         return value
 
-    def part(self, name: str, *, optional: bool = False, **defaults: Any) -> ConfigFields:
+    def part(self, name: str, **defaults: Any) -> ConfigFields:
         """Return a reader of a nested configuration, such as `vision_config`, whose errors show the full name.
 
-        optional: read an absent or null field as an empty mapping. defaults: values for absent fields in it. Raises
-        ModelConfigError if the field is not a mapping, and unless `optional` if it is absent or null.
+        defaults: values for absent fields in it. Raises ModelConfigError if the field is absent, null or not a mapping.
         """
-        own = self.mapping(name)
-        if own is None and not optional:
+        if self.mapping(name) is None:
             raise self.fail(name, "a mapping")
-        own = own or {}
-        prefix = f"{self.prefix}{name}."
+        return self.part_or_empty(name, **defaults)
+
+    def part_or_empty(self, name: str, **defaults: Any) -> ConfigFields:
+        """Return the same as `part`, but read an absent or null field as an empty mapping."""
+        own, prefix = self.mapping(name) or {}, f"{self.prefix}{name}."
         return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
 
     def token_ids(self, name: str, *, least: int = 0, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def read_aria_tower(fields: ConfigFields) -> AriaTowerConfig:
     """Return the tower's configuration from a config.json, with transformers' defaults. Raises ModelConfigError for
     wrong fields.
     """
-    vision = fields.part("vision_config", optional=True, **DEFAULTS)
+    vision = fields.part_or_empty("vision_config", **DEFAULTS)
     if vision.text("model_type", _VISION) != _VISION:
         raise vision.fail("model_type", _VISION)
     vit = read_vit(vision)

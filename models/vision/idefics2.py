@@ -79,8 +79,8 @@ def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConf
     norms have the text's epsilon, as in transformers. Raises ModelConfigError for wrong fields, and for heads of keys
     that do not divide those of queries.
     """
-    vit = read_vit(fields.part("vision_config", optional=True, **_DEFAULTS))
-    found = fields.part("perceiver_config", optional=True)
+    vit = read_vit(fields.part_or_empty("vision_config", **_DEFAULTS))
+    found = fields.part_or_empty("perceiver_config")
     own = found.integer("hidden_size", 4096) == text.integer("hidden_size")
     sizes = {}
     for (name, most), default in zip(_LIMITS.items(), (64, 3, 16, 96), strict=True):

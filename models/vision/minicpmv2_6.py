@@ -72,11 +72,11 @@ def read_resampled(fields: ConfigFields) -> ResampledTowerConfig:
     Raises ModelConfigError for wrong fields, for a patch larger than a crop, and for a hidden size that the positions
     or heads of the resampler do not divide.
     """
-    vision = fields.part("vision_config", optional=True, **DEFAULTS[SIGLIP])
+    vision = fields.part_or_empty("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", SIGLIP) not in (SIGLIP, "siglip"):
         raise vision.fail("model_type", SIGLIP)
     vit = read_vit(vision)
-    slices = fields.part("slice_config", optional=True)
+    slices = fields.part_or_empty("slice_config")
     slices.require(patch_size=vit.patch_size)
     resolution, queries = slices.integer("scale_resolution", 448), fields.integer("query_num", 64)
     if not vit.patch_size <= resolution <= _MOST_RESOLUTION:

@@ -106,7 +106,7 @@ def read_mllama_tower(
     than _MOST_PATCHES patches, for a list of aspect ratios that is not of all tilings, and for an output size that is
     not that of all states taken.
     """
-    vision = fields.part("vision_config", optional=True, **_DEFAULTS)
+    vision = fields.part_or_empty("vision_config", **_DEFAULTS)
     own = {"num_attention_heads": vision.integer("attention_heads"), "layer_norm_eps": vision.number("norm_eps")}
     vit = read_vit(vision.with_defaults(**own), has_class_token=True)
     most = vision.integer("max_num_tiles")

@@ -58,9 +58,9 @@ def read_phi3_vision(fields: ConfigFields) -> Phi3TowerConfig:
     Raises ModelConfigError for wrong fields, for other features than those of patches, for an odd number of patches in
     a line, and for an `embd_layer` that says something else of images than what the tower computes.
     """
-    named = fields.part("img_processor", optional=True, **_NAMED)
+    named = fields.part_or_empty("img_processor", **_NAMED)
     named.require(name="clip_vision_model", type_feature="patch", image_dim_out=named.integer("hidden_size"))
-    fields.part("embd_layer", optional=True).require(**EMBEDDING)
+    fields.part_or_empty("embd_layer").require(**EMBEDDING)
     vit = read_vit(named, has_class_token=True)
     read_merge(named, "image_size", SQUARE, vit)
     named.require(num_img_tokens=(vit.grid // SQUARE) ** 2)

@@ -59,7 +59,7 @@ def read_phi4(fields: ConfigFields) -> Phi4TowerConfig:
     large as a unit, and for files as first published whose `embd_layer` or `img_processor` say something else.
     """
     fields.require(img_processor=None)
-    vision = fields.part("vision_config", optional=True, **_DEFAULTS)
+    vision = fields.part_or_empty("vision_config", **_DEFAULTS)
     vit = read_vit(vision)
     said = (fields.mapping("embd_layer") or {}).get("image_embd_layer")
     if said is not None:
