@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.stored_head import with_stored_experts
 from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -32,9 +33,9 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
     stderr. The folder is complete or absent afterwards.
 
     Raises ConfigError for options that do not fit the model, pipeline stages, hf_overrides, a pooling model, a model
-    without safetensors, and an adapter for a quantised model or of weights that layers share. Raises ModelConfigError
-    or ModelFileError for an invalid model, and ModelFileError, before weights are read, if the folder exists or cannot
-    be written.
+    without safetensors, a quantised one with plain stacks of experts, and an adapter for a quantised model or of
+    weights that layers share. Raises ModelConfigError or ModelFileError for an invalid model, and ModelFileError,
+    before weights are read, if the folder exists or cannot be written.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size
@@ -54,6 +55,10 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         if source.weights is None or not source.path.is_dir():
             problem = f"model {config.model or 'the embedded one'!r} has no safetensors to convert"
             raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
+        # A converted folder has no stacks to decide from: its configuration would ask for quantised experts.
+        if config.quantization is None and with_stored_experts(source.config, source.weights) is not source.config:
+            problem = f"{config.model!r} is quantised and has plain experts, which its config.json does not say"
+            raise ConfigError.because("model", problem, "serve it from its own folder")
         if merge_lora is not None and source.config.quantization is not None:
             problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
             raise ConfigError.because("merge_lora", problem, "serve it with the base model: enable_lora")

@@ -71,6 +71,15 @@ def _scaled_embedding(fields: ConfigFields) -> Mapping[str, Any]:
     return {"embedding_multiplier": scale}
 
 
+def _xglm(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `_scaled_embedding`. Raises ModelConfigError for a `pad_token_id` above 1: transformers has zeros for the
+    position of this number, and numbers of positions start at 2.
+    """
+    if fields.integer("pad_token_id", 1, minimum=0) > 1:
+        raise fields.fail("pad_token_id", "at most 1")
+    return _scaled_embedding(fields)
+
+
 def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with the scale `attention_multiplier` of products of q and k, the default scale if
     that is absent. Raises ModelConfigError for a value that is not a number > 0.
@@ -443,7 +452,7 @@ DENSE_ROWS: dict[str, Row] = {
         only={EPS: 1e-5, "add_cross_attention": False},
         rope=no_rope,
         tied=True,
-        more=_scaled_embedding,
+        more=_xglm,
         unused_ends=(".embed_positions.weights",),
     ),
     "GPTNeoXJapaneseForCausalLM": Row(

@@ -100,6 +100,19 @@ def test_a_model_with_an_adapter_in_its_weights(tiny_options, tmp_path, capsys):
     assert "o_proj in one of layers 0, 3, which share its weights" in capsys.readouterr().err
 
 
+def test_plain_experts_of_a_quantised_model_are_refused(tmp_path, capsys):
+    """Nothing in the converted folder would say that they are plain."""
+    shutil.copytree(checkpoint("aria_text"), source := tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text())
+    stored = json.loads(json.dumps(quantized_models.FORMATS["ct int channel"][0]))
+    for group in stored["config_groups"].values():
+        group["targets"] = [r"re:.*\.experts\..*"]
+    raw["quantization_config"] = stored
+    (source / "config.json").write_text(json.dumps(raw))
+    assert main(["convert", str(tmp_path / "new"), "--model", str(source), "--disable-log-stats"]) == 2
+    assert "is quantised and has plain experts" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_a_model_that_sees(tmp_path):
     """Its tower is converted with it, and its processor's settings lie beside."""
     model, folder = whole_checkpoint("qwen2_vl_vision", tmp_path / "model"), tmp_path / "converted"

@@ -247,6 +247,7 @@ def test_baichuan_of_7_and_of_13_billion():
         ("mimo_v2_flash", {"v_head_dim": 1 << 40}, "v_head_dim must be an integer >= 1 and <= "),
         ("exaone_moe", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern must be"),
         ("exaone_moe", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 4 of dense, sparse"),
+        ("xglm", {"pad_token_id": 2}, "pad_token_id must be at most 1, got 2"),
         ("cohere2_moe", {"expert_selection_fn": "top"}, "expert_selection_fn must be softmax or sigmoid, got 'top'"),
         ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "shared_expert_combination_strategy must be"),
         ("afmoe", {"score_func": "softmax"}, 'score_func must be "sigmoid" or absent'),
