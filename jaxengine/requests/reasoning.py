@@ -29,8 +29,10 @@ def after_reasoning(
     name: name of the reasoning parser. text, token_ids: the prompt, whose end says whether the output begins inside of
     reasoning; a text of None is decoded from the ids.
     """
-    asked, row = params.structured_outputs, reasoning_format(name, suffix_of(tokenizer.added_words))
-    if not isinstance(asked, StructuredOutputsParams) or asked.reasoning_end is not None or row is None:
+    asked = params.structured_outputs
+    if not isinstance(asked, StructuredOutputsParams) or asked.reasoning_end is not None:
+        return params
+    if (row := reasoning_format(name, suffix_of(tokenizer.added_words))) is None:
         return params
     if text is None:
         text = tokenizer.decode(list(token_ids), skip_special_tokens=False)

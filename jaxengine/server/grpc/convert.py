@@ -5,7 +5,6 @@ Every field that is set takes effect or is refused.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import uuid
 from collections.abc import Iterator, Mapping
@@ -115,7 +114,7 @@ class RequestReader:
     def __init__(self, inputs: InputProcessor, config: ServerConfig):
         self._inputs = inputs
         self._config = config
-        self._encoder = PromptEncoder(inputs)
+        self.encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
         """Convert a request to generate: check it, tokenize its prompt and read its media. stream: whether the answer
@@ -151,7 +150,7 @@ class RequestReader:
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
         special = add_special_tokens
-        return (await self._encoder.encode([text], add_special_tokens=special, param="text", cut_side=cut_side))[0]
+        return (await self.encoder.encode([text], add_special_tokens=special, param="text", cut_side=cut_side))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
         """Return the token ids of a conversation. Its images and videos are read, as the number of their placeholder
@@ -168,13 +167,13 @@ class RequestReader:
         A generation prompt is added if add_generation_prompt is true or, without that field, unless the last message is
         continued. Raises RequestError for more than MAX_CHAT_MESSAGES messages, a message with both content and parts,
         an empty part, a content that cannot fit, template variables that are not allowed, errors of the template, and
-        without a tokenizer.
+        without a tokenizer; OverloadedError if too many calls wait.
         """
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
             raise RequestError(f"there are {count} messages; allowed: {MAX_CHAT_MESSAGES}", param="messages")
-        self._encoder.verify_length(max((len(each.content) for each in chat.messages), default=0), "messages")
+        self.encoder.verify_length(max((len(each.content) for each in chat.messages), default=0), "messages")
         if chat.HasField("chat_template_kwargs"):
             variables = _read_struct(chat.chat_template_kwargs, "chat_template_kwargs", "template variables")
             if not self._config.chat_template_kwargs_allowed:
@@ -183,12 +182,13 @@ class RequestReader:
         messages, parts = self._inputs.media_reader.collect(
             [_chat_message(message, f"messages.messages[{at}]") for at, message in enumerate(chat.messages)]
         )
-        prompt = await asyncio.to_thread(
-            self._inputs.chat_prompt,
-            messages,
-            add_generation_prompt=chat.add_generation_prompt if given else not chat.continue_final_message,
-            continue_final_message=chat.continue_final_message,
-            chat_template_kwargs={**(self._config.default_chat_template_kwargs or {}), **(variables or {})},
+        prompt = await self.encoder.run(
+            lambda: self._inputs.chat_prompt(
+                messages,
+                add_generation_prompt=chat.add_generation_prompt if given else not chat.continue_final_message,
+                continue_final_message=chat.continue_final_message,
+                chat_template_kwargs={**(self._config.default_chat_template_kwargs or {}), **(variables or {})},
+            )
         )
         return prompt["prompt_token_ids"], parts
 
@@ -242,7 +242,7 @@ class RequestReader:
         if kind == "token_ids":
             token_ids = request.token_ids.ids
         elif kind == "text":
-            token_ids = await self.encode(request.text, cut_side=self._encoder.cut_side(keep or None, "left"))
+            token_ids = await self.encode(request.text, cut_side=self.encoder.cut_side(keep or None, "left"))
         else:
             token_ids, parts = await self._read_chat(request.messages)
         count = min(len(token_ids), keep) if keep else len(token_ids)

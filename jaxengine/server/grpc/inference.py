@@ -117,14 +117,14 @@ class InferenceService:
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of token ids, decoded on a thread. Raises RequestError for more than MAX_DETOKENIZE ids, for
-        ids outside the vocabulary, and without a tokenizer; CallError for an unknown model.
+        ids outside the vocabulary, and without a tokenizer; CallError for an unknown model; OverloadedError.
         """
         await self._model(request.model)
         inputs = self._engine.inputs
         token_ids = list(request.token_ids)
         check_detokenize("token_ids", token_ids, inputs)
         decode = inputs.require_tokenizer().decode
-        text = await asyncio.to_thread(decode, token_ids, request.skip_special_tokens)
+        text = await self._reader.encoder.run(lambda: decode(token_ids, request.skip_special_tokens))
         return pb.DetokenizeResponse(text=text)
 
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:

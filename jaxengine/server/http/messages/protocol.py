@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -140,18 +140,19 @@ class Conversation(RequestModel):
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat request, by name. If the last message is the assistant's, the model
-        continues it. Tools that this server cannot run are left out, and so is thinking of type "adaptive". Raises
-        RequestError for messages, blocks or a tool_choice that are not allowed.
+        continues it, but not if a system message follows of which nothing is left. Tools
+        that this server cannot run are left out, and so is thinking of type "adaptive". Raises RequestError for
+        messages, blocks or a tool_choice that are not allowed.
         """
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
         tools = tools_in_effect(self.tools or (), self.messages)
         functions = [tool for tool in tools if isinstance(tool, MessagesTool)]
         fields: dict[str, Any] = {"messages": messages, "tools": [chat_tool(tool) for tool in functions] or None}
         fields["chat_template_kwargs"] = self.chat_template_kwargs
-        if messages and messages[-1]["role"] == "assistant":
+        if messages and messages[-1]["role"] == self.messages[-1]["role"] == "assistant":
             fields["continue_final_message"] = True
         if choice is not None:
-            self._check_choice(choice)
+            _check_choice(choice, tools)
             named = {"type": "function", "function": {"name": choice.name}}
             fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
             if choice.type == "auto" and not functions:
@@ -165,17 +166,6 @@ class Conversation(RequestModel):
                 schema = {"name": "output", "schema": output.format.schema_}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
-
-    def _check_choice(self, choice: ToolChoice) -> None:
-        """Raise RequestError if tool_choice forces a call and only tools that are left out could be called. choice: the
-        request's tool_choice.
-        """
-        left_out: list[DefinedTool] = [tool for tool in self.tools or () if isinstance(tool, DefinedTool)]
-        named = choice.type == "tool" and any(tool.name == choice.name for tool in left_out)
-        if named or (choice.type == "any" and left_out and len(left_out) == len(self.tools or ())):
-            kinds = show_value(choice.name) if named else ", ".join(tool.type for tool in left_out)
-            problem = f"tool_choice forces {kinds}, which this server cannot run"
-            raise RequestError(f"{problem}; allowed: tools with an input_schema", param="tool_choice")
 
     @property
     def asked_budget(self) -> int | None:
@@ -246,3 +236,17 @@ def as_messages_error(error: RequestError) -> RequestError:
     same.
     """
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
+
+
+def _check_choice(choice: ToolChoice, tools: Sequence[Any]) -> None:
+    """Raise RequestError if tool_choice forces a call and only tools that are left out could be called. choice: the
+    request's tool_choice. tools: result of `tools_in_effect`.
+    """
+    left_out: list[DefinedTool] = [tool for tool in tools if isinstance(tool, DefinedTool)]
+    functions = {tool.name for tool in tools if isinstance(tool, MessagesTool)}
+    is_left_out = choice.name not in functions and any(tool.name == choice.name for tool in left_out)
+    named = choice.type == "tool" and is_left_out
+    if named or (choice.type == "any" and left_out and not functions):
+        kinds = show_value(choice.name) if named else ", ".join(tool.type for tool in left_out)
+        problem = f"tool_choice forces {kinds}, which this server cannot run"
+        raise RequestError(f"{problem}; allowed: tools with an input_schema", param="tool_choice")

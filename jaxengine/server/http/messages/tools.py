@@ -5,7 +5,7 @@ in the course of a conversation (tool_addition, tool_removal).
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -66,8 +66,9 @@ Tool = Annotated[
 
 
 def chat_tool(tool: MessagesTool) -> dict[str, Any]:
-    """Return a function in the format of a chat request. It has strict, description and
-    defer_loading only if they are given."""
+    """Return a function in the format of a chat request. It has description, strict and defer_loading only if they are
+    given.
+    """
     function = tool.model_dump(include={"name", "description", "strict", "defer_loading"}, exclude_none=True)
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
 
@@ -75,14 +76,17 @@ def chat_tool(tool: MessagesTool) -> dict[str, Any]:
 def tools_in_effect(tools: Sequence[Any], messages: Sequence[dict[str, Any]]) -> list[Any]:
     """Return the tools that the model may call at the end of a conversation: those of the request, in their order, then
     those that messages define. A tool that is added is no longer deferred; one that is removed is left out, until it is
-    added again.
+    added again. Of tools with the same name, a change of it is one of the last function, and a removal one of all.
 
     tools: MessagesTool and DefinedTool. messages: as given. Raises RequestError for a change of another form than
     {"type": ..., "tool": {"type": "tool_reference", "name": ...}} or, to add a function, {"type": "tool_definition",
     "definition": ...} in `tool`, and for the name of a tool that is not known.
     """
-    found: dict[Hashable, Any] = {tool.name or number: tool for number, tool in enumerate(tools)}
-    removed: set[str] = set()
+    found, removed = list(tools), set[str]()
+    # A function comes before a tool of Anthropic's, which the model cannot call. Whoever reads the tools refuses two
+    # functions with one name.
+    ordered = sorted(enumerate(tools), key=lambda pair: isinstance(pair[1], MessagesTool))
+    indices = {tool.name: index for index, tool in ordered}
     for number, message in enumerate(messages):
         content = message.get("content")
         for at, block in enumerate(content if isinstance(content, list) else ()):
@@ -91,14 +95,16 @@ def tools_in_effect(tools: Sequence[Any], messages: Sequence[dict[str, Any]]) ->
             where = f"messages[{number}].content[{at}]"
             name, tool = _read_change(block, where)
             if tool is not None:
-                found[name] = tool
-            elif name not in found:
+                if indices.setdefault(name, len(found)) == len(found):
+                    found.append(tool)
+                found[indices[name]] = tool
+            elif name not in indices:
                 problem = f"{where}.tool.name is {show_value(name)}; allowed: names that tools or an addition declares"
                 raise RequestError(problem, param="messages", value=name)
-            elif block["type"] == ADDITION and isinstance(found[name], MessagesTool):
-                found[name] = found[name].model_copy(update={"defer_loading": None})
+            elif block["type"] == ADDITION and isinstance(old := found[indices[name]], MessagesTool):
+                found[indices[name]] = old.model_copy(update={"defer_loading": None})
             (removed.add if block["type"] == REMOVAL else removed.discard)(name)
-    return [tool for name, tool in found.items() if name not in removed]
+    return [tool for tool in found if tool.name not in removed]
 
 
 def _read_change(block: dict[str, Any], where: str) -> tuple[str, MessagesTool | None]:

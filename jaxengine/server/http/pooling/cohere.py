@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,7 +49,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             with _cohere_names(body):
                 found = await server.answers(prompts, params, body, name, body.options(request, config, lora))
             _check_lengths(body, [len(each.prompt_token_ids) for each in found])
-            return await asyncio.to_thread(_response, body, name, found)
+            return await server.writers.run(_response, body, name, found)
 
         return await answer(request, whole())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
@@ -64,7 +63,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
                 return json_response({**head, "data": data, "usage": counts(given)})
 
             many = sum(each.outputs.data.size for each in given) > _MANY_NUMBERS
-            return await asyncio.to_thread(write) if many else write()
+            return await server.writers.run(write) if many else write()
 
         return await answer(request, whole())
 

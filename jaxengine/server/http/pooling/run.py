@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxengine.requests.run_in_thread import with_media
 from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
+from jaxengine.server.base.workers import Workers
 from jaxengine.server.http.answer.interleave import interleave
 from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody, RerankRequest, ScoreRequest
 from jaxengine.server.http.request.errors import abort_error
@@ -72,12 +74,15 @@ class _Room:
 
 
 class PoolingServer:
-    """Objects that all pooling requests of a server share: engine, options, encoder of prompts."""
+    """Objects that all pooling requests of a server share: engine, options, encoder of prompts, and threads that write
+    long answers.
+    """
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.engine = engine
         self.config = config
         self._encoder = PromptEncoder(engine.inputs)
+        self.writers = Workers(max_waiting=sys.maxsize)  # vectors that are computed are never refused
 
     async def prompts(self, body: InputBody, params: PoolingParams) -> Sequence[list[int] | Later]:
         """Return the prompts of `encode_input`, or one of each conversation in messages.

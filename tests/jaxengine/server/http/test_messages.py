@@ -252,6 +252,17 @@ def test_messages_add_and_remove_tools():
     ):
         with pytest.raises(RequestError, match=message):
             tools(wrong)
+    # Names that occur twice, a choice of what a message adds, and an assistant's message that is not the last one.
+    (twice, own), call = listed[:1] * 2, {"type": "bash_20250124", "name": "bash"}
+    with pytest.raises(RequestError, match="two functions with the same name"):
+        Conversation(messages=HI, tools=[twice, own]).chat_request()
+    both = Conversation(messages=HI, tools=[own, call]).chat_request()
+    assert [tool.function.name for tool in both.tools or ()] == ["bash"]
+    added = [*HI, {"role": "assistant", "content": "Yes"}, {"role": "system", "content": [addition]}]
+    added[-1]["content"] = [{"type": "tool_addition", "tool": {**defined, "definition": own}}]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "bash"}):
+        chat = Conversation(messages=added, tools=[call], tool_choice=choice).chat_request()
+        assert [tool.function.name for tool in chat.tools or ()] == ["bash"] and not chat.continue_final_message
     for fields in ({"system": [addition], "messages": HI}, {"messages": [{"role": "user", "content": [addition]}]}):
         with pytest.raises(RequestError, match=r"content\[0\].type is 'tool_addition'|system\[0\].type is 'tool_add"):
             Conversation(**fields).chat_request()
