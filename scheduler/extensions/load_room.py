@@ -41,8 +41,8 @@ class Load:
 
     @property
     def has_claim(self) -> bool:
-        """Whether room is kept for the load: it needs no other engine, or something has come from there, and no longer
-        than STALL_SECONDS ago if it is in progress.
+        """Whether room is kept for the load: it needs no other engine, or a part of it has come, from wherever, and no
+        longer than STALL_SECONDS ago if it is in progress.
         """
         if not self.is_far or (self.is_done and self.came > float("-inf")):
             return True

@@ -201,6 +201,15 @@ def memory_option(transfer: KVTransferConfig | None) -> str:
     return "kv_offloading_size" if transfer is None else _NAME
 
 
+def memory_field(transfer: KVTransferConfig | None) -> str:
+    """Return the name of the option or field that says how much that memory is: as `memory_option`, and of
+    kv_transfer_config its kv_buffer_size, which has a default, or cpu_bytes_to_use.
+    """
+    if transfer is None:
+        return memory_option(None)
+    return f"{_NAME}.{'cpu_bytes_to_use' if transfer.handover is None else 'kv_buffer_size'}"
+
+
 def folder_option(transfer: KVTransferConfig | None) -> str:
     """Return the name of the option or field that gives the folder for pages: root_dir of kv_transfer_config if
     `transfer`, its value, has one, else kv_offloading_path.

@@ -12,6 +12,7 @@ import pytest
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.kv.offload import KVTransferConfig
 from jaxengine.engine.extensions.offload import page_loads
 from jaxengine.engine.extensions.offload.offload import check_sizes
 from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
@@ -82,7 +83,7 @@ def test_a_page_of_two_replicas_is_copied_once():
     (
         (1e-6, None, "kv_offloading_size gives 1073 bytes, too few for a page; give at least 4096 bytes"),
         (1, 1e-6, "kv_offloading_disk_size gives 1073 bytes, too few for a page; give at least 4192 bytes"),
-        (1e6, None, "kv_offloading_size gives 1073741824000000 bytes, more than the host's memory; give less than"),
+        (1e6, None, "kv_offloading_size gives 1073741824000000 bytes, more than the host's memory; give at most"),
     ),
 )
 def test_tiers_that_hold_nothing_or_too_much_are_refused(gib, disk_gib, message):
@@ -90,4 +91,14 @@ def test_tiers_that_hold_nothing_or_too_much_are_refused(gib, disk_gib, message)
         kv_offloading_size=gib, kv_offloading_path=disk_gib and "/tmp", kv_offloading_disk_size=disk_gib
     )
     with pytest.raises(ConfigError, match=message):
+        check_sizes(cast(Any, config), 4096)
+
+
+def test_a_default_that_is_too_much_for_a_small_host_is_refused_by_its_name(monkeypatch):
+    """kv_buffer_size is a gigabyte if it is not given."""
+    monkeypatch.setattr("jaxengine.engine.extensions.offload.offload.host_memory", lambda: 10**9 - 1)
+    handover: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    handover["kv_connector_extra_config"] = {"transport": "folder", "shared_storage_path": "/tmp"}
+    config = EngineConfig(kv_transfer_config=KVTransferConfig.read(handover))
+    with pytest.raises(ConfigError, match="kv_transfer_config.kv_buffer_size gives 1000000000 bytes, more than"):
         check_sizes(cast(Any, config), 4096)

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.config.kv.offload import folder_option, memory_option
+from jaxengine.config.kv.offload import folder_option, memory_field
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.extensions.offload.page_loads import Loading, PageLoads
 from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
@@ -288,7 +288,7 @@ def check_sizes(config: ResolvedConfig, block_bytes: int) -> None:
     than what is to be used of it. block_bytes: size of the larger of a page and a state.
     """
     memory, disk = config.kv_offloading_bytes, config.kv_offloading_disk_size
-    sizes = [(memory_option(config.kv_transfer_config), memory, block_bytes)]
+    sizes = [(memory_field(config.kv_transfer_config), memory, block_bytes)]
     if disk is not None:
         sizes.append(("kv_offloading_disk_size", int(disk * (1 << 30)), block_bytes + MAX_OVERHEAD_BYTES))
     for name, size, least in sizes:
@@ -297,7 +297,7 @@ def check_sizes(config: ResolvedConfig, block_bytes: int) -> None:
             raise ConfigError.because(name, problem, f"give at least {least} bytes, one page")
     if memory > (most := host_memory()):
         problem = f"{sizes[0][0]} gives {memory} bytes, more than the host's memory"
-        raise ConfigError.because(sizes[0][0], problem, f"give less than {most} bytes")
+        raise ConfigError.because(sizes[0][0], problem, f"give at most {most} bytes")
 
 
 def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
