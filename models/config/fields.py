@@ -35,6 +35,8 @@ _MAXIMA = {
     "intermediate_size": MAX_INTERMEDIATE,
     "moe_intermediate_size": MAX_INTERMEDIATE,
     "num_hidden_layers": MAX_LAYERS,
+    "encoder_num_hidden_layers": MAX_LAYERS,
+    "decoder_num_hidden_layers": MAX_LAYERS,
     "max_window_layers": MAX_LAYERS,
     "sliding_window_pattern": MAX_LAYERS,
     "_sliding_window_pattern": MAX_LAYERS,

@@ -95,12 +95,12 @@ class CohereAsrTowerConfig(CrossedSoundConfig):
 
 def read_cohere_asr_tower(fields: ConfigFields, *, bias: bool) -> CohereAsrTowerConfig:
     """Return the tower's configuration from a config.json, whose `encoder_config` has transformers' defaults for absent
-    fields; `max_audio_clip_s` bounds a sound's seconds, 35 by default. bias: whether the decoder's attention has
-    biases.
+    fields, and for all of them where it is absent or null; `max_audio_clip_s` bounds a sound's seconds, 35 by default.
+    bias: whether the decoder's attention has biases.
 
     Raises ModelConfigError for wrong fields, and for sizes that do not fit each other or are too large.
     """
-    audio = fields.with_defaults(encoder_config={}).part("encoder_config", **_DEFAULTS)
+    audio = fields.part_or_empty("encoder_config", **_DEFAULTS)
     audio.require(subsampling_factor=STRIDE, subsampling_conv_kernel_size=3, subsampling_conv_stride=2)
 
     def bounded(name: str, most: int) -> int:

@@ -184,6 +184,7 @@ def test_cohere_transcribe_and_moonshine():
     """transformers' defaults are the published models; wrong fields are named."""
     cohere = {"architectures": ["CohereAsrForConditionalGeneration"], "model_type": "cohere_asr"}
     config = read_hf(cohere)
+    assert read_hf({**cohere, "encoder_config": None}) == config
     tower = config.tower
     assert (tower.num_features, tower.unit, tower.num_positions, tower.num_layers) == (128, 3504, 438, 48)
     assert (tower.num_parts, tower.decoder_heads, config.num_layers) == (2 * 8 * 438, 8, 8)
@@ -204,6 +205,8 @@ def test_cohere_transcribe_and_moonshine():
         ({**cohere, "hidden_act": "unknown"}, "hidden_act must be one of"),
         ({**moonshine, "encoder_num_attention_heads": 4}, "encoder_num_attention_heads must be 8 or absent"),
         ({**moonshine, "decoder_num_key_value_heads": 4}, "decoder_num_key_value_heads must be 8"),
+        ({**moonshine, "encoder_num_hidden_layers": 10**6}, "encoder_num_hidden_layers must be an integer"),
+        ({**moonshine, "decoder_num_hidden_layers": 10**6}, "decoder_num_hidden_layers must be an integer"),
         ({**moonshine, "hidden_size": 290}, "decoder_num_attention_heads must be a divisor of hidden_size 290"),
         ({**moonshine, "attention_bias": True}, "attention_bias"),
         ({**moonshine, "decoder_hidden_act": "unknown"}, "decoder_hidden_act must be one of"),
