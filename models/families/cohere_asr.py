@@ -12,8 +12,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import Activation, hf_fields
-from jaxengine.models.families.whisper import WhisperEmbedding, WhisperForConditionalGeneration
-from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.families.whisper import AttendingLayer, WhisperEmbedding, WhisperForConditionalGeneration
+from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.attention.cross_attention import CrossAttention
 from jaxengine.models.layers.base.embedding import vocab_source
 from jaxengine.models.layers.base.mlp import MLP
@@ -27,7 +27,6 @@ from jaxengine.models.sound.cohere_asr import (
     CohereAsrTowerConfig,
     read_cohere_asr_tower,
 )
-from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
 _EPS = 1e-5
@@ -63,8 +62,8 @@ class CohereAsrEmbedding(WhisperEmbedding):
         return self.norm(super().__call__(token_ids, positions))
 
 
-class CohereAsrLayer(nnx.Module):
-    """Layer that computes x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
+class CohereAsrLayer(AttendingLayer):
+    """Layer of Cohere Transcribe."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, tower, attention = config.hidden_size, config.tower, config.attention[layer]
@@ -76,9 +75,7 @@ class CohereAsrLayer(nnx.Module):
         qkv = [Source(f"{source}.{name}", size) for name in _PROJECTIONS]
         out = Source(f"{source}.out_projection", size)
         self.attention = Attention(attention, size, eps=_EPS, source=source, qkv=qkv, out=out, build=build)
-        # The section of sounds replaces it by one that also has the step's sounds
-        # (jaxengine.models.layers.attention.cross_attention).
-        self.cross: Any = CrossAttention(
+        self.cross = CrossAttention(
             size,
             attention.head_dim,
             tower.num_positions,
@@ -92,15 +89,6 @@ class CohereAsrLayer(nnx.Module):
         self.mlp = MLP(
             size, config.intermediate_size, **names, bias=True, activation=tower.activate_decoder, build=build
         )
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("cross_attention"):
-            x = x + self.cross(self.cross_norm(x), step.rows)
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
 
 
 class CohereAsrForConditionalGeneration(WhisperForConditionalGeneration):

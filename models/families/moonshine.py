@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import Activation, hf_fields, read_rope
-from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.families.whisper import AttendingLayer
+from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.attention.cross_attention import CrossAttention
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import NormClass, UnbiasedLayerNorm
@@ -21,7 +21,6 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.moonshine import ENCODER, EPS, MoonshineTowerConfig, read_moonshine_tower
-from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
 # transformers' defaults of fields that a file lacks.
@@ -41,8 +40,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class MoonshineLayer(nnx.Module):
-    """Layer that computes x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
+class MoonshineLayer(AttendingLayer):
+    """Layer of Moonshine."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, ffn = config.hidden_size, config.intermediate_size
@@ -55,11 +54,7 @@ class MoonshineLayer(nnx.Module):
         self.attention = Attention(attention, size, eps=EPS, source=f"{LAYER}.self_attn", build=build)
         sizes = attention.head_dim, tower.num_positions, config.num_layers
         names = ("q_proj", "o_proj")
-        # The section of sounds replaces it by one that also has the step's sounds
-        # (jaxengine.models.layers.attention.cross_attention).
-        self.cross: Any = CrossAttention(
-            size, *sizes, source=f"{LAYER}.encoder_attn", names=names, bias=False, build=build
-        )
+        self.cross = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", names=names, bias=False, build=build)
         up, gate = parts_of(f"{LAYER}.mlp.fc1", ffn, ffn)
         self.mlp = GatedMLP(
             size,
@@ -71,15 +66,6 @@ class MoonshineLayer(nnx.Module):
             activation=tower.activate_decoder,
             build=build,
         )
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("cross_attention"):
-            x = x + self.cross(self.cross_norm(x), step.rows)
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
 
 
 class MoonshineForConditionalGeneration(Decoder):

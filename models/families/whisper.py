@@ -89,8 +89,36 @@ class WhisperEmbedding(nnx.Module):
         return self.tokens.logits(hidden)
 
 
-class WhisperLayer(nnx.Module):
-    """Layer that computes x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
+class AttendingLayer(nnx.Module):
+    """Layer that computes x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x)), of families whose
+    tokens attend to a sound. A family's constructor makes the parts.
+
+    Attributes:
+      input_norm, cross_norm, mlp_norm: norms before the three parts.
+      attention: of tokens to earlier ones. mlp: as named.
+      cross: CrossAttention to the sound. The section of sounds replaces it by one that also has the step's sounds
+        (jaxengine.models.layers.attention.cross_attention).
+    """
+
+    input_norm: nnx.Module
+    cross_norm: nnx.Module
+    mlp_norm: nnx.Module
+    attention: Attention
+    cross: Any
+    mlp: nnx.Module
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
+            x = x + attended
+        with jax.named_scope("cross_attention"):
+            x = x + self.cross(self.cross_norm(x), step.rows)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x), step.rows), kv
+
+
+class WhisperLayer(AttendingLayer):
+    """Layer of Whisper."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, tower = config.hidden_size, config.tower
@@ -101,22 +129,11 @@ class WhisperLayer(nnx.Module):
         )
         self.attention = WhisperAttention(config, layer, build)
         sizes = config.attention[layer].head_dim, tower.num_positions, config.num_layers
-        # The section of sounds replaces it by one that also has the step's sounds
-        # (jaxengine.models.layers.attention.cross_attention).
-        self.cross: Any = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)
+        self.cross = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)
         names = {"up": "fc1", "down": "fc2", "bias": True}
         self.mlp = MLP(
             size, config.intermediate_size, source=LAYER, activation=tower.sizes.activate, build=build, **names
         )
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("cross_attention"):
-            x = x + self.cross(self.cross_norm(x), step.rows)
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
 
 
 class WhisperForConditionalGeneration(Decoder):

@@ -20,7 +20,7 @@ class AttendedProcessor:
 
     Attributes:
       num_frames: number of patches of an item, the tower's unit.
-      columns: number of columns of its patches.
+      num_columns: number of columns of its patches.
       rules: constraints on the tokens of transcripts; None for none.
       tokenizer: the model's; None without one.
     """

@@ -69,9 +69,9 @@ class Cohere2VisionProcessor(TilesProcessor):
         ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
-        told = read_object(folder, "tokenizer_config.json") or {}
-        more = told.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **told}
+        settings = read_object(folder, "tokenizer_config.json") or {}
+        more = settings.get("extra_special_tokens")
+        named = {**(more if isinstance(more, Mapping) else {}), **settings}
         names = (("boi_token", _START), ("img_line_break_token", _BREAK), ("eoi_token", _END))
         path = Path(folder) / "tokenizer_config.json"
         texts = (token_text(path, named, name, default) for name, default in names)

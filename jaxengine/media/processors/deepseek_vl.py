@@ -85,9 +85,9 @@ class JanusProcessor(DeepseekVLProcessor):
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         path = Path(folder) / "tokenizer_config.json"
-        told = read_object(Path(folder), path.name) or {}
-        more = told.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **told}
+        settings = read_object(Path(folder), path.name) or {}
+        more = settings.get("extra_special_tokens")
+        named = {**(more if isinstance(more, Mapping) else {}), **settings}
         names = (("boi_token", "<begin_of_image>"), ("eoi_token", "<end_of_image>"))
         texts = (token_text(path, named, *name) for name in names)
         self._start, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)

@@ -60,9 +60,9 @@ class DistanceEmbeddings(nnx.Module):
 class DisentangledAttention(DistanceAttention):
     """Attention of whole prompts in which logits have parts by distance.
 
-    distances: the embeddings that all layers share. ranges: how distances are told apart, and which parts there are.
-    longest: the most tokens of a prompt. own: checkpoint modules of the projections of keys and of queries of
-    distances, and whether each has a bias; not used if `ranges` shares those of tokens.
+    distances: the embeddings that all layers share. ranges: which distances have an embedding of their own, and which
+    parts there are. longest: the most tokens of a prompt. own: checkpoint modules of the projections of keys and of
+    queries of distances, and whether each has a bias; not used if `ranges` shares those of tokens.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ def test_tokens_and_logits_are_those_of_transformers_alone_and_out_of_a_crowd(ll
 
 
 def test_pages_are_found_for_the_same_sound_alone(llm):
-    """Of a prompt of some whole pages."""
+    """The prompt has some whole pages, all of which the last request finds."""
     ids = [*attended.prompt_of(llm.name), *range(65, 81)]
     data = [{"prompt_token_ids": ids, "multi_modal_data": {"audio": sound(seed, 0.9)}} for seed in (31, 32, 31)]
     one = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

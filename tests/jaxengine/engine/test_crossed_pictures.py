@@ -200,7 +200,7 @@ def test_without_pictures_it_serves_as_its_text_part(case):
 
 @pytest.mark.thorough("starts an engine with adapters")
 def test_an_adapter_is_added_to_all_layers(case, tmp_path, executables_dir):
-    """What it adds was taken from the weights before: with it the model answers as recorded, without it otherwise.
+    """The weights lack what the adapter adds: with it the model answers as recorded, without it otherwise.
     Keys and values of pictures, which the tower makes, take no adapter."""
     path = case.folder / "model.safetensors"
     weights = load_file(path)

@@ -32,7 +32,7 @@ def test_pixels_are_those_of_transformers(tmp_path):
 
 
 def test_tokens_around_an_image_of_janus(tmp_path):
-    """Of its tokenizer's settings, where they name others; conversations with images in the middle."""
+    """The tokenizer's settings may name others than the usual ones; an image may be in the middle of a prompt."""
     made: Any = processor(tmp_path, "janus_vision")
     item = made.process("image", picture(1, 20, 30), {})
     expanded = made.expand([5, 127, 6, 7, 127], {"image": [item, item]})
