@@ -22,6 +22,7 @@ from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features import gguf_file
 from jaxengine.config.features.pooler_config import ROPE_OPTIONS
+from jaxengine.config.option_names import CAPTURE_SIZES
 
 # vLLM's short flags.
 SHORT = {
@@ -34,6 +35,7 @@ SHORT = {
     "quantization": "-q",
     "speculative_config": "-sc",
     "plugins": "--plugin",
+    "kv_cache_memory_bytes": "--kv-cache-memory",
 }
 _SHORT_OF_OTHERS = {"optimization_level": "-O"}
 MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id (default: the embedded SmolLM2-135M-Instruct)"
@@ -50,7 +52,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
-    others = {*vllm_options.NAMES, "cudagraph_capture_sizes", gguf_file.NAME}
+    others = {*vllm_options.NAMES, *CAPTURE_SIZES, gguf_file.NAME}
     if names is not None:
         others = {*ROPE_OPTIONS} if "hf_overrides" in names else set()
     taken = parser._option_string_actions

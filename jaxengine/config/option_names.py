@@ -16,6 +16,9 @@ from jaxengine.config.features.pooler_config import settle_names
 from jaxengine.config.features.speculation import settle_speculation
 from jaxengine.config.kv.kv_cache import AUTO, CALIBRATE
 
+# Fields of compilation_config that are options of vLLM by themselves, too.
+CAPTURE_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+
 
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of EngineConfig's fields that `options` set, by field.
@@ -32,7 +35,7 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
             chosen[name] = value
         elif name in vllm_options.NAMES:
             vllm_options.settle(name, plain(value))
-        elif name != "cudagraph_capture_sizes":
+        elif name not in CAPTURE_SIZES:
             built = {*known, *vllm_options.EARLIER} - vllm_options.WITHOUT_EFFECT
             near = difflib.get_close_matches(name, sorted(built), 1)
             advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
@@ -40,7 +43,7 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
     if options.get("calculate_kv_scales") and (scales := chosen.get("kv_cache_scales", AUTO)) not in (AUTO, CALIBRATE):
         problem = f"calculate_kv_scales is given with kv_cache_scales={scales!r}, which measures nothing"
         raise ConfigError.because("calculate_kv_scales", problem, "give one of them")
-    if (sizes := options.get("cudagraph_capture_sizes")) is not None:
+    if sizes := {name: options[name] for name in CAPTURE_SIZES if options.get(name) is not None}:
         shapes = CompilationConfig.read(chosen.get("compilation_config"))
-        chosen["compilation_config"] = dataclasses.replace(shapes, cudagraph_capture_sizes=sizes)
+        chosen["compilation_config"] = dataclasses.replace(shapes, **sizes)
     return chosen

@@ -126,7 +126,7 @@ _UNSET = """
     fault_tolerance_config gdn_prefill_backend hf_config_path io_processor_plugin ir_op_priority
     kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype_skip_layers
     log_config_file log_level logging_config
-    lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm max_cudagraph_capture_size
+    lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm
     max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens mm_encoder_attn_backend
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from enum import IntEnum
@@ -11,6 +12,19 @@ from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.base.values import plain, whole_number
 from jaxengine.scheduler.batches.buckets import Buckets
+
+logger = logging.getLogger(__name__)
+
+# Fields of vLLM's CompilationConfig about how torch compiles and CUDA graphs are taken. None can change an answer.
+_OF_TORCH = """
+    backend cache_dir compile_cache_save_format compile_mm_encoder compile_ranges_endpoints compile_sizes
+    cudagraph_copy_inputs cudagraph_decoder_replay cudagraph_mm_encoder cudagraph_mode cudagraph_num_of_warmups
+    cudagraph_specialize_lora custom_ops debug_dump_path decoder_replay_cudagraph_capture_sizes
+    decoder_replay_trim_threshold dynamic_shapes_config encoder_cudagraph_max_frames_per_batch
+    encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_token_budgets full_cuda_graph
+    inductor_compile_config inductor_passes ir_enable_torch_wrap pass_config splitting_ops use_cudagraph use_inductor
+    use_inductor_graph_partition
+"""
 
 
 class CompilationMode(IntEnum):
@@ -40,12 +54,15 @@ class CompilationConfig:
         max_num_seqs is always included.
       prefill_sizes: token counts of steps with prefill, None for the platform's; max_num_batched_tokens is always
         included.
+      max_cudagraph_capture_size: largest of the platform's numbers of sequences to compile, besides max_num_seqs; None
+        for all. With cudagraph_capture_sizes, it may only be the largest of them.
       mode: None or 3; every step is compiled as a whole, so lower modes do not exist (`enforce_eager` skips warm-up).
         A CompilationMode and its name mean its number; the argument `level` is the earlier name of mode.
     """
 
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     prefill_sizes: tuple[int, ...] | None = None
+    max_cudagraph_capture_size: int | None = None
     mode: int | None = None
     level: InitVar[int | None] = None
 
@@ -69,11 +86,28 @@ class CompilationConfig:
             if not listed or not all(type(size) is int and size > 0 for size in read):
                 raise ConfigError(f"compilation_config.{name}", sizes, "a list of integers of at least 1")
             object.__setattr__(self, name, tuple(read))
+        self._check_max()
+
+    def _check_max(self) -> None:
+        """Normalise max_cudagraph_capture_size. Raises ConfigError unless it is None, or a positive integer that is the
+        largest of cudagraph_capture_sizes if these are given.
+        """
+        name, given = "compilation_config.max_cudagraph_capture_size", self.max_cudagraph_capture_size
+        if given is None:
+            return
+        most = whole_number(plain(given))
+        if type(most) is not int or most < 1:
+            raise ConfigError(name, given, "an integer of at least 1, or None")
+        if self.cudagraph_capture_sizes and most != max(self.cudagraph_capture_sizes):
+            raise ConfigError(
+                name, given, f"{max(self.cudagraph_capture_sizes)}, the largest of cudagraph_capture_sizes"
+            )
+        object.__setattr__(self, "max_cudagraph_capture_size", most)
 
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
         """Return a CompilationConfig for a dict of its fields, a mode (int), or None for the defaults; a
-        CompilationConfig is returned unchanged.
+        CompilationConfig is returned unchanged. Fields in _OF_TORCH are left out, with a log line.
 
         Raises ConfigError for other values, unknown fields, and fields that are not allowed.
         """
@@ -85,6 +119,10 @@ class CompilationConfig:
         if not isinstance(value, Mapping):
             raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 3")
         known = [field.name for field in fields(cls)]
+        if foreign := {name: value[name] for name in _OF_TORCH.split() if name in value}:
+            listed = ", ".join(f"compilation_config.{name}={each!r}" for name, each in foreign.items())
+            logger.info("%s: changes nothing here, where XLA compiles every step whole", listed)
+            value = {name: each for name, each in value.items() if name not in foreign}
         for name in value:
             if name not in (*known, "level"):
                 problem = f"compilation_config has no {name!r} here, where XLA compiles every step whole"
@@ -97,7 +135,10 @@ class CompilationConfig:
         """
         names = ("cudagraph_capture_sizes", "prefill_sizes")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
+        parted: dict[str, Any] = {name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()}
+        if self.max_cudagraph_capture_size is not None:
+            parted["max_cudagraph_capture_size"] = -(-self.max_cudagraph_capture_size // parts)
+        return replace(self, **parted)
 
     def buckets(
         self,
@@ -116,7 +157,8 @@ class CompilationConfig:
         """
         decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
         if decode is None:
-            decode = tuple(size for size in platform.decode_sizes if size < max_num_seqs)
+            most = max_num_seqs - 1 if self.max_cudagraph_capture_size is None else self.max_cudagraph_capture_size
+            decode = tuple(size for size in platform.decode_sizes if size <= most and size < max_num_seqs)
         if prefill is None:
             prefill = tuple(size for size in platform.prefill_sizes if size < max_num_batched_tokens)
         try:

@@ -26,7 +26,13 @@ ANY_DOMAIN = "*"
 # Above this number of pixels Pillow warns of a decompression bomb.
 MAX_IMAGE_PIXELS = 89_478_485
 MAX_FRAMES = 4096
-_KEYS = ("count", "width", "height")
+# What limit_mm_per_prompt may give for a modality: vLLM's names. Sounds are encoded in windows of one length, so that
+# the length of the longest one, in samples, changes nothing.
+_KEYS = {
+    IMAGE: ("count", "width", "height"),
+    VIDEO: ("count", "num_frames", "width", "height"),
+    AUDIO: ("count", "length"),
+}
 _PROXY = re.compile(r"http://([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})/?")
 _WHITE = (255, 255, 255)
 
@@ -37,8 +43,8 @@ class MediaOptions:
 
     Attributes:
       limit_mm_per_prompt: limits of images, videos and sounds ("audio") per prompt, {"image": 2, "video": 0} or
-        image=2,video=0; as in vLLM, a dict with the count and the sizes to prepare for may replace a number. The
-        default is 999.
+        image=2,video=0; as in vLLM, a dict with the count and the sizes to prepare for (width, height, num_frames)
+        may replace a number. The default is 999.
       language_model_only: accept only text, whatever limit_mm_per_prompt says; no tower is loaded.
       allowed_media_domains: hosts from which images may be fetched over http and https; "*" for all. None by default.
         Private addresses are only contacted if listed here as addresses, not through a name that resolves to them.
@@ -91,6 +97,10 @@ class MediaOptions:
         limits = self._limits(modality)
         return (limits["height"], limits["width"]) if "height" in limits else None
 
+    def mm_frames(self, modality: str) -> int | None:
+        """Return the frames of a modality's largest item if limit_mm_per_prompt gives them, otherwise None."""
+        return self._limits(modality).get("num_frames")
+
     @property
     def background(self) -> tuple[int, int, int]:
         """RGB colour, from 0 to 255 each, with which transparent pixels are blended; white by default."""
@@ -105,7 +115,7 @@ class MediaOptions:
         return chosen.get("num_frames", 32), chosen.get("fps", -1)
 
     def _limits(self, modality: str) -> Mapping[str, int]:
-        """Return the "count", "height" and "width" that limit_mm_per_prompt gives for a modality; {} for none."""
+        """Return what limit_mm_per_prompt gives of _KEYS for a modality; {} for none."""
         limits: Any = self.limit_mm_per_prompt or {}
         return limits.get(modality, {})
 
@@ -114,11 +124,15 @@ class MediaOptions:
         return (self.media_io_kwargs or {}).get(modality, {})
 
 
+# Smallest and largest values of those of _KEYS that are no sizes in pixels.
+_BOUNDS = {"count": (0, MAX_ITEMS), "num_frames": (1, MAX_FRAMES), "length": (1, 1 << 40)}
+
+
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
-    """Return limit_mm_per_prompt as a dict, by modality, of dicts with those of "count", "width" and "height" given.
+    """Return limit_mm_per_prompt as a dict, by modality, of dicts with those of _KEYS given.
 
     value: a dict, its JSON, or text such as image=2,video=0; a number stands for a count. Raises ConfigError for other
-    modalities, keys and numbers, for sizes of sounds, and for a width or a height alone.
+    modalities, keys and numbers, and for a width or a height alone.
     """
     name = "limit_mm_per_prompt"
     limits: dict[str, dict[str, int]] = {}
@@ -128,13 +142,11 @@ def _read_limits(value: Any) -> dict[str, dict[str, int]]:
             raise ConfigError.because(name, f"{name} has {modality!r}", f"it may have {', '.join(allowed)}")
         sizes = given if isinstance(given, Mapping) else {"count": given}
         limits[modality] = {}
-        keys = _KEYS[:1] if modality == AUDIO else _KEYS
         for key, each in sizes.items():
-            if key not in keys:
+            if key not in _KEYS[modality]:
                 problem = f"{name}.{modality} has {key!r}"
-                raise ConfigError.because(name, problem, f"it may have {', '.join(keys)}")
-            least, most = (0, MAX_ITEMS) if key == "count" else (1, 1 << 16)
-            limits[modality][key] = _whole(f"{name}.{modality}.{key}", each, least, most)
+                raise ConfigError.because(name, problem, f"it may have {', '.join(_KEYS[modality])}")
+            limits[modality][key] = _whole(f"{name}.{modality}.{key}", each, *_BOUNDS.get(key, (1, 1 << 16)))
         if ("width" in limits[modality]) != ("height" in limits[modality]):
             problem = f"{name}.{modality} has only one of width and height"
             raise ConfigError.because(name, problem, "give both, or neither")

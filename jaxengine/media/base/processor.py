@@ -100,11 +100,12 @@ class MediaProcessor(Protocol):
         """
         ...
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the largest possible item (of sounds: one window), for memory plans and limits.
 
-        size: (height, width) in pixels of an image or frames to be measured instead; None for the largest. The values
-        of `patches` are meaningless, and may be missing: f32[P, 0].
+        size: (height, width) in pixels of an image or frames to be measured instead; None for the largest. num_frames:
+        number of frames of a video; None for LARGEST_FRAMES. The values of `patches` are meaningless, and may be
+        missing: f32[P, 0].
         """
         ...
 

@@ -136,15 +136,15 @@ class Gemma4Processor(GridProcessor):
         patches = cut.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(math.prod(grid), self.tower.num_features)
         return self.processed(patches, grid, seconds)
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the largest item, with patches f32[P, 0]: the budget's embeddings in one line, or an image of `size`,
-        (height, width) in pixels, after resizing. A video has LARGEST_FRAMES such frames.
+        (height, width) in pixels, after resizing. A video has num_frames (LARGEST_FRAMES if None) such frames.
 
         Raises RequestError for an extreme aspect ratio.
         """
         budget, merge = self.sizes[modality].budget, self.tower.spatial_merge_size
         height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)
-        grid = (1 if modality == "image" else LARGEST_FRAMES), height, width
+        grid = (1 if modality == "image" else num_frames or LARGEST_FRAMES), height, width
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
 
     def with_options(self, options: Mapping[str, Any]) -> Gemma4Processor:

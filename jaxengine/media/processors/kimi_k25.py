@@ -172,14 +172,15 @@ class KimiK25Processor(KimiVLProcessor):
         limit = integer_option(options, self.option, self.frame_limit, MOST_PATCHES)
         return self.padded(modality, frames, self.frame_pixels, limit, most, tuple(seconds.tolist()))
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest image, or for "video" one of LARGEST_FRAMES frames, with patches f32[P, 0].
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
+        """Return the largest image, or for "video" one of num_frames (LARGEST_FRAMES if None) frames, with patches
+        f32[P, 0].
 
         size: (height, width) in pixels before scaling; None for the largest.
         """
         if modality != "video":
-            return super().largest(modality, size)
-        return self.largest_of(LARGEST_FRAMES, self.frame_limit, size)
+            return super().largest(modality, size, num_frames)
+        return self.largest_of(num_frames or LARGEST_FRAMES, self.frame_limit, size)
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
         """Return (order, windows), both int [rows]: the tower's rows as indices into the item's rows line by line, and

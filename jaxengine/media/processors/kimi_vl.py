@@ -139,7 +139,7 @@ class KimiVLProcessor(GridProcessor):
             shown[:height, :width] = pixels.resized(frame, height, width)
         return self.cut(pixels.normalized(whole), seconds)
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the largest image, or one of `size`, (height, width) in pixels, with patches f32[P, 0]."""
         return self.largest_of(1, self.limit, size)
 

@@ -169,7 +169,7 @@ class Lfm2VlProcessor(GridProcessor):
         pixels = made.patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
         return made._replace(patches=np.ascontiguousarray(pixels).reshape(len(pixels), -1))
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return an image with at least as many patches as any, or one of `size`, (height, width) in pixels, with
         patches f32[P, 0].
 

@@ -209,13 +209,15 @@ class LlavaFramesProcessor(LlavaNextProcessor):
         """
         return self.token_id("video_token_index", "video_token_id") if modality == "video" else self.placeholder_id()
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels; for "video" a
-        video of LARGEST_FRAMES frames, whatever the size.
+        video of num_frames (LARGEST_FRAMES if None) frames, whatever the size.
         """
         if modality == "video":
-            return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
-        return super().largest(modality, size)
+            return self.process(
+                modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {}
+            )
+        return super().largest(modality, size, num_frames)
 
     def video_pieces(self, item: Processed) -> list[int]:
         """Return the tokens of a video (`item`): the placeholder once for each embedding."""

@@ -41,11 +41,12 @@ class LlavaOnevisionProcessor(LlavaFramesProcessor):
         blocks = [_between(self._canvas(number, 1, 1), half, half) for number in range(len(frames))]
         return self._item(patches, [*blocks, self._line_ends(1)], (len(frames), half, half))
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return an item with the most tiles and, in num_rows, the most embeddings of any image, or the image of
-        `size`, (height, width) in pixels; for "video" a video of LARGEST_FRAMES frames, whatever the size.
+        `size`, (height, width) in pixels; for "video" a video of num_frames
+        (LARGEST_FRAMES if None) frames, whatever the size.
         """
-        made = super().largest(modality, size)
+        made = super().largest(modality, size, num_frames)
         if modality == "video" or size is not None:
             return made
         grid = self.tower.vit.grid

@@ -185,7 +185,7 @@ class MiniCPMVProcessor(GridProcessor):
         """Return the number of patches that a crop of this grid, (1, height, width) in patches, takes in the tower."""
         return math.prod(grid)
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return an image with at least as many patches as any, or one of `size`, (height, width) in pixels, with
         patches f32[P, 0].
 

@@ -72,12 +72,12 @@ class ResampledProcessor(TextPlaceholder, MiniCPMVProcessor):
         del grid
         return self.tower.unit
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return an image with as many crops as any, or one of `size`, (height, width) in pixels, with patches
         f32[P, 0]. Raises RequestError for an extreme aspect ratio.
         """
         if size is not None:
-            return super().largest(modality, size)
+            return super().largest(modality, size, num_frames)
         slices = self.most_slices if self.most_slices > 1 else 0
         crop = self.processed(np.empty((1, 0), np.float32), (1, 1, 1))
         return self._joined([crop] * (1 + slices), (min(slices, 1), slices))

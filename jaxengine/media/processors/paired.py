@@ -45,8 +45,8 @@ class PairedProcessor:
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         return self.seeing.grid_of(num_rows, grid)
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        return self.of(modality).largest(modality, size)
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
+        return self.of(modality).largest(modality, size, num_frames)
 
     def with_options(self, options: Mapping[str, Any]) -> PairedProcessor:
         return type(self)(self.seeing.with_options(options), self.hearing)

@@ -109,7 +109,7 @@ class PixtralProcessor(GridProcessor):
         self.check_room("image", 1, height, width, most)
         return self.cut(self.pixels.normalized(self.pixels.resized(value, height, width)[None]))
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return a square of the longest edge, or an image of `size`, (height, width) in pixels, with patches f32[P,
         0].
 

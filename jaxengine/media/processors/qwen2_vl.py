@@ -194,13 +194,14 @@ class Qwen2VLProcessor(GridProcessor):
             return grown(height, width, math.sqrt(bounds.least / (height * width)), factor)
         return high, wide
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the largest item, or one of `size`, (height, width) in pixels, with patches f32[P, 0]; a video has
-        LARGEST_FRAMES frames.
+        num_frames (LARGEST_FRAMES if None) frames.
 
         Raises RequestError for an extreme aspect ratio.
         """
-        frames, bounds = LARGEST_FRAMES if modality == "video" else 1, self.sizes[modality].bounds
+        frames = (num_frames or LARGEST_FRAMES) if modality == "video" else 1
+        bounds = self.sizes[modality].bounds
         if size is not None:
             height, width = self.resized_size(modality, frames, size[0], size[1], bounds)
         else:

@@ -94,13 +94,13 @@ class SmolVLMProcessor(Idefics3Processor):
         units = [resize(resize(frame, *size), self.side, self.side) for frame in frames]
         return self._processed(self._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of
-        LARGEST_FRAMES frames, whatever the size.
+        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
         """
         if modality == "image":
-            return super().largest(modality, size)
-        return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
+            return super().largest(modality, size, num_frames)
+        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its placeholders expanded for its items, given by modality in order. With videos, the

@@ -125,7 +125,7 @@ class SoundProcessor:
         """Raise RequestError, since sounds cannot be given as embeddings."""
         raise RequestError("sounds are not given as embeddings", param=AUDIO)
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the largest item of a step, one window, whatever the arguments; its patches are f32[P, 0]."""
         count, sound = self.num_frames, Sound(np.zeros(self.num_frames * self.hop, np.float32))
         none = np.zeros((count, 0), np.float32)

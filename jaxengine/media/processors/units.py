@@ -236,7 +236,7 @@ class UnitProcessor:
         check_room(modality, len(frames) * self.tower.unit, most)
         return frames
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels."""
         return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
 

@@ -130,6 +130,7 @@ class MemoryPlan:
             f"  {self.num_pages:,} pages of {self.page_size} tokens; "
             f"{self.num_requests:.1f} requests of {self.max_model_len:,} tokens at once"
         )
+        lines.append(f"  kv_cache_memory_bytes={self.kv_bytes} gives the pool this size without measuring")
         if self.by_need:
             lines.append("  sized by need; kv_cache_memory_bytes or gpu_memory_utilization make it larger")
         return "\n".join(lines)

@@ -46,6 +46,6 @@ def item_sizes(source: ModelSource, config: EngineConfig) -> dict[str, tuple[int
     found = {}
     for modality in processor.modalities:
         if config.mm_limit(modality):
-            largest = processor.largest(modality, config.mm_size(modality))
+            largest = processor.largest(modality, config.mm_size(modality), config.mm_frames(modality))
             found[modality] = largest.num_rows, len(largest.patches)
     return found

@@ -71,6 +71,9 @@ def test_an_error_is_short_whatever_the_value(field):
         {"compilation_config": {"cudagraph_capture_sizes": [0]}},
         {"compilation_config": {"sizes": [1]}},
         {"compilation_config": {"mode": 1}},
+        {"max_cudagraph_capture_size": 0},
+        {"max_cudagraph_capture_size": "many"},
+        {"max_cudagraph_capture_size": 4, "cudagraph_capture_sizes": [1, 8]},
         {"compilation_config": 2},
     ],
 )
@@ -160,6 +163,9 @@ def test_capture_sizes_become_buckets():
     too_large = dataclasses.replace(config, compilation_config=CompilationConfig(cudagraph_capture_sizes=(32,)))
     with pytest.raises(ConfigError, match="allowed: 1 to 16"):
         too_large.buckets(CPU)
+    capped = dataclasses.replace(config, compilation_config=CompilationConfig(max_cudagraph_capture_size=4))
+    decodes = [bucket.num_seqs for bucket in capped.buckets(CPU) if bucket.num_tokens == bucket.num_seqs]
+    assert decodes == [size for size in CPU.decode_sizes if size <= 4] + [16]
 
 
 def plan(**options):
@@ -175,6 +181,7 @@ def test_pages_follow_from_memory():
     assert plan(num_gpu_blocks_override=99, kv_cache_memory_bytes=1 << 14).num_pages == 99
     # 63 pages hold 1,000 tokens.
     assert "8,192 pages of 16 tokens; 130.0 requests of 1,000 tokens at once" in quarter.table()
+    assert f"kv_cache_memory_bytes={quarter.kv_bytes} gives the pool this size" in quarter.table()
 
 
 def test_a_cpu_is_not_filled_unless_that_is_asked_for():

@@ -44,6 +44,13 @@ def test_limits_with_sizes():
     config = EngineConfig(limit_mm_per_prompt={"image": {"count": 2, "width": 512, "height": 256}})
     assert config.mm_limit("image") == 2 and config.mm_size("image") == (256, 512)
     assert config.mm_limit("video") == 999
+    hints = {
+        "video": {"count": 1, "num_frames": 8, "width": 640, "height": 640},
+        "audio": {"count": 2, "length": 480000},
+    }
+    config = EngineConfig(limit_mm_per_prompt=hints)
+    assert (config.mm_size("video"), config.mm_frames("video"), config.mm_frames("image")) == ((640, 640), 8, None)
+    assert (config.mm_limit("video"), config.mm_limit("audio")) == (1, 2)
 
 
 def test_the_other_options():
@@ -81,7 +88,12 @@ def test_the_other_options():
             {"limit_mm_per_prompt": {"video": {"width": 8}}},
             "limit_mm_per_prompt.video has only one of width and height",
         ),
-        ({"limit_mm_per_prompt": {"video": {"num_frames": 8}}}, "limit_mm_per_prompt.video has 'num_frames'"),
+        (
+            {"limit_mm_per_prompt": {"video": {"num_frames": 4097}}},
+            "limit_mm_per_prompt.video.num_frames is 4097; allowed: a whole number, 1 to 4096",
+        ),
+        ({"limit_mm_per_prompt": {"video": {"length": 8}}}, "limit_mm_per_prompt.video has 'length'"),
+        ({"limit_mm_per_prompt": {"audio": {"length": 0}}}, "limit_mm_per_prompt.audio.length is 0"),
         ({"allowed_media_domains": 3}, "allowed_media_domains is 3; allowed: a list of hosts"),
         ({"allowed_media_domains": ["https://a.example"]}, "has 'https://a.example'; give names of hosts"),
         ({"allowed_media_domains": ["a" * 70]}, "allowed: a list of hosts"),

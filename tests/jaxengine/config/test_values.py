@@ -80,6 +80,16 @@ def test_float16_is_run_in_bfloat16_and_says_so(dtype, caplog):
 def test_capture_sizes_may_stand_beside_the_other_options():
     config = EngineConfig.from_options(cudagraph_capture_sizes=[1, 2], compilation_config={"prefill_sizes": [8]})
     assert config.compilation_config == CompilationConfig(cudagraph_capture_sizes=(1, 2), prefill_sizes=(8,))
+    config = EngineConfig.from_options(max_cudagraph_capture_size=4, max_num_seqs=9)
+    assert config.compilation_config == CompilationConfig(max_cudagraph_capture_size=4)
+    assert config.compilation_config.divided(2) == CompilationConfig(max_cudagraph_capture_size=2)
+
+
+def test_what_torch_compiles_changes_nothing_here(caplog):
+    caplog.set_level("INFO")
+    given = {"cudagraph_mode": "FULL_DECODE_ONLY", "pass_config": {"fuse_norm_quant": True}, "prefill_sizes": [8]}
+    assert EngineConfig(compilation_config=given).compilation_config == CompilationConfig(prefill_sizes=(8,))
+    assert "compilation_config.cudagraph_mode='FULL_DECODE_ONLY', compilation_config.pass_config=" in caplog.text
 
 
 def test_a_token_is_shown_to_nobody():
@@ -90,5 +100,5 @@ def test_an_error_says_what_is_wrong_and_what_to_do():
     with pytest.raises(ConfigError, match="^there is no option 'foo_bar'; docs/options.md has all of them$") as error:
         EngineConfig.from_options(foo_bar=1)
     assert error.value.param == "foo_bar"
-    with pytest.raises(ConfigError, match="no 'pass_config' here.*; it has cudagraph_capture_sizes"):
-        EngineConfig.from_options(compilation_config={"pass_config": {}})
+    with pytest.raises(ConfigError, match="no 'pass_configs' here.*; it has cudagraph_capture_sizes"):
+        EngineConfig.from_options(compilation_config={"pass_configs": {}})

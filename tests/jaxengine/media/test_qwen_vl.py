@@ -150,7 +150,7 @@ def test_the_largest_picture_is_no_smaller_than_any(processors):
             assert len(item.patches) <= len(largest.patches)
             alike = processor.largest("image", size)
             assert alike.grid == item.grid and (alike.columns == item.columns).all() and alike.patches.size == 0
-        assert processor.largest("video").grid[0] == 16
+        assert [processor.largest("video", None, frames).grid[0] for frames in (None, 32, 8)] == [16, 16, 4]
 
 
 @pytest.mark.parametrize("name", ["glm4v_vision", "hunyuan_vl_vision", "paddleocr_vl_vision", "qwen3_vl_vision"])
