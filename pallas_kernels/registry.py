@@ -145,6 +145,8 @@ KERNELS = tuple(
 )
 # Modules that replace kernels that are not used, for operations without a row in plain XLA for their platforms.
 _STAND_INS = {"lora_product": "matmul.xla.lora"}
+# Operations that an engine's option attention_backend chooses.
+_ATTENTION = ("ragged_paged_attention", "selected_attention", "whole_prompt_attention")
 # Pairs of a schedule and the operation that uses it. Both must run as the same kind.
 _TOGETHER = (("attention_schedule", "ragged_paged_attention"), ("kv_update_schedule", "kv_cache_update"))
 # Modules that can compile a block of attention by itself for a profile.
@@ -263,6 +265,12 @@ def is_kernel(op: str, platform: str) -> bool:
     """Whether `op` runs as a kernel on `platform`, not in plain XLA."""
     kind = kernel_kind(op, platform)
     return kind is not None and kind not in PLAIN_KINDS
+
+
+def attention_kernels(platform: str) -> frozenset[tuple[str, str]]:
+    """Return the rows (operation, kind) of the attention kernels that `platform` uses; empty if it has none."""
+    ops = [op for op, own in KERNELS if own == platform and op in _ATTENTION and is_kernel(op, platform)]
+    return frozenset((op, kind) for op in ops if (kind := kernel_kind(op, platform)) is not None)
 
 
 def has_kernels(platform: str) -> bool:

@@ -91,6 +91,7 @@ ENVIRONMENT_ALLOWED: dict[str, str] = {
     "jaxengine/check/children.py": "the process that compiles gets the compilers' own variables on top of ours",
     "jaxengine/commands/collect_env.py": "it shows variables and heeds none",
     "jaxengine/runner/base/card.py": "XLA's own variable says how much of a card its client has",
+    "jaxengine/runner/start/numa.py": "CUDA's and libtpu's own variables say which devices the process may use",
     "jaxengine/runner/executables/executable_files.py": "where a user's caches lie is said by his environment",
     "jaxengine/runner/executables/cache.py": "flags that XLA and libtpu read are part of a saved executable's key",
 }

@@ -167,7 +167,7 @@ ROOMS = {
     "tokens.mistral": "models.params tokens.vocabularies",
     "tokens": "models.params scheduler.base workers tokens.vocabularies tokens.mistral",
     "config.base": "models",
-    "config.execution": "models.config scheduler.batches config.base",
+    "config.execution": "sharding models.config scheduler.batches config.base",
     "config.features": "models.config models.config.readers scheduler.base config.base",
     "config.inputs": "models.config config.base",
     "config.kv": "models.config models config.base",

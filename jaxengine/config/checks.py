@@ -12,6 +12,7 @@ from jaxengine.config.base.values import kind_missed
 from jaxengine.config.execution.bundle import check_bundle
 from jaxengine.config.execution.fit import check_fit
 from jaxengine.config.execution.idle_sleep import check_idle_sleep
+from jaxengine.config.execution.placement import check_placement
 from jaxengine.config.execution.recording import check_recording
 from jaxengine.config.features.lora import check_lora
 from jaxengine.config.features.pooler_config import POOLING_TASKS
@@ -59,6 +60,7 @@ _RANGES = {
     "max_logprobs": (-1, MAX_LOGPROBS),
     "num_state_snapshots": (0, 2**16),
     **{f"{kind}_parallel_size": (1, 1024) for kind in ("tensor", "data", "pipeline")},
+    "decode_context_parallel_size": (1, 1024),
     "nnodes": (1, 1024),
     "stream_interval": (1, 2**20),
     "master_port": (1, 65535),
@@ -96,6 +98,7 @@ def check_options(config: Any) -> None:
     check_idle_sleep(config.sleep_idle_seconds, config.nnodes)
     check_bundle(config)
     check_fit(config.fit, config.nnodes)
+    check_placement(config)
     for name in ("gpu_memory_utilization", "kv_cache_metrics_sample"):
         if (share := getattr(config, name)) is not None and not 0 < share <= 1:
             raise ConfigError(name, share, "more than 0, at most 1")

@@ -21,6 +21,7 @@ from jaxengine.config.execution.bundle import BundleOptions
 from jaxengine.config.execution.compilation_config import CompilationConfig
 from jaxengine.config.execution.fit import FitOptions, refuse_fit
 from jaxengine.config.execution.pipeline import check_stages, read_layers
+from jaxengine.config.execution.placement import PLACEMENT_READERS, PlacementOptions, checked_mesh
 from jaxengine.config.execution.plugins import read_plugins
 from jaxengine.config.execution.profiler_config import ProfilerConfig
 from jaxengine.config.execution.recording import RecordOptions, settle_recording
@@ -79,7 +80,7 @@ _READERS = {
     "steering_vectors": read_steering_vectors,
     "plugins": read_plugins,
     "profiler_config": ProfilerConfig.read,
-    **READERS,
+    **(READERS | PLACEMENT_READERS),
 }
 
 
@@ -92,6 +93,7 @@ class EngineConfig(
     KVOffloadOptions,
     LoraOptions,
     MediaOptions,
+    PlacementOptions,
     RecordOptions,
     SteeringOptions,
     TrainingOptions,
@@ -328,7 +330,7 @@ class EngineConfig(
         if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
             allowed = f"{GATHER} on CUDA devices, where XLA's ragged all-to-all is untested"
             raise ConfigError("all2all_backend", RAGGED, allowed)
-        mesh = self.mesh_layout(model)
+        mesh = checked_mesh(self.mesh_layout(model), self.decode_context_parallel_size)
         # Ranks that split a batch share its limits.
         max_num_seqs = -(-max_num_seqs // mesh.attn)
         tokens = rank_tokens(tokens, asked, mesh.attn, max_model_len, chunks[0])

@@ -30,6 +30,7 @@ SHORT = {
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep",
+    "decode_context_parallel_size": "-dcp",
     "nnodes": "-n",
     "compilation_config": "-cc",
     "quantization": "-q",

@@ -11,6 +11,7 @@ from jaxengine.config import vllm_options
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.values import plain
 from jaxengine.config.execution.compilation_config import CompilationConfig
+from jaxengine.config.execution.placement import with_attention_config
 from jaxengine.config.features.gguf_file import with_gguf_file
 from jaxengine.config.features.pooler_config import settle_names
 from jaxengine.config.features.speculation import settle_speculation
@@ -27,7 +28,7 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
     out, some with a log line. Values are mostly not checked. Raises ConfigError for an option that is unknown or not
     implemented, with the most similar name, and for options that contradict each other.
     """
-    options, chosen = with_gguf_file(settle_speculation(settle_names(dict(options)))), {}
+    options, chosen = with_attention_config(with_gguf_file(settle_speculation(settle_names(dict(options))))), {}
     if isinstance(options.get("optimization_level"), Mapping):  # before it was a level, -O was the compilation_config
         options.setdefault("compilation_config", options.pop("optimization_level"))
     for name, value in options.items():

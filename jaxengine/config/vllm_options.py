@@ -110,7 +110,7 @@ _SWITCHES = """
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend
     enable_shm_tensor_arena enable_tower_connector_lora
     fully_sharded_loras interleave_mm_strings kv_sharing_fast_prefill
-    long_prefill_token_threshold_adaptive mm_encoder_only monokernel numa_bind ray_workers_use_nsight
+    long_prefill_token_threshold_adaptive mm_encoder_only monokernel ray_workers_use_nsight
     return_sampling_mask skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
@@ -118,7 +118,7 @@ _SWITCHES = """
     headless
 """
 _UNSET = """
-    additional_config attention_backend attention_config
+    additional_config attention_config
     aux_output_config collect_detailed_traces cp_kv_cache_interleave_size cpu_distributed_timeout_seconds
     cpu_offload_params custom_histogram_buckets data_parallel_address data_parallel_rank data_parallel_rpc_port
     data_parallel_size_local data_parallel_start_rank dcp_comm_backend default_mm_loras device_ids diffusion_config
@@ -129,7 +129,7 @@ _UNSET = """
     lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm
     max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens mm_encoder_attn_backend
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
-    model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
+    model_class_overrides model_loader_extra_config model_weights offload_params
     prefix_match_unit quantization_config
     reasoning_config reasoning_parser_plugin scheduler_cls sleep_preserve_parameter_names
     video_pruning_rate
@@ -149,7 +149,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "dbo_prefill_token_threshold": (512,),
     "data_parallel_supervisor_port": (9256,),
     "dcp_kv_cache_interleave_size": (1,),
-    "decode_context_parallel_size": (1,),
     "dp_supervisor_probe_failure_threshold": (3,),
     "dp_supervisor_probe_interval_s": (5,),
     "dp_supervisor_probe_timeout_s": (5,),

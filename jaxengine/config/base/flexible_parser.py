@@ -40,8 +40,10 @@ GROUPS: dict[str, str] = {
     """,
     "ParallelConfig": """
         tensor_parallel_size replicate_kv_heads data_parallel_size enable_expert_parallel all2all_backend
-        pipeline_parallel_size pipeline_layers nnodes master_addr master_port cluster_key_file cluster_timeout
+        pipeline_parallel_size pipeline_layers decode_context_parallel_size nnodes master_addr master_port
+        cluster_key_file cluster_timeout numa_bind numa_bind_nodes numa_bind_cpus
     """,
+    "AttentionConfig": "attention_backend",
     "CompilationConfig": "compilation_config compile_cache_dir bundle bundle_key_file",
     "ProfilerConfig": "profiler_config",
     "SpeculativeConfig": "speculative_config",

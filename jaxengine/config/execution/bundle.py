@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.lengths import AUTO_LENGTH
+from jaxengine.config.execution.placement import PLAIN
 
 # Options that affect neither what is compiled nor the number of pages. Options that are not listed are compared.
 _FREE = """
@@ -20,6 +21,7 @@ _FREE = """
     max_media_bytes max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type
     mm_shm_cache_max_object_size_mb kv_offloading_path kv_offloading_disk_size max_cpu_loras
     kv_cache_metrics kv_cache_metrics_sample enable_mfu_metrics
+    attention_backend decode_context_parallel_size numa_bind numa_bind_nodes numa_bind_cpus
 """
 
 
@@ -57,6 +59,7 @@ def check_bundle(config: Any) -> None:
         ("nnodes", config.nnodes > 1, "and bundles are for one process"),
         ("max_model_len", config.max_model_len == AUTO_LENGTH, "which is found by compiling"),
         ("record_steps", config.record_steps is not None, "whose steps copy what they compute"),
+        ("attention_backend", config.attention_backend == PLAIN, "and bundles have the platform's own kernels"),
     ):
         if bad:
             problem = f"a bundle is given, but also {name} ({getattr(config, name)!r}), {why}"

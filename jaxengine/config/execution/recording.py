@@ -37,6 +37,7 @@ _LEFT_OUT = """
     allowed_local_media_path media_loading_thread_count media_io_kwargs media_fetch_timeout media_proxy
     max_media_bytes max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type
     mm_shm_cache_max_object_size_mb
+    attention_backend decode_context_parallel_size numa_bind numa_bind_nodes numa_bind_cpus
 """
 
 

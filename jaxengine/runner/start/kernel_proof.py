@@ -75,7 +75,9 @@ class _Proof(NamedTuple):
     progress: Progress
 
 
-def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | None, progress: Progress) -> Rows:
+def prove_kernels(
+    stages: Sequence[StageRunner], mode: str, directory: str | None, progress: Progress, left_out: Rows = frozenset()
+) -> Rows:
     """Return the rows of kernels, (operation, kind), that the engine must not use, and set them as `unused` of the
     stages' caches, so that programs are compiled without them.
 
@@ -88,6 +90,7 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
         of all steps with all mixes.
       directory: folder of executables, where verdicts are stored too; None for the user's cache folder.
       progress: called with (done, total, what).
+      left_out: rows that the engine does not use in any case; they are among those returned.
 
     Raises:
       ConfigError: a directory that others may write to, or that is a URL.
@@ -97,10 +100,10 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
     processes = {each.process_index for stage in stages for each in stage.programs.mesh.devices.flat}
     timed = device.platform != "cpu" and len(processes) == 1
     proof = _Proof(verdicts, mode == FULL, timed, device, progress)
-    engine = _digest(stages, mode)
-    unused: Rows = frozenset()
+    engine = _digest(stages, mode, left_out)
+    unused = left_out
     if (known := verdicts.calls_of(engine)) is not None:
-        unused = frozenset(_failed(known, verdicts))
+        unused |= _failed(known, verdicts).keys()
     else:
         known = []
         # The replacement of a failed kernel may be another kernel, which is then proven, too.
@@ -119,8 +122,8 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
         verdicts.engine(engine, known)
     for cache in [cache for stage in stages for cache in stage.caches]:
         cache.unused = unused
-    if unused:
-        names = ", ".join(sorted(f"{op} ({kind})" for op, kind in unused))
+    if unused > left_out:
+        names = ", ".join(sorted(f"{op} ({kind})" for op, kind in unused - left_out))
         logger.warning("kernels that failed their proof and are not used: %s", names)
     return unused
 
@@ -295,8 +298,10 @@ def _text(call: Call, proof: _Proof) -> str:
     return f"{call.text}; {'all mixes' if proof.thorough else 'one mix'}"
 
 
-def _digest(stages: Sequence[StageRunner], mode: str) -> str:
-    """Return a digest of the facts that determine an engine's calls of kernels, without its environment."""
+def _digest(stages: Sequence[StageRunner], mode: str, left_out: Rows) -> str:
+    """Return a digest of the facts that determine an engine's calls of kernels, without its environment. left_out: rows
+    that it does not use.
+    """
     facts = [(each.programs.description, list(each.programs.packer.buckets), each.programs.num_columns,
               each.programs.model.mesh, [own.name for own in each.programs.extensions]) for each in stages]  # fmt: skip
-    return hashlib.sha256(repr((mode, facts)).encode()).hexdigest()
+    return hashlib.sha256(repr((mode, facts, sorted(left_out))).encode()).hexdigest()

@@ -19,9 +19,10 @@ from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.base.lengths import AUTO_LENGTH
 from jaxengine.config.base.platforms import PLATFORMS, Platform
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.execution.placement import PALLAS, PLAIN
 from jaxengine.config.kv.kv_cache import is_coded
 from jaxengine.models.cache import platform_of, product_platform_of
-from jaxengine.models.kernel_rows import has_kernels, plain_operations, why_no_kernels, without_rows
+from jaxengine.models.kernel_rows import attention_kernels, has_kernels, plain_operations, why_no_kernels, without_rows
 from jaxengine.runner.base.card import claim_card
 from jaxengine.runner.base.memory import TooLong
 from jaxengine.runner.extensions.settle import item_sizes, settled
@@ -57,8 +58,10 @@ def open_resolved(
     """Open the model of a config and resolve the options that the config leaves open; loads no weights. The returned
     source is open.
 
-    Claims the share of a CUDA card's memory that the engine needs (`claim_card`), so call it before jax looks for
-    devices. devices: candidates; None for `jax.devices()`. mesh: a user's mesh, in place of devices and parallel sizes.
+    Claims the share of a CUDA card's memory that the engine needs (`claim_card`), and binds the process to NUMA nodes
+    with numa_bind, so call it before jax looks for devices.
+
+    devices: candidates; None for `jax.devices()`. mesh: a user's mesh, in place of devices and parallel sizes.
     mesh_axes: maps its axes to "data", "tensor", "attn" or "model"; None if these are their names. With a max_model_len
     of AUTO_LENGTH, compiles to find the longest that fits; with a bundle, checks it. Raises ConfigError,
     ModelConfigError or ModelFileError, and DefaultModelMissing if no model is named and the default one is not
@@ -69,9 +72,17 @@ def open_resolved(
     is_exact = False
     if mesh is not None:
         mesh, is_exact = engine_mesh(mesh, mesh_axes)
+    if config.numa_bind:
+        from jaxengine.runner.start.numa import bind_process
+
+        bind_process(config.numa_bind_nodes, config.numa_bind_cpus)
     claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
+    if config.attention_backend == PALLAS and not attention_kernels(platform.name):
+        raise ConfigError(
+            "attention_backend", PALLAS, f"auto or {PLAIN}: {devices[0].device_kind} has no kernel for it"
+        )
     source, resolved = resolve_model(config, platform)
     if config.max_model_len == AUTO_LENGTH:
         source, resolved = _with_longest(config, OpenedModel(source, resolved, platform, devices, None))
@@ -174,18 +185,22 @@ def proven(
     stages: Sequence[StageRunner], config: ResolvedConfig, platform: Platform, show: bool
 ) -> frozenset[tuple[str, str]]:
     """Prove the kernels of the stages' programs (`prove_kernels`, whose errors are raised), and return the rows
-    (operation, kind) that programs must be compiled without; the stages' caches then leave them out. Without a proof,
-    if kernel_proof is "off" or the platform has no kernels, return an empty set and change nothing.
+    (operation, kind) that programs must be compiled without, among them those of attention if attention_backend is
+    PLAIN; the stages' caches then leave them out. Nothing is proven if kernel_proof is "off" or the platform has no
+    kernels.
 
     show: whether to show a progress bar.
     """
+    left_out = attention_kernels(platform.name) if config.attention_backend == PLAIN else frozenset()
     platforms = {platform.name, product_platform_of(stages[0].programs.mesh.local_devices[0])}
     if config.kernel_proof == "off" or not any(map(has_kernels, platforms)):
-        return frozenset()
+        for cache in [cache for stage in stages for cache in stage.caches]:
+            cache.unused = left_out
+        return left_out
     from jaxengine.runner.start.kernel_proof import prove_kernels
 
     with ProgressBar("Proving kernels", "kernel", show) as bar:
-        return prove_kernels(stages, config.kernel_proof, config.compile_cache_dir, bar.update)
+        return prove_kernels(stages, config.kernel_proof, config.compile_cache_dir, bar.update, left_out)
 
 
 class ProgressBar:

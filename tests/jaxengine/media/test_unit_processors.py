@@ -389,14 +389,12 @@ def test_deepseek_ocr2_of_its_first_files_of_strips_and_of_embeddings(tmp_path):
 def test_videos_of_internvl(tmp_path):
     """A frame is a tile; a checkpoint that makes something else of videos than of pictures takes none."""
     made, frames = processor(tmp_path, "internvl_vision"), np.stack([picture(0)] * 5)
-    item = made.process("video", frames, {})
+    item, per_frame = made.process("video", frames, {}), made.tower.unit // made.tower.merge
     side = len(made.process("image", picture(0), {"crop_to_patches": False}).patches)
-    assert item.num_rows == 5 * made.tower.unit // made.tower.merge and len(item.patches) == 5 * side
+    assert item.num_rows == 5 * per_frame and len(item.patches) == 5 * side
     with pytest.raises(RequestError, match="an item of video makes 80 patches of pixels; at most 79 are possible"):
         made.process("video", frames, {}, 79)
-    for count in (32, 3):
-        found = made.largest("video", None, None if count == 32 else count)
-        assert found.num_rows == count * made.tower.unit // made.tower.merge
+    assert [made.largest("video", None, count).num_rows for count in (None, 3)] == [32 * per_frame, 3 * per_frame]
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings | {"image_std": [0.5] * 3}))
     assert processor(tmp_path, "internvl_vision").modalities == ("image",)

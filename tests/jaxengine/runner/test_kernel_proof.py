@@ -80,6 +80,21 @@ def test_planted_faults_are_replaced_and_remembered(served, make_llm, monkeypatc
     assert served() == (want, unused, [])
 
 
+def test_attention_in_plain_xla_where_that_is_chosen(served, make_llm, monkeypatch):
+    """Its kernel is neither proven nor run, with a proof and without; others are."""
+    want = tokens_of(make_llm())
+    with pytest.raises(ConfigError, match="attention_backend is 'PALLAS'; allowed: auto or XLA: cpu has no kernel"):
+        served(attention_backend="PALLAS")
+    plant(monkeypatch, attention="wrong scale", matmul="NaN at one shape")
+    attention = {("ragged_paged_attention", "planted")}
+    assert served(attention_backend="XLA", kernel_proof="off")[1] == attention
+    tokens, unused, errors = served(attention_backend="XLA")
+    assert tokens == want and unused == attention | {("matmul", "planted")}
+    assert not any("ragged_paged_attention" in line for line in errors)
+    monkeypatch.setattr(kernel_proof, "recorded_calls", None)  # a warm start looks for no calls
+    assert served(attention_backend="XLA") == (want, unused, [])
+
+
 def test_a_proof_that_was_cut_off_twice_has_failed(make_llm, monkeypatch, tmp_path, caplog):
     stages = make_llm()._core.engine.runner.stages
     monkeypatch.setattr(stages[0].executables, "unused", frozenset())  # put back afterwards
