@@ -37,6 +37,7 @@ PROCESSORS = {
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "Llama4ForConditionalGeneration": "llama4:Llama4Processor",
     "SmolVLMForConditionalGeneration": "smolvlm:SmolVLMProcessor",
+    "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
     "Glm4vForConditionalGeneration": "glm4v:Glm4vProcessor",
     "Glm4vMoeForConditionalGeneration": "glm4v:Glm4vProcessor",
     "KimiVLForConditionalGeneration": "kimi_vl:KimiVLProcessor",

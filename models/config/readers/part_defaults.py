@@ -80,6 +80,7 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             },
         ),
     },
+    "granite_docling": {_VISION: ("granite_docling_vision", {}), _TEXT: ("granite_docling_text", {})},
     "granite4_vision": {
         _VISION: (_CLIP_VISION, {}),
         _TEXT: ("granite4_vision_text", {}),
