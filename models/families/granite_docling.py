@@ -1,5 +1,5 @@
-"""Granite Docling (IBM 2026): Granite with a vision tower over the tiles of a page, whose embeddings come in parts, each
-for another layer.
+"""Granite Docling (IBM 2026): Granite with a vision tower over the tiles of a page, whose embeddings come in parts,
+each for another layer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class GraniteDoclingForConditionalGeneration(GraniteForCausalLM):
-    """Granite with a vision tower, whose embeddings are multiplied as those of tokens are. What makes four times as many
-    embeddings of a tile is not read.
+    """Granite with a vision tower, whose embeddings are multiplied as those of tokens are. What makes four times as
+    many embeddings of a tile is not read.
     """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF

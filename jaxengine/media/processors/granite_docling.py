@@ -4,12 +4,11 @@ down, follows several tiles. In the prompt each tile is preceded by its row and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from copy import copy
 
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.gemma3 import merged_newlines
-from jaxengine.media.processors.tiles import MAX_TILES, TilesProcessor, tilings
+from jaxengine.media.processors.tiles import MAX_TILES, TilesProcessor
 from jaxengine.models.config.fields import ConfigFields
 
 _LIMITS = ("dense_max_scale", "dense_min_aspect", "dense_max_aspect")
@@ -48,18 +47,19 @@ class GraniteDoclingProcessor(TilesProcessor):
         """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
         return self.token_id("image_token_id")
 
-    def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of a page that gets the most tiles; of one tile if pages are not cut."""
-        most = max(self.max_tiles, self.dense_tiles)
-        if not self.crops or self.max_tiles == 1:
-            return self.side, self.side
-        every = tilings(min(self.min_tiles, most), most, self.most_lines)
-        rows, columns = max(every, key=lambda tiling: tiling[0] * tiling[1])
-        return rows * self.side, columns * self.side
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the item of a black page with the most tiles, those of dense pages among them, or of `size`, (height,
+        width) in pixels.
+        """
+        if size is not None or self.max_tiles == 1 or self.dense_tiles <= self.max_tiles:
+            return super().largest(modality, size)
+        all_dense = copy(self)
+        all_dense.max_tiles, all_dense.dense_tiles = self.dense_tiles, 0
+        return all_dense.largest(modality)
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the (rows, columns), up to most_lines each, whose aspect ratio is nearest to the page's, as the base class
-        does. most: limit of tiles, which `dense_tiles` replaces for pages within dense_limits.
+        """Return the (rows, columns) whose aspect ratio is nearest to the page's, as the base class does. most: limit
+        of tiles, which `dense_tiles` replaces for pages within dense_limits.
         """
         found = super().tiling(height, width, least, most)
         scale, narrowest, widest = self.dense_limits

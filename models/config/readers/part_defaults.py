@@ -47,6 +47,11 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "aria": {_VISION: ("idefics3_vision", {}), _TEXT: ("aria_text", {})},
     "audioflamingo3": {_AUDIO: ("audioflamingo3_encoder", {}), _TEXT: ("qwen2", {})},
     "aya_vision": {_VISION: (_SIGLIP_VISION, _SIGLIP | {"num_attention_heads": 14}), _TEXT: ("cohere2", {})},
+    "blip-2": {
+        _VISION: ("blip_2_vision_model", {}),
+        _TEXT: ("opt", {}),
+        "qformer_config": ("blip_2_qformer", {}),
+    },
     "cohere2_vision": {
         _VISION: (_SIGLIP_VISION, {"hidden_size": 1152, "num_hidden_layers": 27, "image_size": 512}),
         _TEXT: ("cohere2", {}),
@@ -217,6 +222,7 @@ _SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "lfm3": ((128000, 2048, 7680, 24, 16, 128000), {}),
     "llama4_text": ((202048, 5120, 8192, 48, 40, 131072), {"num_local_experts": 16, "num_experts_per_tok": 1}),
     "mistral": ((32000, 4096, 14336, 32, 32, 131072), {}),
+    "opt": ((50272, 768, 3072, 12, 12, 2048), {"bos_token_id": 2, "eos_token_id": 2}),
     "paddleocr_vl_text": ((103424, 1024, 3072, 18, 16, 131072), {}),
     "qwen2_vl_text": ((152064, 8192, 29568, 80, 64, 32768), {}),
     "qwen2_5_vl_text": ((152064, 8192, 29568, 80, 64, 32768), {}),
