@@ -201,6 +201,8 @@ _MODULES = {
     "Idefics2ForConditionalGeneration": "idefics2",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
+    "GraniteDoclingForConditionalGeneration": "granite_docling",
+    "Blip2ForConditionalGeneration": "blip2",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v",

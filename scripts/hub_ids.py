@@ -208,6 +208,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "PanguUltraMoEForCausalLM": ("FreedomIntelligence/openPangu-Ultra-MoE-718B-V1.1",),
     "DeepseekOCRForCausalLM": ("deepseek-ai/DeepSeek-OCR",),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
+    "GraniteDoclingForConditionalGeneration": ("ibm-granite/granite-for-docling-500m",),
+    "Blip2ForConditionalGeneration": ("Salesforce/blip2-opt-2.7b", "Salesforce/blip2-opt-6.7b"),
     "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2-VL-1.6B",),
     "Lfm3VlForConditionalGeneration": ("LiquidAI/LFM3-VL-2B",),
     "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),

@@ -37,6 +37,8 @@ PROCESSORS = {
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "Llama4ForConditionalGeneration": "llama4:Llama4Processor",
     "SmolVLMForConditionalGeneration": "smolvlm:SmolVLMProcessor",
+    "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
+    "Blip2ForConditionalGeneration": "blip2:Blip2Processor",
     "Glm4vForConditionalGeneration": "glm4v:Glm4vProcessor",
     "Glm4vMoeForConditionalGeneration": "glm4v:Glm4vProcessor",
     "KimiVLForConditionalGeneration": "kimi_vl:KimiVLProcessor",

@@ -9,13 +9,11 @@ from typing import Any, ClassVar
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, TEXTS, read_text
+from jaxengine.models.families.llava import FLATTENED, read_text
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.idefics2 import CONNECTOR, TOWER, read_idefics2
 
 _MISTRAL = "mistral"
-# transformers' defaults of fields that a file with a Mistral lacks.
-_DEFAULTS: dict[str, Any] = {**TEXTS[_MISTRAL][1], "max_position_embeddings": 4096 * 8, "rms_norm_eps": 1e-5}
 
 
 class Idefics2ForConditionalGeneration(LlamaForCausalLM):
@@ -34,7 +32,4 @@ class Idefics2ForConditionalGeneration(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)
-        if text.text("model_type", _MISTRAL) == _MISTRAL:
-            text = text.with_defaults(**_DEFAULTS)
-            fields = ConfigFields({**fields.raw, "text_config": text.raw})
         return read_text(fields, _MISTRAL) | {"tower": read_idefics2(fields, text)}

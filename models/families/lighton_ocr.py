@@ -34,8 +34,6 @@ class LightOnOcrForConditionalGeneration(Qwen3ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # Whatever the file says, the projector's activation is GELU, and it has no biases.
         fixed: dict[str, Any] = {"projector_hidden_act": "gelu", "multimodal_projector_bias": False}
-        if fields.mapping("vision_config") is None:
-            fixed["vision_config"] = {"hidden_act": "silu", "patch_size": 14}  # transformers' default
         fields = ConfigFields({**fields.with_defaults(tie_word_embeddings=True).raw, **fixed})
         text = text_fields(fields).with_defaults(**TEXTS["qwen3"][1])
         if text.text("model_type", "qwen3") != "qwen3":

@@ -16,6 +16,14 @@ from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl, read_qwen2_vl
 
 _ROPES = ("rope_parameters", "rope_scaling")
+# model_type of the text -> transformers' sections for a file without any, and whether they are always interleaved.
+_SECTIONS: dict[str, tuple[list[int], bool]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ([16, 24, 24], False)),
+    **dict.fromkeys(("qwen2_5_omni_text", "paddleocr_vl", "paddleocr_vl_text"), ([16, 24, 24], False)),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), ([8, 12, 12], False)),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text"), ([24, 20, 20], True)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ([11, 11, 10], True)),
+}
 # Names in checkpoints of transformers 5, and in earlier ones; with a second "model." in some retrievers (Ops-Colqwen3).
 _TEXT = "model.language_model."
 QWEN_NAMES = CheckpointNames(
@@ -73,7 +81,7 @@ def with_sight(
       read_tower: function that returns the tower's config from (fields of `vision_config`, hidden size of the text
         model).
 
-    Raises ModelConfigError for wrong fields, and if `mrope_section` or `vision_config` is absent.
+    Raises ModelConfigError for wrong fields, and if `vision_config` is absent.
     """
     vision = fields.mapping("vision_config")
     if vision is None:
@@ -83,14 +91,19 @@ def with_sight(
 
 def with_rope_sections(shared: dict[str, Any], text: ConfigFields) -> dict[str, Any]:
     """Return a copy of `shared`, keyword arguments of a ModelConfig, in which each layer of "attention" that has rope
-    has M-RoPE with the `mrope_section` of the text part `text`, interleaved if `mrope_interleaved` is true (false by
-    default). Raises ModelConfigError if `mrope_section` is absent or not a list of integers.
+    has M-RoPE with the `mrope_section` of the text part `text`, interleaved if `mrope_interleaved` is true. If they are
+    absent, both are what transformers has for the model_type of `text`; for another type `mrope_section` is required,
+    and not interleaved. Raises ModelConfigError if it is not a list of integers, and for an `mrope_interleaved` that is
+    false where transformers always interleaves.
     """
     rope = ConfigFields(next((found for name in _ROPES if (found := text.mapping(name)) is not None), {}))
-    sections = rope.value("mrope_section")
+    usual, always = _SECTIONS.get(text.text("model_type", ""), (None, False))
+    sections = rope.value("mrope_section") if usual is None else rope.value("mrope_section", usual)
     if not isinstance(sections, list) or any(type(count) is not int for count in sections):
         raise rope.fail("mrope_section", "a list of three numbers of pairs")
-    turned = {"sections": tuple(sections), "sections_interleaved": rope.boolean("mrope_interleaved", False)}
+    if always:
+        rope.require(mrope_interleaved=True)
+    turned = {"sections": tuple(sections), "sections_interleaved": rope.boolean("mrope_interleaved", always)}
     layers = (
         each if each.rope is None else replace(each, rope=replace(each.rope, **turned)) for each in shared["attention"]
     )

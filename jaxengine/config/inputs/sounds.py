@@ -57,8 +57,8 @@ def settle_crossed_pictures(chosen: Mapping[str, Any], model: ModelConfig, platf
     platform: not used.
 
     chosen: the other fields of ResolvedConfig, by name. model: has a tower of images. Raises ConfigError for an
-    encoder_cache_size above the limit, for a limit_mm_per_prompt of more images than are kept, and for what
-    `settle_sounds` raises it for, except adapters.
+    encoder_cache_size above the limit, for a limit_mm_per_prompt of more images than are kept or a step encodes, and
+    for what `settle_sounds` raises it for, except adapters.
     """
     tower = model.tower
     assert tower is not None
@@ -72,6 +72,9 @@ def settle_crossed_pictures(chosen: Mapping[str, Any], model: ModelConfig, platf
         raise ConfigError(f"limit_mm_per_prompt.{IMAGE}", most, allowed)
     asked = chosen["max_num_batched_encoder_tokens"]
     together = rows if asked is None else min(asked, rows)
+    if most > together:
+        allowed = f"0 to {together}, as many images as a step encodes (max_num_batched_encoder_tokens)"
+        raise ConfigError(f"limit_mm_per_prompt.{IMAGE}", most, allowed)
     return {"num_encoder_rows": rows, "max_encoder_patches": together * tower.unit, "attends_to_pictures": True}
 
 

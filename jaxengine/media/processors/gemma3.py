@@ -109,30 +109,8 @@ class Gemma3Processor(UnitProcessor):
         return pieces
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Return (token ids, owners) with newlines around images merged with those next to them in the prompt, as the
-        tokenizer would.
-
-        owners: for each token the number of its image in the prompt, -1 for the prompt's own; a merged token belongs to
-        the image.
-        """
-        out: list[int] = []
-        out_owners: list[int] = []
-        at = 0
-        while at < len(token_ids):
-            end, newlines = at, 0
-            while end < len(token_ids) and (found := self._newlines(token_ids[end])):
-                end, newlines = end + 1, newlines + found
-            owner = max(owners[at:end], default=-1)
-            run = [token_ids[at]] if end == at else self._ids("\n" * newlines) if owner >= 0 else token_ids[at:end]
-            out += run
-            out_owners += [owners[at] if end == at else owner] * len(run)
-            at = max(end, at + 1)
-        return out, out_owners
-
-    def _newlines(self, token: int) -> int:
-        """Return the number of newlines in a token (its id) that consists only of newlines; 0 for other tokens."""
-        text = self.tokenizer.convert_ids_to_tokens([token])[0] or ""
-        return len(text) if text and not text.strip("\n") else 0
+        """Return (token ids, owners) with newlines around images merged with those next to them in the prompt."""
+        return merged_newlines(token_ids, owners, self.tokenizer)
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
         """Cut an elongated image, uint8 [H, W, 3], into a row or column of crops: at least two unless options limit
@@ -161,3 +139,33 @@ class Gemma3Processor(UnitProcessor):
     def _ids(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def merged_newlines(token_ids: list[int], owners: list[int], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return (token ids, owners) of an expanded prompt with newlines of images merged with those next to them, as the
+    tokenizer would.
+
+    owners: for each token the number of its image in the prompt, -1 for the prompt's own; a merged token belongs to the
+    image.
+    """
+    out: list[int] = []
+    out_owners: list[int] = []
+    at = 0
+    while at < len(token_ids):
+        end, newlines = at, 0
+        while end < len(token_ids) and (found := _newlines(token_ids[end], tokenizer)):
+            end, newlines = end + 1, newlines + found
+        owner = max(owners[at:end], default=-1)
+        run = [token_ids[at]] if end == at else token_ids[at:end]
+        if owner >= 0:
+            run = tokenizer.encode("\n" * newlines, add_special_tokens=False)
+        out += run
+        out_owners += [owners[at] if end == at else owner] * len(run)
+        at = max(end, at + 1)
+    return out, out_owners
+
+
+def _newlines(token: int, tokenizer: Any) -> int:
+    """Return the number of newlines in a token (its id) that consists only of newlines; 0 for other tokens."""
+    text = tokenizer.convert_ids_to_tokens([token])[0] or ""
+    return len(text) if text and not text.strip("\n") else 0

@@ -77,7 +77,7 @@ class Phi4MultimodalProcessor(UnitProcessor):
         """Return `image_token_id` of config.json's vision_config, or else the published models' token. Raises
         ModelConfigError if it is not below vocab_size.
         """
-        vision = self.config_fields.part("vision_config", optional=True, image_token_id=200010)
+        vision = self.config_fields.part_or_empty("vision_config", image_token_id=200010)
         found = vision.integer("image_token_id", minimum=0)
         if found >= self.vocab_size:
             raise vision.fail("image_token_id", f"a token id below vocab_size {self.vocab_size}")

@@ -25,6 +25,7 @@ class TilesProcessor(UnitProcessor):
       min_tiles, max_tiles: limits of an image's tiles, not counting the whole image.
       adds_whole: whether several tiles are followed by the whole image.
       crops: whether images are cut into tiles by default.
+      most_lines: limit of rows, and of columns, of tiles.
     """
 
     defaults = {
@@ -37,6 +38,7 @@ class TilesProcessor(UnitProcessor):
     }
     needs_tokenizer = True
     adds_whole = crops = True
+    most_lines = MAX_TILES
     min_tiles: int
     max_tiles: int
 
@@ -61,7 +63,8 @@ class TilesProcessor(UnitProcessor):
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image that gets the most tiles."""
-        rows, columns = max(tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
+        every = tilings(self.min_tiles, self.max_tiles, self.most_lines)
+        rows, columns = max(every, key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.tile_side, columns * self.tile_side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
@@ -116,7 +119,7 @@ class TilesProcessor(UnitProcessor):
         it is the one with the most tiles whose area is less than twice the image's, else the one with the fewest tiles.
         """
         best, nearest = (1, 1), float("inf")
-        for rows, columns in tilings(least, most):
+        for rows, columns in tilings(least, most, self.most_lines):
             distance = abs(width / height - columns / rows)
             if distance < nearest or (
                 distance == nearest and width * height > 0.5 * self.tile_side**2 * rows * columns
@@ -125,8 +128,10 @@ class TilesProcessor(UnitProcessor):
         return best
 
 
-def tilings(least: int, most: int) -> list[tuple[int, int]]:
-    """Return all (rows, columns) with `least` to `most` tiles, sorted by number of tiles, then by columns."""
-    sides = range(1, most + 1)
+def tilings(least: int, most: int, most_lines: int = MAX_TILES) -> list[tuple[int, int]]:
+    """Return all (rows, columns) of up to `most_lines` each with `least` to `most` tiles, sorted by number of tiles,
+    then by columns.
+    """
+    sides = range(1, min(most, most_lines) + 1)
     found = [(rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most]
     return sorted(found, key=lambda tiling: tiling[0] * tiling[1])

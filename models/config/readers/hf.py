@@ -15,6 +15,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.readers.class_defaults import with_class_defaults
 from jaxengine.models.config.readers.mistral import PARAMS_FILE, config_of_params
+from jaxengine.models.config.readers.part_defaults import with_parts, with_sizes, with_usual_names
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import AUTO, MISTRAL, read_object
@@ -83,8 +84,9 @@ def with_inner_model(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a config.json as transformers 5 reads it, for every family: with one description of rope, with
-    its names of the kinds in `layer_types`, and with its classes' defaults (`with_class_defaults`). Configurations in
-    it, such as text_config, are treated in the same way, but not those nested in them.
+    its names of the kinds in `layer_types` and of other fields (`with_usual_names`), and with its classes' defaults
+    (`with_class_defaults`). Configurations in it, such as text_config, are treated in the same way, but not those
+    nested in them. Those of models with towers may be absent or incomplete (`with_parts`, `with_sizes`).
 
     If both `rope_scaling` and `rope_parameters` are present, the former replaces the latter, as in transformers 5. Such
     files result from applying the YaRN recipe of model cards in a folder that transformers 5 wrote. A warning is logged
@@ -92,8 +94,9 @@ def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged. Raises ModelConfigError
     if both are present and either is not a mapping.
     """
+    raw = with_parts(raw)
     inner = {name: value for name, value in raw.items() if name.endswith("_config") and isinstance(value, Mapping)}
-    return _usual(raw) | {name: _usual(value) for name, value in inner.items()}
+    return _usual(raw) | {name: _usual(with_sizes(value)) for name, value in inner.items()}
 
 
 def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
     kinds = raw.get("layer_types")
     if isinstance(kinds, list):
         raw = {**raw, "layer_types": [_OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]}
-    return _merge_ropes(with_class_defaults(raw))
+    return _merge_ropes(with_class_defaults(with_usual_names(raw)))
 
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,7 @@ def test_what_is_refused(case, llm):
     for options, message in (
         ({"limit_mm_per_prompt": {"image": 65}}, r"limit_mm_per_prompt.image is 65; allowed: 0 to 64, as many images"),
         ({"limit_mm_per_prompt": {"image": 5}, "encoder_cache_size": 4}, "image is 5; allowed: 0 to 4, as many"),
+        ({"limit_mm_per_prompt": {"image": 3}, "max_num_batched_encoder_tokens": 2}, "is 3; allowed: 0 to 2, as many"),
         ({"encoder_cache_size": 65}, "encoder_cache_size is 65; allowed: 1 to 64 for this model"),
         (
             {"enable_mm_embeds": True},

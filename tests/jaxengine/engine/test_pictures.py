@@ -284,8 +284,10 @@ def test_requests_that_leave_leave_nothing(case, tight):
 def test_what_is_refused(case, tight):
     picture = np.zeros((20, 20, 3), np.uint8)
     write = tight.core.inputs.media.processor.placeholder
+    # BLIP-2 has an image without a placeholder before the prompt.
+    alone = {"prompt": "w1", "multi_modal_data": {"image": [picture]}}
     for prompt, text in (
-        ({"prompt": "w1", "multi_modal_data": {"image": [picture]}}, "image"),
+        *([] if case.name.startswith("blip2") else [(alone, "image")]),
         ({"prompt": write("image"), "multi_modal_data": {"image": [picture] * 2}}, "image"),
         ({"prompt": write("image"), "multi_modal_data": {"sound": [picture]}}, "sound"),
         ({"prompt": write("image"), "multi_modal_data": [picture]}, "multi_modal_data"),

@@ -169,7 +169,7 @@ def test_mistral_with_pictures():
             {**MISTRAL_SMALL_3, "text_config": {"model_type": "llama"}},
             "model_type must be mistral, ministral3 or mistral4",
         ),
-        ({**MISTRAL_SMALL_3, "text_config": None}, "text_config must be a mapping"),
+        ({**MISTRAL_SMALL_3, "text_config": []}, "text_config must be a mapping"),
         ({**MINISTRAL_3, "quantization_config": {"quant_method": "quark"}}, "quant_method must be"),
     ],
 )

@@ -252,7 +252,7 @@ def test_moss_transcribe():
     raw: dict[str, Any] = {"architectures": ["MossTranscribeDiarizeForConditionalGeneration"], "audio_config": {}}
     raw |= {"text_config": {"rms_norm_eps": 0.5, "tie_word_embeddings": False}}
     config = read_hf(raw)
-    assert (config.hidden_size, config.tie_word_embeddings, config.attention[0].head_dim) == (1024, True, 128)
+    assert (config.hidden_size, config.tie_word_embeddings, config.attention[0].head_dim) == (4096, True, 128)
     assert (config.tower.merge, config.tower.unit, config.tower.norm_eps) == (8, 3000, 0.5)
     for changes in ({"audio_merge_size": 7}, {"audio_chunk_size": 16_000}):
         with pytest.raises(ModelConfigError, match=next(iter(changes))):

@@ -246,7 +246,7 @@ def test_towers_of_all_kinds_have_the_same_activations():
 
 
 def test_lighton_without_a_tower_of_its_own():
-    tower = read_hf(LIGHTON_OCR | {"vision_config": None}).tower
+    tower = read_hf(LIGHTON_OCR | {"vision_config": None, "model_type": "lighton_ocr"}).tower
     assert tower == read_hf(LIGHTON_OCR | {"vision_config": {"hidden_act": "silu", "patch_size": 14}}).tower
 
 
