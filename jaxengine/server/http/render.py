@@ -21,6 +21,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.answer.sse import encode_json, json_response
+from jaxengine.server.http.chat.cohere_protocol import CohereChatRequest
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.completions.endpoint import CompletionRun
@@ -169,6 +170,18 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         try:
             return await conversation(body.chat_request(), body, request, "msg", "messages")
+        except RequestError as error:
+            raise body.as_asked(error) from None
+
+    @routes.post("/cohere/v2/chat/render", response_class=Response)
+    @answers(Rendered)
+    async def render_cohere_chat(body: CohereChatRequest, request: Request) -> Response:
+        """Return the tokens and sampling parameters of a conversation in Cohere's form. Raises the errors of
+        `conversation`.
+        """
+        try:
+            asked = body.chat_request(limits_thinking=server.reasoning_format is not None)
+            return await conversation(asked, body, request, "chat", "messages")
         except RequestError as error:
             raise body.as_asked(error) from None
 
