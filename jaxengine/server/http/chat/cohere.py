@@ -74,8 +74,12 @@ class CohereEvent(Answer):
 
     type: Literal[
         "message-start",
-        *("content-start", "content-delta", "content-end"),
-        *("tool-call-start", "tool-call-delta", "tool-call-end"),
+        "content-start",
+        "content-delta",
+        "content-end",
+        "tool-call-start",
+        "tool-call-delta",
+        "tool-call-end",
         "message-end",
     ]
     id: str = ABSENT

@@ -213,7 +213,7 @@ def _blocks(message: dict[str, Any], where: str, allowed: Sequence[str]) -> Iter
         content = [{"type": "text", "text": content}]
     for at, block in enumerate(content):
         kind, place = block.get("type") if isinstance(block, dict) else None, f"{where}.content[{at}]"
-        if kind not in allowed:
+        if not isinstance(kind, str) or kind not in allowed:
             raise _refused(f"{place}.type is {show_value(kind)}; allowed: {', '.join(allowed)}")
         yield kind, block, place
 
@@ -265,14 +265,14 @@ def _assistant(message: dict[str, Any], where: str) -> dict[str, Any]:
     if reasoning:
         said["reasoning"] = reasoning
     for at, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        named = isinstance(function, dict) and all(
-            isinstance(one, str) for one in (call.get("id"), function.get("name"))
-        )
-        if not named or not isinstance(function.get("arguments"), str | None):
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        given: list[Any] = [None]
+        if isinstance(function, dict):
+            given = [call.get("id"), function.get("name"), function.get("arguments") or "{}"]
+        if not all(isinstance(one, str) for one in given):
             raise _refused(f"{where}.tool_calls[{at}] must have an id, and a function with a name and arguments, texts")
-        made = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
-        said.setdefault("tool_calls", []).append({"id": call["id"], "type": "function", "function": made})
+        made = {"name": given[1], "arguments": given[2]}
+        said.setdefault("tool_calls", []).append({"id": given[0], "type": "function", "function": made})
     return said
 
 

@@ -36,6 +36,10 @@ def scripted(chat_engine):
     return build
 
 
+def asked(**fields) -> CohereChatRequest:
+    return CohereChatRequest.model_validate({"messages": HI, **fields})
+
+
 def events_of(body: bytes) -> list[dict]:
     *events, done = body.decode().strip().split("\n\n")
     assert done == "data: [DONE]"
@@ -92,7 +96,7 @@ def test_what_messages_become():
     blocks = [{"type": "thinking", "thinking": "a"}, {"type": "text", "text": "b"}]
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     documents = [{"type": "text", "text": "c"}, {"type": "document", "document": {"id": "d", "data": {"x": "y"}}}]
-    chat = CohereChatRequest(
+    chat = asked(
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "s"}, {"type": "text", "text": "t"}]},
             {"role": "user", "content": [{"type": "text", "text": "e"}, image]},
@@ -131,7 +135,7 @@ def test_what_messages_become():
     assert (chat.thinks, chat.thinking_token_budget) == (True, 7)
     for given, wanted in (({}, "json_object"), ({"json_schema": CITY}, "json_schema"), (None, None)):
         form = None if given is None else {"type": "json_object", **given}
-        made = CohereChatRequest(messages=HI, response_format=form).chat_request().response_format
+        made = asked(response_format=form).chat_request().response_format
         assert (made and made.type) == wanted
 
 
@@ -155,18 +159,18 @@ async def test_errors_ends_and_what_has_no_effect(scripted):
     ):
         wrong = await post(app, PATH, **{"model": "tiny", "messages": HI, **fields})
         assert (wrong.status, list(wrong.json)) == (status, ["message"]) and about in wrong.json["message"], wrong.body
-    asked = {"documents": ["a"], "safety_mode": "OFF", "thinking": {"type": "enabled", "token_budget": 5}}
-    named = await post(app, PATH, model="tiny", messages=[{**HI[0], "citations": [1]}], **asked)
+    given = {"documents": ["a"], "safety_mode": "OFF", "thinking": {"type": "enabled", "token_budget": 5}}
+    named = await post(app, PATH, model="tiny", messages=[{**HI[0], "citations": [1]}], **given)
     wanted = ["documents", "safety_mode", "thinking.token_budget", "messages.citations", "thinking"]
     assert named.headers["x-ignored-fields"].split(", ") == wanted
     app, engine = scripted("All", "{{ documents[0].data.text }} {{ safety_mode }}", chat_template_kwargs_allowed=False)
-    refused = await post(app, PATH, model="tiny", messages=HI, **asked)
+    refused = await post(app, PATH, model="tiny", messages=HI, **given)
     assert refused.status == 400 and refused.json["message"].startswith("documents are not allowed"), refused.body
     app, engine = scripted("All", "{{ documents[0].data.text }} {{ safety_mode }}")
-    await post(app, PATH, model="tiny", messages=HI, **asked)
+    await post(app, PATH, model="tiny", messages=HI, **given)
     assert engine.calls[-1][0]["prompt"] == "a off"
     async with http_client(app) as client:
-        rendered = await client.post(f"{PATH}/render", json={"model": "tiny", "messages": HI, **asked})
+        rendered = await client.post(f"{PATH}/render", json={"model": "tiny", "messages": HI, **given})
     assert rendered.json()["token_ids"] == engine.calls[-1][0]["prompt_token_ids"]
     with pytest.raises(RequestError, match="k must be"):
-        CohereChatRequest(messages=HI, k=-5).chat_request().sampling_params(engine.inputs, ServerConfig())
+        asked(k=-5).chat_request().sampling_params(engine.inputs, ServerConfig())
