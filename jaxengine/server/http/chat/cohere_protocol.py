@@ -255,8 +255,8 @@ def _assistant(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Return an assistant's message in the form of a chat request. Raises RequestError for other blocks, and for a call
     that is not complete.
     """
-    given = message.get("content") is not None
-    texts = _texts(message, where, ("text", "thinking")) if given else {"text": [], "thinking": []}
+    has_content = message.get("content") is not None
+    texts = _texts(message, where, ("text", "thinking")) if has_content else {"text": [], "thinking": []}
     plan, calls = message.get("tool_plan"), message.get("tool_calls") or []
     if not isinstance(plan, str | None) or not isinstance(calls, list):
         raise _refused(f"{where}.tool_plan must be a text, and tool_calls a list")
