@@ -12,6 +12,10 @@ from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
 
+# A format looks at 1000 characters at most (jaxengine.parsers.reasoning.think), and a token that is a byte is a quarter
+# of one. A prompt may have a million tokens.
+_TAIL_TOKENS = 4000
+
 
 def check_reasoning(config: ResolvedConfig) -> None:
     """Raise ConfigError if structured_outputs_config.reasoning_parser is none of the reasoning parsers' names."""
@@ -27,7 +31,7 @@ def after_reasoning(
     prompt that has closed the reasoning.
 
     name: name of the reasoning parser. text, token_ids: the prompt, whose end says whether the output begins inside of
-    reasoning; a text of None is decoded from the ids.
+    reasoning; if the text is None, the last _TAIL_TOKENS ids are decoded.
     """
     asked = params.structured_outputs
     if not isinstance(asked, StructuredOutputsParams) or asked.reasoning_end is not None:
@@ -35,5 +39,5 @@ def after_reasoning(
     if (row := reasoning_format(name, suffix_of(tokenizer.added_words))) is None:
         return params
     if text is None:
-        text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        text = tokenizer.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)
     return params.clone_with(structured_outputs=replace(asked, **row.waits_for(text)))

@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 def check_together(server: ServerConfig, engine: EngineConfig) -> None:
     """Raise ConfigError for server options that need an engine option which is not given (batch_priority: priority
-    scheduling; lora_dirs, lora_hub_owners and lora_routes: enable_lora), and for invalid values of the latter three.
+    scheduling; lora_dirs, lora_hub_owners and lora_routes: enable_lora), for invalid values of the latter three, and
+    for a reasoning parser that the engine has instead of the server.
     """
     from jaxengine.server.adapters.adapter_sources import AdapterSources
     from jaxengine.server.adapters.lora_routes import LoraRoutes
@@ -79,6 +80,7 @@ def check_together(server: ServerConfig, engine: EngineConfig) -> None:
     for name in ("lora_dirs", "lora_hub_owners", "lora_routes"):
         if getattr(server, name) and not engine.enable_lora:
             raise ConfigError.because(name, f"{name} is given without enable_lora", "give --enable-lora too")
+    engine.structured_outputs_config.check_for_server()
     AdapterSources(server)
     LoraRoutes.of(server, names_of(engine.model, server))
 

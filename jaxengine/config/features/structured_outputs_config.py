@@ -58,6 +58,13 @@ class StructuredOutputsConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"structured_outputs_config.{name}", getattr(self, name), "True or False")
 
+    def check_for_server(self) -> None:
+        """Raise ConfigError if a reasoning parser is given: a server has the option --reasoning-parser for it."""
+        if self.reasoning_parser:
+            name = "structured_outputs_config"
+            problem = f"{name}.reasoning_parser is for engines without a server"
+            raise ConfigError.because(name, problem, "give it to the server: jaxengine serve --reasoning-parser")
+
     @classmethod
     def switches(cls) -> tuple[str, ...]:
         """Return the names of the boolean fields."""

@@ -41,12 +41,12 @@ def _invalid(name: str, value: Any, allowed: str, owner: str = "structured_outpu
     return RequestError(f"{owner}.{name} must be {allowed}, got {show_value(value)}", param=owner, value=value)
 
 
-def _text(name: str, value: Any, at_most: int, owner: str = "structured_outputs") -> str:
-    """Return `value` if it is a string of 1 to `at_most` bytes of UTF-8; otherwise raise RequestError, about the field
-    owner.name.
+def _text(name: str, value: Any, at_most: int, owner: str = "structured_outputs", *, least: int = 1) -> str:
+    """Return `value` if it is a string of `least` to `at_most` bytes of UTF-8; otherwise raise RequestError, about the
+    field owner.name.
     """
-    allowed = f"a string of 1 to {at_most} bytes of UTF-8"
-    if not isinstance(value, str) or not value or len(value) > at_most:
+    allowed = f"a string of {least} to {at_most} bytes of UTF-8"
+    if not isinstance(value, str) or not least <= len(value) <= at_most:
         raise _invalid(name, value, allowed, owner)
     try:
         size = len(value.encode())
@@ -63,7 +63,8 @@ class StructuredOutputsParams:
 
     Attributes:
       json: a JSON schema, as a dict or as text; stored as text.
-      regex: pattern that the entire output must match, without look-around and back references.
+      regex: pattern that the entire output must match, without look-around and back references; "" for an empty
+        output.
       choice: the allowed outputs; stored as a tuple.
       grammar: a context-free grammar, in Lark's notation or GBNF.
       json_object: True for any JSON object.
@@ -119,7 +120,7 @@ class StructuredOutputsParams:
         if self.structural_tag is not None:
             self._normalize("structural_tag", _schema(self.structural_tag, "structural_tag"))
         if self.regex is not None:
-            _text("regex", self.regex, MAX_REGEX_BYTES)
+            _text("regex", self.regex, MAX_REGEX_BYTES, least=0)
         if self.grammar is not None:
             _text("grammar", self.grammar, MAX_SCHEMA_BYTES)
         if self.choice is not None:

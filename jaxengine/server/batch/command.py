@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     of_server, options = given_options(args, ServerConfig), given_options(args, EngineConfig)
     server = ServerConfig(**of_server)
     config = EngineConfig.from_options(**options)
+    config.structured_outputs_config.check_for_server()
     lines, digest = read_lines(args.input_file)
     batch = json.dumps([digest, config.model, sorted(map(str, of_server.items()))])
     with Results(args.output_file, batch, args.input_file) as results:

@@ -42,6 +42,7 @@ from jaxengine.server.http.audio import endpoint as audio
 from jaxengine.server.http.batches import endpoint as batches
 from jaxengine.server.http.batches import files
 from jaxengine.server.http.chat import batch
+from jaxengine.server.http.chat import cohere as cohere_chat
 from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.chat.run import COUNT_PARSED
@@ -72,6 +73,7 @@ _METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"
 GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
     batch.router,
+    cohere_chat.router,
     completions.router,
     generate.router,
     render.router,

@@ -21,6 +21,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.answer.sse import encode_json, json_response
+from jaxengine.server.http.chat.cohere_protocol import CohereChatRequest
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.completions.endpoint import CompletionRun
@@ -133,56 +134,71 @@ def _rendered(
     return {"request_id": name, **shared, "token_ids": ids, "sampling_params": sampling}
 
 
+async def _conversation(
+    server: ChatServer, body: ChatRequest, asked: GenerationRequest, request: Request, prefix: str, field: str
+) -> Response:
+    """Return the tokens and sampling parameters of a conversation. prefix: prefix of the request's id. Raises
+    RequestError for a request that cannot be served or rendered, ApiError (404) for an unknown model, OverloadedError,
+    EngineDeadError.
+
+    asked: the request as it came, of which `body` is the equivalent. field: its field with the prompt, for errors.
+    """
+    engine, config = server.engine, server.config
+    model, lora = await choose_model(engine, asked.model, served_names(engine, config))
+    name, stream = asked.register(prefix, request), bool(asked.stream)
+    run = ChatRun(server, body, name, asked.options(request, config, lora), is_stream=stream)
+    await run.prepare()
+    shared = _shared(body, asked, model, run.params)
+    longest = engine.inputs.config.max_model_len
+    return json_response(_rendered(shared, field, name, run.prompt, run.params, longest))
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     """Return the routes that end in /render. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["render"], route_class=JsonRoute)
     server, encoder = ChatServer.open(engine, config), PromptEncoder(engine.inputs)
     names, longest = served_names(engine, config), engine.inputs.config.max_model_len
 
-    async def conversation(
-        body: ChatRequest, asked: GenerationRequest, request: Request, prefix: str, field: str
-    ) -> Response:
-        """Return the tokens and sampling parameters of a conversation. prefix: prefix of the request's id. Raises
-        RequestError for a request that cannot be served or rendered, ApiError (404) for an unknown model,
-        OverloadedError, EngineDeadError.
-
-        asked: the request as it came, of which `body` is the equivalent. field: its field with the prompt, for errors.
-        """
-        model, lora = await choose_model(engine, asked.model, names)
-        name, stream = asked.register(prefix, request), bool(asked.stream)
-        run = ChatRun(server, body, name, asked.options(request, config, lora), is_stream=stream)
-        await run.prepare()
-        shared = _shared(body, asked, model, run.params)
-        return json_response(_rendered(shared, field, name, run.prompt, run.params, longest))
-
     @routes.post("/v1/chat/completions/render", response_class=Response)
     @answers(Rendered)
     async def render_chat(body: ChatRequest, request: Request) -> Response:
-        """Return the tokens and sampling parameters of a conversation. Raises the errors of `conversation`."""
-        return await conversation(body, body, request, "chatcmpl", "messages")
+        """Return the tokens and sampling parameters of a conversation. Raises the errors of `_conversation`."""
+        return await _conversation(server, body, body, request, "chatcmpl", "messages")
 
     @routes.post("/v1/messages/render", response_class=Response)
     @answers(Rendered)
     async def render_message(body: MessagesRequest, request: Request) -> Response:
         """Return the tokens and sampling parameters of a conversation in Anthropic's form. Raises the errors of
-        `conversation`.
+        `_conversation`.
         """
         try:
-            return await conversation(body.chat_request(), body, request, "msg", "messages")
+            return await _conversation(server, body.chat_request(), body, request, "msg", "messages")
+        except RequestError as error:
+            raise body.as_asked(error) from None
+
+    @routes.post("/cohere/v2/chat/render", response_class=Response)
+    @answers(Rendered)
+    async def render_cohere_chat(body: CohereChatRequest, request: Request) -> Response:
+        """Return the tokens and sampling parameters of a conversation in Cohere's form. Raises the errors of
+        `_conversation`.
+        """
+        try:
+            asked = body.chat_request(limits_thinking=server.reasoning_format is not None)
+            return await _conversation(server, asked, body, request, "chat", "messages")
         except RequestError as error:
             raise body.as_asked(error) from None
 
     @routes.post("/v1/responses/render", response_class=Response)
     @answers(Rendered)
     async def render_response(body: ResponsesRequest, request: Request) -> Response:
-        """Return the tokens and sampling parameters of a response's input. Raises the errors of `conversation`, and
+        """Return the tokens and sampling parameters of a response's input. Raises the errors of `_conversation`, and
         RequestError for previous_response_id.
         """
         if body.previous_response_id is not None:
             raise RequestError("previous_response_id is not rendered; give all items", param="previous_response_id")
         try:
             chat = body.chat_request(read_input(body.input))
-            return await conversation(chat, body, request, "resp", "input")
+            return await _conversation(server, chat, body, request, "resp", "input")
         except RequestError as error:
             raise as_response_error(error) from None
 

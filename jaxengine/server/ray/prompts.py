@@ -26,7 +26,10 @@ from jaxengine.server.http.app import create_app
 
 # Paths of requests that generate text from a prompt.
 PATHS = frozenset(
-    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+    (
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/cohere/v2/chat"),
+        "/inference/v1/generate",
+    )
 )
 # Bodies that are not read: reading images twice would cost more than a prefix saves.
 _MEDIA = re.compile(rb'"type"\s*:\s*"(?:input_)?(?:image|video|audio|file)')

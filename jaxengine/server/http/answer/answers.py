@@ -74,6 +74,10 @@ class MessagesError(Answer):
     error: MessagesErrorDetail
 
 
+class CohereError(Answer):
+    message: str
+
+
 class PromptTokensDetails(Answer):
     cached_tokens: int
 

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.routing import BaseRoute
 
-from jaxengine.server.http.answer.answers import Error, MessagesError
+from jaxengine.server.http.answer.answers import CohereError, Error, MessagesError
 
 # Status -> meaning, for every route, and in addition for routes that read a body or parameters.
 _ALWAYS = {
@@ -27,6 +27,8 @@ _WITH_BODY = {
     "415": "The body is not application/json.",
     "429": "Too many requests wait; Retry-After says when to come again.",
 }
+# Beginning of paths -> type of their errors, where it is not OpenAI's.
+_ERRORS = {"/v1/messages": MessagesError, "/cohere/": CohereError}
 # Part of a route's docstring that its description leaves out: from "Raises" to the end of the paragraph.
 _RAISES = re.compile(r"\s*\bRaises\s.*?(?=\n\n|\Z)", re.DOTALL)
 _REF = "#/components/schemas/{model}"
@@ -64,7 +66,7 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
         schemas.pop(unused, None)
     kinds = [kind for route in routes for kind in _kinds(route) if kind is not None]
     adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]] = [
-        (kind, "validation", TypeAdapter(kind)) for kind in dict.fromkeys((Error, MessagesError, *kinds))
+        (kind, "validation", TypeAdapter(kind)) for kind in dict.fromkeys((Error, *_ERRORS.values(), *kinds))
     ]
     found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REF)
     named: dict[Any, dict[str, Any]] = {kind: schema for (kind, _), schema in found.items()}
@@ -72,7 +74,8 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
         raise TypeError(f"{sorted(clash)} are names of requests and of answers; give them others")
     schemas.update(definitions["$defs"])
     for path, methods in document["paths"].items():
-        error = named[MessagesError if path.startswith("/v1/messages") else Error]
+        kind = next((kind for beginning, kind in _ERRORS.items() if path.startswith(beginning)), Error)
+        error = named[kind]
         for operation in methods.values():
             _add_errors(operation, error)
             operation["description"] = _RAISES.sub("", operation.get("description", "")).strip()

@@ -4,7 +4,7 @@ Speech, GLM-ASR).
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -41,7 +41,7 @@ class AskedTranscript(Transcript):
         messages = processor.transcription(self.body.language, (self.body.prompt or "").strip())
         self._mark = processor.text_mark
         self._sound = await read_whole(media, data, FILE)
-        self._ids = await asyncio.to_thread(self._encoded, messages, media.reader.placeholder)
+        self._ids = await media.reader.loader.process(self._encoded, messages, media.reader.placeholder)
 
     def _encoded(self, messages: list[dict[str, Any]], placeholder: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the model's chat template without further special tokens.
@@ -87,11 +87,12 @@ class AskedTranscript(Transcript):
         """
         held, is_text = "", self.body.language is not None
         params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
-        async for output in self.outputs(self._prompt(), params):
-            self.input_tokens = len(output.prompt_token_ids)
-            self.output_tokens += len(output.outputs[0].token_ids)
-            held += output.outputs[0].text
-            text, has_begun = self._text(held)
-            if is_text or has_begun or output.finished:
-                yield text
-                held, is_text = "", True
+        async with contextlib.aclosing(self.outputs(self._prompt(), params)) as outputs:
+            async for output in outputs:
+                self.input_tokens = len(output.prompt_token_ids)
+                self.count(output)
+                held += output.outputs[0].text
+                text, has_begun = self._text(held)
+                if is_text or has_begun or output.finished:
+                    yield text
+                    held, is_text = "", True

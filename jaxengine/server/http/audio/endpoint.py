@@ -7,9 +7,9 @@ prompt contains the whole sound (jaxengine.server.http.audio.asked).
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
@@ -124,7 +124,7 @@ class _Transcript(Transcript):
         ids = [*self._context, *prompt_of(self._processor, self._language, self.task, timed=timed)]
         return {"prompt_token_ids": ids, **self._recording.window(seek, self._processor.num_frames)}
 
-    async def said(self) -> AsyncIterator[Said]:
+    async def said(self) -> AsyncGenerator[Said, None]:
         """Yield the transcript's segments, those of a window when its request is finished. A window begins where the
         last complete segment of the previous one ends; after _MOST_WINDOWS times as many windows as cover the sound, it
         begins at the end of the previous one.
@@ -166,7 +166,9 @@ class _Transcript(Transcript):
             text = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *tokens[:-1]]}
             alignment = (await self.last(text, asked)).outputs[0].alignment
             assert alignment is not None
-        return await asyncio.to_thread(token_times, alignment, len(tokens), seek)
+        media = self.engine.inputs.media
+        assert media is not None
+        return await media.reader.loader.process(token_times, alignment, len(tokens), seek)
 
     def _words(self, segment: Segment, times: np.ndarray) -> tuple[Word, ...]:
         """Return the words of a segment with their times. times: f64[tokens, 2], of all tokens of its window."""
@@ -198,7 +200,7 @@ class _Transcript(Transcript):
         """
         output = await self.last(prompt, params)
         self.input_tokens += len(output.prompt_token_ids)
-        self.output_tokens += len(output.outputs[0].token_ids)
+        self.count(output)
         return output
 
     def _text(self, tokens: Any) -> str:
@@ -234,8 +236,9 @@ class _Transcript(Transcript):
 
     async def _segment_texts(self) -> AsyncGenerator[str, None]:
         """Yield the text of each segment. Raises the errors of `last`."""
-        async for each in self.said():
-            yield each.text
+        async with contextlib.aclosing(self.said()) as said:
+            async for each in said:
+                yield each.text
 
     async def _token_texts(self) -> AsyncGenerator[str, None]:
         """Yield the text of a sound of one window as the engine generates it, and update the token counts. Raises the
@@ -244,9 +247,10 @@ class _Transcript(Transcript):
         params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
         prompt = self._prompt(0, timed=False)
         self.input_tokens = len(prompt["prompt_token_ids"])
-        async for output in self.outputs(prompt, params):
-            self.output_tokens += len(output.outputs[0].token_ids)
-            yield output.outputs[0].text
+        async with contextlib.aclosing(self.outputs(prompt, params)) as outputs:
+            async for output in outputs:
+                self.count(output)
+                yield output.outputs[0].text
 
 
 def _mean_logprob(output: CompletionOutput, first: int, tokens: tuple[int, ...]) -> float:
@@ -313,8 +317,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         async def events() -> AsyncGenerator[bytes, None]:
             """Read the sound and yield the events of a stream."""
             await transcript.begin(bytes(data))
-            async for each in transcript.events(model):
-                yield each
+            async with contextlib.aclosing(transcript.events(model)) as pieces:
+                async for each in pieces:
+                    yield each
 
         if body.stream:
             return await stream_events(request, events(), config)

@@ -4,7 +4,7 @@ the sound's pieces, one after the other.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -35,7 +35,7 @@ class PiecewiseTranscript(Transcript):
             raise RequestError("prompt: this model continues no earlier text", param="prompt")
         self._ids, self._separator = processor.prompt(self.body.language), processor.separator(self.body.language)
         self._sound = await read_whole(media, data, FILE)
-        self._pieces = await asyncio.to_thread(processor.pieces, self._sound.samples)
+        self._pieces = await media.reader.loader.process(processor.pieces, self._sound.samples)
 
     def _prompt(self, samples: np.ndarray) -> dict[str, Any]:
         """Return the prompt that EngineClient.stream takes for one piece: token ids and the sound f32[N]."""
@@ -54,15 +54,16 @@ class PiecewiseTranscript(Transcript):
         for samples in self._pieces:
             self.input_tokens += len(self._ids)
             held, begun = "", False
-            async for output in self.outputs(self._prompt(samples), params):
-                self.output_tokens += len(output.outputs[0].token_ids)
-                held += output.outputs[0].text
-                ready = held.rstrip()
-                if not ready:
-                    continue
-                if not begun:
-                    yield (self._separator if has_text else "") + ready.lstrip()
-                    begun = has_text = True
-                else:
-                    yield ready
-                held = held[len(ready) :]
+            async with contextlib.aclosing(self.outputs(self._prompt(samples), params)) as outputs:
+                async for output in outputs:
+                    self.count(output)
+                    held += output.outputs[0].text
+                    ready = held.rstrip()
+                    if not ready:
+                        continue
+                    if not begun:
+                        yield (self._separator if has_text else "") + ready.lstrip()
+                        begun = has_text = True
+                    else:
+                        yield ready
+                    held = held[len(ready) :]

@@ -111,9 +111,18 @@ class Transcript:
             "completion_tokens": new,
         }
 
+    def count(self, output: RequestOutput) -> None:
+        """Add the new tokens of an output of the transcript to the token count, and store its finish reason. "length"
+        stays, whatever further parts of the sound end with: a part of the text is missing.
+        """
+        said = output.outputs[0]
+        self.output_tokens += len(said.token_ids)
+        if self._finish_reason != "length":
+            self._finish_reason = said.finish_reason
+
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len, and store the finish
-        reason of the last one. Closing this generator early aborts the request.
+        """Yield the engine's outputs for a prompt, with a max_tokens of at most max_model_len. Closing this generator
+        early aborts the request.
 
         Raises ApiError if the request was aborted, such as by its timeout (504) or an operator (409), or has failed
         (500); and the errors of EngineClient.stream.
@@ -123,7 +132,6 @@ class Transcript:
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             async for output in outputs:
                 ended = output.outputs[0]
-                self._finish_reason = ended.finish_reason
                 if ended.finish_reason in ("abort", "error"):
                     raise abort_error(ended.finish_reason, ended.stop_reason)
                 yield output
@@ -133,8 +141,9 @@ class Transcript:
         the errors of `outputs`.
         """
         last: RequestOutput | None = None
-        async for output in self.outputs(prompt, params):
-            last = output
+        async with contextlib.aclosing(self.outputs(prompt, params)) as outputs:
+            async for output in outputs:
+                last = output
         if last is None or not last.outputs[0].token_ids:
             raise RuntimeError(f"{self._name} ended without an output")
         return last

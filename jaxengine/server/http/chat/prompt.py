@@ -135,7 +135,7 @@ class ChatRenderer:
             continue_final_message=body.continues,
             tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if has_tools else None,
             chat_template=template,
-            chat_template_kwargs=self._variables(body, self._template(body)),
+            chat_template_kwargs=self._variables(body, self.template(body)),
             placeholder=self._inputs.media_reader.placeholder,
         )
 
@@ -143,11 +143,11 @@ class ChatRenderer:
         """Return the names of fields, of reasoning_effort and thinking, that the request sets although the chat
         template uses no variable for them.
         """
-        known = _thinking_names(self._template(body))
+        known = _thinking_names(self.template(body))
         names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
 
-    def _template(self, body: ChatRequest) -> str:
+    def template(self, body: ChatRequest) -> str:
         """Return the text that is searched for the variables of a request's template: its own template, else the
         engine's option, else the tokenizer's. Raises RequestError if the last is needed and there is no tokenizer.
         """

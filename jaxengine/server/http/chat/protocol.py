@@ -30,6 +30,8 @@ class Function(RequestModel):
       strict: whether arguments must match the schema. They do if the call is forced (tool_choice "required" or a name)
         or the answer has a response_format. Keywords that no grammar can enforce are then refused with strict=true and
         ignored otherwise. In all other cases the model writes arguments freely.
+      defer_loading: for the chat template, which may leave the function out until a search or a message adds it;
+        default: the tool's.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -38,15 +40,24 @@ class Function(RequestModel):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class Tool(RequestModel):
-    """A tool. Other keys are passed to the chat template unchanged."""
+    """A tool. Other keys are passed to the chat template unchanged. defer_loading: default of the function's."""
 
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"] = "function"
     function: Function
+    defer_loading: bool | None = None
+
+    @model_validator(mode="after")
+    def _pass_on(self) -> Self:
+        """Return this tool, with its defer_loading set in the function if only the tool has one."""
+        if self.defer_loading is not None and self.function.defer_loading is None:
+            self.function.defer_loading = self.defer_loading
+        return self
 
 
 class FunctionName(RequestModel):

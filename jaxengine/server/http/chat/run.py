@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.config.base.errors import ConfigError
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, suffix_of, tool_format
 from jaxengine.parsers.scan.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
@@ -58,10 +57,7 @@ class ChatServer:
         """Return the objects that a server's chat routes share. Raises ConfigError for an unknown parser, and for a
         reasoning parser that the engine has instead of the server.
         """
-        if engine.inputs.config.structured_outputs_config.reasoning_parser:
-            name = "structured_outputs_config"
-            problem = f"{name}.reasoning_parser is for engines without a server"
-            raise ConfigError.because(name, problem, "give it to the server: jaxengine serve --reasoning-parser")
+        engine.inputs.config.structured_outputs_config.check_for_server()
         tokenizer = engine.inputs.tokenizer
         suffix = "" if tokenizer is None else suffix_of(tokenizer.added_words)
         formats = tool_format(config.tool_call_parser, suffix), reasoning_format(config.reasoning_parser, suffix)

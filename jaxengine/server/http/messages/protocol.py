@@ -10,7 +10,14 @@ from pydantic import Field, model_validator
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
 from jaxengine.server.http.messages.input import left_out_blocks, read_messages
-from jaxengine.server.http.messages.tools import DefinedTool, MessagesTool, Tool, chat_tool, tools_in_effect
+from jaxengine.server.http.messages.tools import (
+    DefinedTool,
+    MessagesTool,
+    Tool,
+    chat_tool,
+    ignored_keys,
+    tools_in_effect,
+)
 from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
@@ -188,6 +195,7 @@ class Conversation(RequestModel):
         if any(tool.cache_control is not None for tool in tools):
             yield "tools.cache_control"
         yield from left_out_blocks(self.system, self.messages)
+        yield from ignored_keys(self.messages)
 
 
 class MessagesRequest(Conversation, ConversationRequest):

@@ -5,7 +5,7 @@ in the course of a conversation (tool_addition, tool_removal).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -105,6 +105,31 @@ def tools_in_effect(tools: Sequence[Any], messages: Sequence[dict[str, Any]]) ->
                 found[indices[name]] = old.model_copy(update={"defer_loading": None})
             (removed.add if block["type"] == REMOVAL else removed.discard)(name)
     return [tool for tool in found if tool.name not in removed]
+
+
+def ignored_keys(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield, once each, the names of keys in blocks that add or remove tools that have no effect: "messages.TYPE.KEY",
+    with the path of the key within the block, for a key that `tools_in_effect` does not read, and for cache_control of
+    a function. messages: as given; blocks of another form are left out.
+    """
+    found: dict[str, None] = {}
+    for message in messages:
+        content = message.get("content") if message.get("role") == "system" else None
+        for block in content if isinstance(content, list) else ():
+            if not isinstance(block, dict) or block.get("type") not in CHANGES:
+                continue
+            tool = block.get("tool")
+            function = tool.get("definition") if isinstance(tool, dict) else None
+            known = MessagesTool.model_fields.keys() - {"cache_control"}
+            by_value = function is not None
+            for place, one, own in (
+                ("", block, ("type", "tool", "cache_control")),  # cache_control of blocks is named elsewhere
+                ("tool.", tool, ("type", "definition" if by_value else "name")),
+                ("tool.definition.", function, known),
+            ):
+                keys = one if isinstance(one, Mapping) else ()
+                found |= dict.fromkeys(f"messages.{block['type']}.{place}{key}" for key in keys if key not in own)
+    yield from found
 
 
 def _read_change(block: dict[str, Any], where: str) -> tuple[str, MessagesTool | None]:

@@ -38,8 +38,7 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-# Path of Anthropic's endpoints, and its values of `type`.
-_MESSAGES = "/v1/messages"
+# Anthropic's values of `type`.
 _MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -173,6 +172,15 @@ def messages_error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": scrub(error.detail, error.kept)}}
 
 
+def cohere_error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON body of an error in Cohere's format. Paths and other internals are removed from the message."""
+    return {"message": scrub(error.detail, error.kept)}
+
+
+# Beginning of paths of endpoints that are not OpenAI's -> body of an error in their format.
+_BODIES = {"/v1/messages": messages_error_body, "/cohere/": cohere_error_body}
+
+
 def error_response(error: ApiError) -> Response:
     """Return the response for an error. Its body has the format of the API to which the requested path belongs."""
     return _ErrorResponse(error)
@@ -186,10 +194,12 @@ class _ErrorResponse(Response):
         super().__init__(self._body(error_body), error.status_code, dict(error.headers or {}), "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response, in Anthropic's format for Anthropic's paths."""
-        if scope["path"].removeprefix(scope.get("root_path", "")).startswith(_MESSAGES):
-            self.body = self._body(messages_error_body)
-            self.headers["content-length"] = str(len(self.body))
+        """Send the response, in the format of _BODIES for paths that begin so."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        for beginning, shape in _BODIES.items():
+            if path.startswith(beginning):
+                self.body = self._body(shape)
+                self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
     def _body(self, shape: Callable[[ApiError], dict[str, Any]]) -> bytes:

@@ -17,7 +17,6 @@ _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses
 # Path, which stands for all paths below it too -> what to use. The status is 404, as clients repeat calls after a 501.
 NOT_BUILT: dict[str, str] = {
     # vLLM
-    "/cohere": "POST /v1/chat/completions; see docs/serving.md",
     "/collective_rpc": "workers run no code of callers; see docs/reinforcement_learning.md for weights and sleep",
     "/fault_tolerance": "the server restarts its engine itself; see docs/serving.md",
     "/finish_weight_update": _ONE_CALL,

@@ -45,13 +45,14 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class ResponseFunction(RequestModel):
-    """A function that the model may call; strict: as in chat.protocol.Function."""
+    """A function that the model may call; strict and defer_loading: as in chat.protocol.Function."""
 
     type: Literal["function"]
     name: Name
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class TextFormat(RequestModel):
@@ -77,6 +78,7 @@ class CustomTool(RequestModel):
     name: Name
     description: str | None = None
     format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    defer_loading: bool | None = None
 
     @property
     def form(self) -> dict[str, str] | None:
@@ -213,6 +215,8 @@ class Callables:
         self.origins[name] = Origin(isinstance(tool, CustomTool), tool.name, namespace)
         if isinstance(tool, CustomTool):
             function = _text_function(tool)
+            if tool.defer_loading is not None:
+                function["defer_loading"] = tool.defer_loading
             if tool.form is not None:
                 self.text_forms[name] = tool.form
         else:

@@ -54,7 +54,7 @@ WRONG = {
         {"anyOf": [{"$ref": "file:///etc/passwd"}]},
         {"minimum": 10**5000},
     ],
-    "regex": ["", 3, "a" * (MAX_REGEX_BYTES + 1), "é" * MAX_REGEX_BYTES, "\ud800", 10**5000],
+    "regex": [3, "a" * (MAX_REGEX_BYTES + 1), "é" * MAX_REGEX_BYTES, "\ud800", 10**5000],
     "choice": [[], "ab", ["a", "a"], ["a", ""], ["a", 3], ["x"] * (MAX_CHOICES + 1), ["x" * 200_000, "y" * 200_000]],
     "grammar": ["", b"start: A", "x" * (MAX_SCHEMA_BYTES + 1)],
     "json_object": ["yes", 1],

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from jaxengine.api.async_llm import AsyncLLM
-from jaxengine.requests.media.transcripts import Segment
+from jaxengine.requests.media.transcripts import Segment, token_times
 from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import RequestError
@@ -101,6 +101,9 @@ def test_a_long_sound_in_each_format(app):
 
 
 def test_words(app, engine, monkeypatch):
+    loader, called = engine.inputs.media.reader.loader, []
+    run = loader.process
+    monkeypatch.setattr(loader, "process", lambda function, *own: called.append(function) or run(function, *own))
     found = goldens(NAME)
     asked = {"response_format": "verbose_json", "language": "en"}
     for case, granularities in (("long", ["word", "segment"]), ("a", ["word"])):
@@ -112,6 +115,7 @@ def test_words(app, engine, monkeypatch):
         for word, (text, times) in zip(told.words, wanted, strict=True):
             # Where a window begins at the end of a sound, transformers finds its tokens 0.02 seconds before that.
             assert word.word and word.word in text and (word.start, word.end) == pytest.approx(times, abs=0.0201)
+    assert token_times in called  # on the threads that clients share fairly
     with pytest.raises(openai.BadRequestError, match="words of a translation are not aligned"):
         ask(app, "translations", extra_body={"timestamp_granularities[]": "word"}, response_format="verbose_json")
     monkeypatch.setattr(engine.inputs.media.processor, "has_alignment", False)

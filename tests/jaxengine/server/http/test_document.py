@@ -88,6 +88,11 @@ MESSAGE = {
     "max_tokens": 8,
     "tools": [{"name": TOOL["name"], "input_schema": TOOL["parameters"]}],
 }
+COHERE = {
+    "messages": MESSAGES,
+    "tools": [{"function": {"name": TOOL["name"], "parameters": TOOL["parameters"]}}],
+    "logprobs": True,
+}
 STREAM = {"stream": True}
 TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "logprobs": 1, "n": 2}}
 GENERATED = {"request_id": "a", "choices": [{"index": 0, "token_ids": [5, 6], "finish_reason": "stop"}]}
@@ -100,6 +105,8 @@ SCRIPTED = [
     ("/v1/responses", {**RESPONSE, **STREAM}),
     ("/v1/messages", MESSAGE),
     ("/v1/messages", {**MESSAGE, **STREAM}),
+    ("/cohere/v2/chat", COHERE),
+    ("/cohere/v2/chat", {**COHERE, **STREAM}),
 ]
 COMPUTED = [
     ("/v1/chat/completions/batch", {**CHAT, "messages": [MESSAGES, MESSAGES]}),
@@ -118,6 +125,7 @@ COMPUTED = [
     ("/v1/completions/derender", {"generate_chunk": GENERATED, **STREAM}),
     ("/v1/completions/render", {**COMPLETION, **COUNTED}),
     ("/v1/messages/render", {**MESSAGE, "tools": None}),
+    ("/cohere/v2/chat/render", {**COHERE, "tools": None}),
     ("/v1/responses/render", {"input": "Hi"}),
     ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),

@@ -7,11 +7,14 @@ import dataclasses
 import json
 
 import pytest
+from pydantic import TypeAdapter
 
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
+from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest
+from jaxengine.server.http.responses.tools import Callables, ResponseTool
 from tests.jaxengine.server.asgi_client import http_client, post
 from tests.jaxengine.server.field_matrix import check_acts
 from tests.jaxengine.server.http.test_chat_fields import SAMPLING, TEMPLATE
@@ -252,6 +255,15 @@ def test_messages_add_and_remove_tools():
     ):
         with pytest.raises(RequestError, match=message):
             tools(wrong)
+    # Keys without effect are named.
+    of_function = {**defined["definition"], "cache_control": {}, "rank": 1}
+    block = {"type": "tool_addition", "tool": {**defined, "definition": of_function, "name": "query"}, "why": "x"}
+    asked = Conversation(
+        messages=[*HI, {"role": "system", "content": [block, {**removal, "cache_control": {"type": "a"}}]}]
+    )
+    named = ("why", "tool.name", "tool.definition.cache_control", "tool.definition.rank")
+    wanted = ["messages.cache_control", *(f"messages.tool_addition.{each}" for each in named)]
+    assert list(asked.ignored_parts) == wanted
     # Names that occur twice, a choice of what a message adds, and an assistant's message that is not the last one.
     (twice, own), call = listed[:1] * 2, {"type": "bash_20250124", "name": "bash"}
     with pytest.raises(RequestError, match="two functions with the same name"):
@@ -266,6 +278,21 @@ def test_messages_add_and_remove_tools():
     for fields in ({"system": [addition], "messages": HI}, {"messages": [{"role": "user", "content": [addition]}]}):
         with pytest.raises(RequestError, match=r"content\[0\].type is 'tool_addition'|system\[0\].type is 'tool_add"):
             Conversation(**fields).chat_request()
+
+
+def test_a_tool_that_is_deferred_reaches_the_template():
+    function, custom = {"type": "function", "name": "f"}, {"type": "custom", "name": "g"}
+    for name, given in (("a", {}), ("b", {"defer_loading": True}), ("c", {"defer_loading": False})):
+        # OpenAI's chat tool has the key beside its function; a function's own is stronger.
+        (tool,) = ChatRequest.of({"messages": HI, "tools": [{"function": {"name": name}, **given}]}).tools or ()
+        assert tool.function.model_dump(exclude_unset=True) == {"name": name, **given}
+        made = Callables.of(
+            [TypeAdapter(ResponseTool).validate_python({**each, **given}) for each in (function, custom)]
+        )
+        assert [each["function"].get("defer_loading") for each in made.functions] == [given.get("defer_loading")] * 2
+    own = {"function": {"name": "a", "defer_loading": False}, "defer_loading": True}
+    (tool,) = ChatRequest.of({"messages": HI, "tools": [own]}).tools or ()
+    assert tool.function.defer_loading is False
 
 
 @each_row(

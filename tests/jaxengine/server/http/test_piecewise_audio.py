@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import struct
 from types import SimpleNamespace
 from typing import Any
@@ -33,21 +35,38 @@ def wav_of_floats(samples: np.ndarray) -> bytes:
 def test_texts_of_pieces_are_joined_and_white_space_waits_for_text():
     class Told(PiecewiseTranscript):
         async def outputs(self, prompt: dict[str, Any], params: Any):
-            for piece in told[int(prompt["multi_modal_data"]["audio"].samples[0])]:
-                yield SimpleNamespace(outputs=[SimpleNamespace(text=piece, token_ids=[1])])
+            number = int(prompt["multi_modal_data"]["audio"].samples[0])
+            try:
+                for piece in told[number]:
+                    yield SimpleNamespace(outputs=[SimpleNamespace(text=piece, token_ids=[1], finish_reason=None)])
+                if told[number]:
+                    yield SimpleNamespace(outputs=[SimpleNamespace(text="", token_ids=[], finish_reason=ends[number])])
+            finally:
+                closed.append(number)
 
     told = [["", " a", " ", "", "b", " "], [" ", ""], ["\n", "c ", "\n", " d\n"], []]
+    # A piece that was cut short is told, though the last one is not.
+    ends, closed = ["stop", "length", "stop"], list[int]()
     for separator in (" ", ""):
         transcript = Told.__new__(Told)
         transcript.body, transcript.input_tokens, transcript.output_tokens = TranscriptionRequest(), 0, 0
+        transcript._name, transcript.task, transcript._finish_reason = "a", "transcribe", None
         transcript._ids, transcript._separator = [7, 8], separator
         transcript._pieces = [np.full(1, index, np.float32) for index in range(len(told))]
 
-        async def pieces(transcript: Any = transcript) -> list[str]:
-            return [piece async for piece in transcript.pieces()]
+        async def events(transcript: Any = transcript) -> list[dict[str, Any]]:
+            # A stream that its client leaves ends its request at once.
+            async with contextlib.aclosing(transcript.events("m")) as early:
+                await anext(early)
+            assert closed == [0]
+            transcript.input_tokens = transcript.output_tokens = 0
+            return [json.loads(event.removeprefix(b"data: ")) async for event in transcript.events("m")]
 
-        assert asyncio.run(pieces()) == ["a", " b", f"{separator}c", " \n d"]
-        assert (transcript.input_tokens, transcript.output_tokens) == (8, 12)
+        closed.clear()
+        *deltas, done = asyncio.run(events())
+        assert [each["delta"] for each in deltas] == ["a", " b", f"{separator}c", " \n d"]
+        assert [each["choices"][0]["finish_reason"] for each in (*deltas, done)] == [None] * 4 + ["length"]
+        assert (transcript.input_tokens, transcript.output_tokens) == (8, 12) and closed == [0, 0, 1, 2, 3]
 
 
 @pytest.mark.thorough("two more engines")

@@ -430,6 +430,7 @@ REFUSED = (
     ({"enable_log_requests": True}, "whose proxies log"),
     ({"stream_write_timeout": 5}, "stream_write_timeout is 5; allowed: 60.0 under Ray Serve"),
     ({"batch_priority": 5}, "batch_priority is 5, and scheduling_policy is 'fcfs'"),
+    ({"structured_outputs_config": {"reasoning_parser": "qwen3"}}, "reasoning_parser is for engines without a server"),
     ({"api_key": "12345"}, "api_key has a key that is empty or no text"),
     ({"max_num_queued_tokens": 5}, "max_num_queued_tokens is 5"),
     ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3; allowed: 1 to max_replicas, 2"),
