@@ -11,7 +11,7 @@ import contextvars
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -108,11 +108,15 @@ class _Work:
 
 
 class FairThreads:
-    """Thread pool that serves owners in turn (see Turns). Threads are started on first use."""
+    """Threads that serve owners in turn (see Turns), at most `num_threads` at once; each call has a thread of its own.
+
+    A process that ends waits for the calls that are running, and makes no others. Unlike in a ThreadPoolExecutor, a
+    running call can see that the process is ending: its main thread is no longer alive.
+    """
 
     def __init__(self, num_threads: int, name: str):
         self._turns: Turns[_Work] = Turns(num_threads)
-        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._name = name
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
@@ -122,7 +126,13 @@ class FairThreads:
         The call joins the queue of the context's OWNER. If its future is cancelled before it starts, it leaves the
         queue at once, and what it refers to is released.
         """
-        owner, context = OWNER.get(), contextvars.copy_context()
+        return self.submit_for(OWNER.get(), function, *args, **kwargs)
+
+    def submit_for(
+        self, owner: str | None, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> Future[_T]:
+        """Do as `submit`, with the queue of another owner than the context's."""
+        context = contextvars.copy_context()
         work = _Work(lambda: context.run(function, *args, **kwargs))
 
         def leave(done: Future[Any]) -> None:
@@ -138,13 +148,13 @@ class FairThreads:
         return work.future
 
     def _start(self) -> None:
-        """Submit every queued call that may run now to the threads."""
+        """Start the threads of all queued calls that may run now; none if the process is ending."""
         with self._lock:
-            while (turn := self._turns.start()) is not None:
-                self._threads.submit(self._run, *turn)
+            while threading.main_thread().is_alive() and (turn := self._turns.start()) is not None:
+                threading.Thread(target=self._run, args=turn, name=self._name).start()
 
     def _run(self, owner: str | None, work: _Work) -> None:
-        """Run one queued call on this thread, free its owner's place, and submit the calls that may run then."""
+        """Run one queued call on this thread, free its owner's place, and start the calls that may run then."""
         try:
             work.run()
         finally:

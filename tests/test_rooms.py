@@ -255,8 +255,8 @@ ROOMS = {
     "engine.stats": "scheduler.base scheduler.batches scheduler",
     "engine": "scheduler.base scheduler.batches scheduler runner.programs runner engine.stats",
     "engine.extensions.offload": (
-        "scheduler.base scheduler.batches scheduler.pages scheduler scheduler.extensions config.base config.kv config "
-        "tiers runner.base runner.extensions runner runner.weights engine.stats engine"
+        "scheduler.base scheduler.batches scheduler.pages scheduler scheduler.extensions jaxengine:base config.base "
+        "config.kv config tiers runner.base runner.extensions runner runner.weights engine.stats engine"
     ),
     "engine.extensions.pooling": "scheduler.base scheduler.batches engine",
     "engine.extensions.weights": "scheduler.base scheduler scheduler.extensions runner.weights engine.stats engine",

@@ -5,6 +5,7 @@ LLM and AsyncLLM run it. `inputs` turns prompts and parameters into requests, wh
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -107,10 +108,11 @@ class EngineCore:
         if not self.owner.is_here:
             return
         self.dead = self.dead or EngineDeadError("the engine was shut down")
-        self._profiler.close()
-        self.engine.shutdown()
-        if self._cluster is not None:
-            self._cluster.shutdown(reason)
+        with contextlib.ExitStack() as others:  # each is ended, even if one before it raises
+            if self._cluster is not None:
+                others.callback(self._cluster.shutdown, reason)
+            others.callback(self.engine.shutdown)
+            self._profiler.close()
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:

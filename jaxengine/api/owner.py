@@ -18,16 +18,18 @@ class Owner:
 
     Attributes:
       is_here: whether the code runs in that process, not in a fork of it.
-      has_devices: whether that process uses jax's devices. If no owner does, the fork handler must not touch jax, which
-        would initialise its devices.
     """
 
     def __init__(self, *, has_devices: bool):
-        """Mark the current process as the owner, and register the fork handler."""
-        self.is_here, self.has_devices = True, has_devices
+        """Mark the current process as the owner, and register the fork handlers. has_devices: whether the process uses
+        jax's devices. If no owner does, forks must not touch jax, which would initialise its devices.
+        """
+        self.is_here = True
         self._pid = os.getpid()
         _OWNERS.add(self)
         _watch_forks()
+        if has_devices:
+            _watch_forks_with_devices()
 
     def check(self) -> None:
         """Raise EngineDeadError in a fork, where every call would wait forever for a thread of the owner."""
@@ -49,21 +51,28 @@ def pickle_error(kind: str) -> TypeError:
 
 @cache
 def _watch_forks() -> None:
-    """Register `_after_fork` to run in forked processes. Later calls do nothing."""
-    os.register_at_fork(after_in_child=_after_fork)
+    """Register `_leave_owners` to run in forked processes. Later calls do nothing."""
+    os.register_at_fork(after_in_child=_leave_owners)
 
 
-def _after_fork() -> None:
-    """In a forked process, mark all owners as not here, and keep jax's clients alive until it ends.
+@cache
+def _watch_forks_with_devices() -> None:
+    """Register `_keep_clients` to run in forked processes. Later calls do nothing."""
+    os.register_at_fork(after_in_child=_keep_clients)
+
+
+def _leave_owners() -> None:
+    """In a forked process, mark all owners as not here."""
+    for owner in list(_OWNERS):
+        owner.is_here = False
+
+
+def _keep_clients() -> None:
+    """Keep jax's clients alive until the forked process ends, also if all owners have been deleted before the fork.
 
     At exit a process deletes jax's clients, which would wait for threads that a fork does not have. An additional
-    reference to each client, which is never released, prevents that. It is only needed if an owner has devices.
+    reference to each client, which is never released, prevents that.
     """
-    owners = list(_OWNERS)
-    for owner in owners:
-        owner.is_here = False
-    if not any(owner.has_devices for owner in owners):
-        return
     import jax  # an owner of devices has imported it; API processes do without
 
     for platform in (None, "cpu"):

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -41,7 +41,7 @@ class DiskTier:
     """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
 
     Attributes:
-      is_far: always False, because reading waits for no other machine.
+      is_far: always False, because reading waits for no other machine. address: always None.
       folder: the folder.
       num_bytes: total size of the files that this engine knows of.
       num_written: number of blocks written.
@@ -49,7 +49,7 @@ class DiskTier:
       num_failed: number of blocks that could not be written.
     """
 
-    is_far = False
+    is_far, address = False, None
 
     def __init__(self, folder: Path, capacity: int | None = None, most_bytes: int | None = None):
         """Open a folder, which is created if it does not exist, scan it for blocks, and start the thread that writes.
@@ -126,9 +126,13 @@ class DiskTier:
                 self._known.move_to_end(key)
         return np.frombuffer(body, np.uint8)
 
-    def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Yield (key, block) for those of the keys whose block `read` returns, in order."""
+    def read_all(self, keys: Sequence[bytes], is_over: Callable[[], bool]) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield (key, block) for those of the keys whose block `read` returns, in order, until `is_over` returns
+        True.
+        """
         for key in keys:
+            if is_over():
+                return
             if (block := self.read(key)) is not None:
                 yield key, block
 

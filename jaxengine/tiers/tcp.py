@@ -4,29 +4,36 @@ messages.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import socket as sockets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
-from jaxengine.tiers.transport import MAX_KEYS, PATIENCE_SECONDS, Reader, Source, Transport
+from jaxengine.tiers.transport import MAX_KEYS, PATIENCE_SECONDS, Reader, Source, Transport, never
 
 _READ, _RELEASE = b"read", b"release"
 _MAX_FRAME_BYTES = 1024  # largest frame that a reader may send
 _LINGER_MS = 1000
 # Time for which no request is sent to a source that did not answer.
 _REST_SECONDS = 10.0
+# Time in which a source must prove that it has the key. A live engine needs the network's round trips only, and those
+# of a lost packet; an address that says nothing must not hold a reader's thread as long as pages may take.
+_CONNECT_SECONDS = 2.0
 # Period in milliseconds of checks whether announced pages that requests wait for have come.
 _LOOK_MS = 2
+# Period in milliseconds of a reader's checks whether its pages are still needed.
+_NEED_MS = 100
 # Events of a connection to a source that is gone or has another key.
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
@@ -125,9 +132,11 @@ class TcpTransport(Transport):
             self._auth.stop()
         self._context.destroy(linger=_LINGER_MS)
 
-    def connect(self, source: Source) -> zmq.Socket[bytes]:
-        """Return a new socket that connects to a source. Raises ConnectionError if the source failed to answer within
-        the last _REST_SECONDS, zmq.ZMQError if its address cannot be used.
+    def connect(self, source: Source, is_over: Callable[[], bool]) -> zmq.Socket[bytes] | None:
+        """Return a new socket that is connected to a source; None if `is_over` returned True first. Raises
+        ConnectionError if the source failed to answer within the last _REST_SECONDS, or does not prove within
+        _CONNECT_SECONDS that it has the key, which is recorded as a failure; zmq.ZMQError if its address cannot be
+        used.
         """
         if time.monotonic() < self._resting.get((source.host, source.port), 0.0):
             raise ConnectionError(f"{source.host}:{source.port} has failed to answer not long ago")
@@ -136,23 +145,39 @@ class TcpTransport(Transport):
         socket.curve_serverkey = self._server_keys[0]
         socket.set(zmq.LINGER, _LINGER_MS)
         # A unique name, because pyzmq would reuse the name of an earlier monitor before libzmq has freed it.
-        socket.get_monitor_socket(_GONE, f"inproc://kv-{next(self._numbers)}")
-        socket.connect(_address(source.host, source.port))
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | _GONE
+        monitor = socket.get_monitor_socket(events, f"inproc://kv-{next(self._numbers)}")
+        with contextlib.ExitStack() as unless_connected:
+            unless_connected.callback(close, socket, linger=0)
+            socket.connect(_address(source.host, source.port))
+            events = _events([monitor], _CONNECT_SECONDS, is_over)
+            if events is None:
+                return None
+            if not events or recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                raise self._failed(source)
+            unless_connected.pop_all()
         return socket
 
-    def ask(self, socket: zmq.Socket[bytes], source: Source, keys: Sequence[bytes]) -> list[Any]:
+    def ask(
+        self, socket: zmq.Socket[bytes], source: Source, keys: Sequence[bytes], is_over: Callable[[], bool]
+    ) -> list[Any] | None:
         """Request at most MAX_KEYS pages from a source, and return the frames of its answer: one for each key, empty if
-        the source lacks the page. If there is no answer in time (1.5 * patience), or the connection fails, records that
-        the source did not answer and raises ConnectionError.
+        the source lacks the page; None if `is_over` returned True first. If there is no answer in time
+        (1.5 * patience), or the connection fails, records that the source did not answer and raises ConnectionError.
         """
         socket.send_multipart([_READ, self._identity, *keys])
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(socket.get_monitor_socket(), zmq.POLLIN)  # that of `connect`
-        if socket not in dict(poller.poll(int(self.patience * 1500))):
-            self.rest(source)
-            raise ConnectionError(f"{source.host}:{source.port} does not answer, or has another key")
+        monitor = socket.get_monitor_socket()  # that of `connect`
+        events = _events([socket, monitor], 1.5 * self.patience, is_over)
+        if events is None:
+            return None
+        if socket not in events:
+            raise self._failed(source)
         return socket.recv_multipart(copy=False)
+
+    def _failed(self, source: Source) -> ConnectionError:
+        """Record that a source has failed, and return the error that says so."""
+        self.rest(source)
+        return ConnectionError(f"{source.host}:{source.port} does not answer, or has another key")
 
     def rest(self, source: Source) -> None:
         """Record that a source has failed, so that `connect` refuses it for _REST_SECONDS. Thread-safe."""
@@ -221,27 +246,26 @@ class _TcpReader(Reader):
         self._transport, self._source = transport, source
         self._socket: zmq.Socket[bytes] | None = None
 
-    def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key. Connects in the
-        first call. Raises ConnectionError if the source does not answer in time, failed to answer recently, or has an
-        unusable address.
+    def read(self, keys: Sequence[bytes], is_over: Callable[[], bool] = never) -> Mapping[bytes, np.ndarray]:
+        """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key; {} if `is_over`
+        returned True before it answered. Connects in the first call. Raises ConnectionError if the source does not
+        answer in time, failed to answer recently, or has an unusable address.
         """
         try:
             if self._socket is None:
-                self._socket = self._transport.connect(self._source)
-            frames = self._transport.ask(self._socket, self._source, keys)
+                self._socket = self._transport.connect(self._source, is_over)
+            if self._socket is None:
+                return {}
+            frames = self._transport.ask(self._socket, self._source, keys, is_over)
         except zmq.ZMQError as error:  # such as a host without an address
             raise ConnectionError(f"{self._source.host}:{self._source.port}: {error}") from None
-        return self._transport.blocks(keys, frames, self._source)
+        return {} if frames is None else self._transport.blocks(keys, frames, self._source)
 
     def close(self) -> None:
         """Release the source's lease and close the connection. Does nothing if `read` has not connected."""
         if self._socket is not None:
             self._socket.send_multipart([_RELEASE, b"", self._source.lease.encode()])
-            monitor = self._socket.get_monitor_socket()
-            self._socket.disable_monitor()
-            monitor.close(0)
-            self._socket.close()
+            close(self._socket)
 
 
 class _Allowed:
@@ -272,6 +296,31 @@ def _socket(context: zmq.Context[Any], kind: int, keys: tuple[bytes, bytes], hos
     socket.curve_publickey, socket.curve_secretkey = keys
     socket.set(zmq.IPV6, ":" in host)
     return socket
+
+
+def _events(
+    sockets: Sequence[zmq.Socket[bytes]], seconds: float, is_over: Callable[[], bool]
+) -> dict[zmq.Socket[bytes], int] | None:
+    """Wait for messages, and return the sockets that have one; {} after `seconds`, None soon after `is_over` has begun
+    to return True.
+    """
+    poller, end = zmq.Poller(), time.monotonic() + seconds
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    while not (found := dict(poller.poll(_NEED_MS))) and time.monotonic() < end:
+        if is_over():
+            return None
+    return found
+
+
+def close(socket: zmq.Socket[bytes], linger: int | None = None) -> None:
+    """Close a socket of `TcpTransport.connect` with its monitor. linger: milliseconds for which messages may still be
+    sent; None for the socket's own number.
+    """
+    monitor = socket.get_monitor_socket()
+    socket.disable_monitor()
+    monitor.close(0)
+    socket.close(linger)
 
 
 def address_of(host: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,13 @@ MAX_KEYS = 32
 PATIENCE_SECONDS = 5.0
 # Longest period at which a producer removes old files.
 _SWEEP_SECONDS = 1.0
+# Period of checks whether an announced file has come.
+_POLL_SECONDS = 0.01
+
+
+def never() -> bool:
+    """Return False."""
+    return False
 
 
 class Source(NamedTuple):
@@ -39,9 +46,9 @@ class Source(NamedTuple):
 class Reader(Protocol):
     """Interface of a reader of one source's pages. Must be used by one thread at a time."""
 
-    def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the blocks u8[n] of at most MAX_KEYS keys, and return those that came, by key. Raises OSError if the
-        source does not answer in time.
+    def read(self, keys: Sequence[bytes], is_over: Callable[[], bool] = never) -> Mapping[bytes, np.ndarray]:
+        """Wait for the blocks u8[n] of at most MAX_KEYS keys, and return those that came, by key: in time,
+        or until `is_over` returned True. Raises OSError if the source does not answer in time.
         """
         ...
 
@@ -137,17 +144,20 @@ class _FolderReader(Reader):
         """Set the deadline for all reads together to PATIENCE_SECONDS from now."""
         self._disk, self._deadline = disk, time.monotonic() + PATIENCE_SECONDS
 
-    def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the files of all keys, and return their blocks by key. Raises TimeoutError if a file is still
-        missing at the deadline.
+    def read(self, keys: Sequence[bytes], is_over: Callable[[], bool] = never) -> Mapping[bytes, np.ndarray]:
+        """Wait for the files of all keys, and return the blocks of those that exist at the deadline, or when `is_over`
+        returns True, by key. Raises TimeoutError if there is none at the deadline.
         """
         found: dict[bytes, np.ndarray] = {}
         for key in keys:
-            while (block := self._disk.read(key)) is None:
-                if time.monotonic() > self._deadline:
-                    raise TimeoutError("the pages that were announced are not in the folder")
-                time.sleep(0.01)
-            found[key] = block
+            while (block := self._disk.read(key)) is None and time.monotonic() < self._deadline:
+                if is_over():
+                    return found
+                time.sleep(_POLL_SECONDS)
+            if block is not None:
+                found[key] = block
+        if not found:
+            raise TimeoutError("the pages that were announced are not in the folder")
         return found
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -101,6 +103,14 @@ def test_what_is_cancelled_is_dropped_with_all_it_holds():
     go.set()
     assert kept.result(60) == bytes(100) and running.result(60)
     assert not threads._turns._queues
+
+
+def test_a_call_sees_that_the_process_is_ending():
+    """It need not be waited for for ever."""
+    wait = "\n    while threading.main_thread().is_alive(): time.sleep(0.001)"
+    submits = "threads = FairThreads(1, 'some')\nfor _ in range(3): threads.submit(call)"
+    code = f"import threading, time\nfrom jaxengine.turns import FairThreads\ndef call():{wait}\n{submits}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_an_error_is_the_callers_and_ends_the_turn():

@@ -6,6 +6,7 @@ An extension's module is imported where the extension is made, so that an engine
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -99,7 +100,8 @@ class Extensions:
             for name in (name for name, is_started in started.items() if is_started):
                 self.require(name)
         except BaseException:
-            self.shutdown()
+            with contextlib.suppress(Exception):  # the first error is the one to raise
+                self.shutdown()
             raise
 
     @property
@@ -124,7 +126,8 @@ class Extensions:
             for each in self.active:
                 each.attach(loop)
         except BaseException:
-            self.shutdown()
+            with contextlib.suppress(Exception):  # the first error is the one to raise
+                self.shutdown()
             raise
 
     def prepare(self, request: Request) -> None:
@@ -163,13 +166,19 @@ class Extensions:
         """Return the active extension of the capability `name`, a key of `_MAKERS`. If necessary it is made and
         activated first.
 
-        Raises RequestError if the engine was started without the option that the capability needs.
+        Raises RequestError if the engine was started without the option that the capability needs, and an extension's
+        own error if it cannot begin its work; it is then shut down, and the next call makes another.
         """
         found = self.by_name.get(name)
         if found is None:
-            found = self.by_name[name] = _MAKERS[name](self)
+            found = _MAKERS[name](self)
             if self._loop is not None:
-                found.attach(self._loop)
+                try:
+                    found.attach(self._loop)
+                except BaseException:
+                    found.shutdown()
+                    raise
+            self.by_name[name] = found
         if found not in self.active:
             self.active.append(found)
             self.hooks.update(self.active)
@@ -190,9 +199,15 @@ class Extensions:
         return min((each.rest() for each in self.active), default=float("inf"))
 
     def shutdown(self) -> None:
-        """End the threads and processes of all extensions."""
+        """End the threads and processes of all extensions; then raise the first error of those that raise one."""
+        first: Exception | None = None
         for each in self.by_name.values():
-            each.shutdown()
+            try:
+                each.shutdown()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def adapter_store(self) -> AdapterStore:
         """Return the store of LoRA adapters that requests may name. Raises RequestError in an engine without
@@ -435,9 +450,7 @@ def _step_work(extensions: Extensions) -> LoopExtension:
 
 
 def _sessions(extensions: Extensions) -> LoopExtension:
-    """Make the extension for sessions, whose pages are kept in host memory, after requiring the offload extension that
-    it uses.
-    """
+    """Make the extension for sessions, after requiring the offload extension, which keeps their pages."""
     from jaxengine.engine.extensions.sessions import Sessions
 
     return Sessions(cast("Offload", extensions.require("offload")))

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -43,7 +43,11 @@ _SOON_SECONDS, _LATER_SECONDS = 0.005, 0.25
 
 
 class Elsewhere(Place):
-    """Store (Place) of pages of one request that another engine has."""
+    """Store (Place) of pages of one request that another engine has.
+
+    Attributes:
+      address: host and port of the other engine; None for a transport by a folder.
+    """
 
     is_far = True
 
@@ -52,19 +56,20 @@ class Elsewhere(Place):
         pages and failures.
         """
         self._transport, self._source, self._stats = transport, source, stats
+        self.address = None if source.host is None else f"{source.host}:{source.port}"
 
-    def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
+    def read_all(self, keys: Sequence[bytes], is_over: Callable[[], bool]) -> Iterator[tuple[bytes, np.ndarray]]:
         """Read the blocks of these keys from the other engine, at most MAX_KEYS per request, and yield (key, block) for
         those that it has.
 
         An answer that lacks a key is the last, because a prefix ends with its first missing page: so an engine that
-        has lost its pages is asked once, however long the prompt is. An OSError ends the iteration; it is logged, not
-        raised. Counts the blocks and the failure in the stats.
+        has lost its pages is asked once, however long the prompt is. So is one while `is_over` returns True. An OSError
+        ends the iteration; it is logged, not raised. Counts the blocks and the failure in the stats.
         """
         reader = self._transport.open(self._source)
         try:
             for first in range(0, len(keys), MAX_KEYS):
-                found = reader.read(asked := keys[first : first + MAX_KEYS])
+                found = reader.read(asked := keys[first : first + MAX_KEYS], is_over)
                 self._stats.num_received += len(found)
                 yield from found.items()
                 if len(found) < len(asked):

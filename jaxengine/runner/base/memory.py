@@ -6,11 +6,12 @@ the process's anonymous memory, since pages of files can be dropped at any time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ from jaxengine.runner.base.card import card_bytes, usable
 from jaxengine.scheduler.pages.groups import most_pages_of
 
 _CARDS = ("gpu", "cuda")
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Folder with a tree of control groups, and the file of a group's limit, by the controllers that /proc/self/cgroup
+# names: none in version 2.
+_CGROUPS = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 
 # Bytes of memory that a loaded executable takes for each byte of its file. XLA:CPU keeps its HLO both as objects and as
 # a message, which take far more than its machine code: 21.4 bytes in forward passes with prompts, 22.1 in those
@@ -145,17 +148,35 @@ def device_memory(device: Any) -> int:
     return host_memory() if device.platform == "cpu" else device.memory_stats()["bytes_limit"]
 
 
-def host_memory() -> int:
-    """Return the host's memory in bytes, or the control group's limit if that is lower."""
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the host's memory in bytes, or the lowest limit of the process's control group and those that contain it.
+
+    root: folder with `proc` and `sys`. Limits that a container does not show do not count.
+    """
     total = next(
         int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
+        for line in (root / "proc/meminfo").read_text().splitlines()
         if line.startswith("MemTotal:")
     )
-    for path in map(Path, _CGROUP_LIMITS):
-        if path.exists() and (limit := path.read_text().strip()).isdigit():
-            total = min(total, int(limit))
-    return total
+    return min([total, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """Yield the limits in bytes of the process's control group and of those that contain it, in both versions of
+    control groups. root: as in `host_memory`.
+    """
+    paths = {"": "/", "memory": "/"}  # without a group of its own, a process is in the root
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths |= {each: path for each in controllers.split(",") if each in paths}
+    for controller, path in paths.items():
+        folder, name = _CGROUPS[controller]
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):
+            with contextlib.suppress(OSError):
+                if (limit := (root / folder / group / name).read_text().strip()).isdigit():
+                    yield int(limit)
 
 
 def device_limit(device: Any) -> int | None:

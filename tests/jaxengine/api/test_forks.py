@@ -91,7 +91,7 @@ def test_an_engine_is_not_pickled(make_llm):
 EXIT = """
 import os, sys, jax
 from jaxengine.api.owner import Owner
-owner = Owner(has_devices=True)
+Owner(has_devices=True)  # and an engine that was deleted has left its devices open
 jax.jit(lambda x: x @ x)(jax.numpy.ones((300, 300))).block_until_ready()
 if (pid := os.fork()) == 0:
     sys.exit(3)

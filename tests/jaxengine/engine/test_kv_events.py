@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,6 +182,29 @@ def test_an_extension_that_cannot_be_made_or_begin_shuts_down_those_before_it(mo
     with pytest.raises(ConfigError, match="another address"):
         extensions.attach(runner)
     assert ended[2:] == ["offload", "offload", "trace"]
+    # One that a request needs: the next such request makes it again, since the failed one takes part in nothing.
+    extensions.active.remove(extensions.by_name.pop("kv_events"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another address"):
+            extensions.require("kv_events")
+        assert ended[-1] == "trace" and "kv_events" not in extensions.by_name and recording not in extensions.active
+
+
+def test_all_extensions_are_shut_down_and_the_first_error_is_raised():
+    ended: list[str] = []
+
+    def shutdown(name: str, fails: bool) -> None:
+        ended.append(name)
+        if fails:
+            raise OSError(name)
+
+    extensions = build.Extensions.__new__(build.Extensions)
+    fails = {"sessions": False, "offload": True, "kv_transfer": True, "recording": False}
+    made: Any = {name: SimpleNamespace(shutdown=partial(shutdown, name, each)) for name, each in fails.items()}
+    extensions.by_name = made
+    with pytest.raises(OSError, match="offload"):
+        extensions.shutdown()
+    assert ended == list(fails)
 
 
 @pytest.fixture(scope="module")

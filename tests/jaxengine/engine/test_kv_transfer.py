@@ -139,8 +139,15 @@ def test_no_local_load_waits_for_an_engine_that_does_not_answer(both, plain_toke
     strangers = [each[::-1] for each in prompts_of(9)]
     old, transfer.transport.patience = transfer.transport.patience, 1.0
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = {"remote_port": silent.getsockname()[1], "remote_block_ids": [[*range(9)]]}
+        gone = asking(0, 9, PREFILL | source)
+        core.add(core.inputs.prepare({"prompt_token_ids": strangers[0]}, gone, request_id="gone"))
+        core.step()
+        (load,) = transfer._offload._loads._loading
+        core.abort("gone")  # and what was to be read for it, although nothing has failed
+        load.future.result(1.5)
+        assert load.num_parts == 0 and silent.getsockname() not in transfer.transport._resting
         for index, each in enumerate(strangers):
-            source = {"remote_port": silent.getsockname()[1], "remote_block_ids": [[*range(9)]]}
             far = asking(index, 9, PREFILL | source)
             core.add(core.inputs.prepare({"prompt_token_ids": each}, far, request_id=f"far {index}"))
         finished = dict[str, Any]()

@@ -17,6 +17,7 @@ from jaxengine.engine.extensions.offload import page_loads
 from jaxengine.engine.extensions.offload.offload import check_sizes
 from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
 from jaxengine.tiers.host import HostTier
+from jaxengine.tiers.transport import never
 from tests.tables import each_row
 
 
@@ -55,7 +56,7 @@ def test_a_copy_that_fails_costs_its_pages_alone(caplog):
     stores.flush(time.monotonic() + 20)
     assert not tiers.has(b"a") and tiers.host.get(b"b") is block and not tiers.arriving
     assert stats.num_dropped == 1 and stats.counts["store"] == 1 and "no memory" in caplog.text
-    assert dict(page_loads._read(found)) == {b"c": block}, "a load that waits for the copy has the other pages"
+    assert dict(page_loads._read(found, never)) == {b"c": block}, "a load that waits for the copy has the other pages"
     stores.shutdown()
 
 
@@ -76,6 +77,49 @@ def test_a_page_of_two_replicas_is_copied_once():
     assert sent == [[(b"a", 0), (b"b", 1)], [(b"c", 5)]] and not tiers.arriving and len(tiers.host) == 3
     assert stats.num_dropped == 0 and stats.counts["store"] == 3
     stores.shutdown()
+
+
+class Silent(page_loads.Place):
+    """Another engine that brings nothing until its reader gives up."""
+
+    is_far = True
+
+    def __init__(self, address: str, reading: list[str]):
+        self.address, self._reading = address, reading
+
+    def read_all(self, keys, is_over):
+        self._reading.append(self.address)
+        while not is_over():
+            time.sleep(0.001)
+        yield from ()
+
+
+def test_loads_from_engines_that_do_not_answer(monkeypatch):
+    """One address holds half of the threads at most, and a request that has ended holds none."""
+
+    def wait_for(holds: Any) -> None:
+        end = time.monotonic() + 20
+        while not holds() and time.monotonic() < end:
+            time.sleep(0.001)
+        assert holds()
+
+    mover: Any = SimpleNamespace(page_bytes=8, send=lambda rank, pages: SimpleNamespace(keys=pages))
+    loads, reading = page_loads.PageLoads(mover, threading.Event()), list[str]()
+    orders: list[Any] = [SimpleNamespace(request=object(), rank=0) for _ in range(12)]
+    for order in orders[:10]:
+        loads.start(order, {b"a": Silent("silent:1", reading)}, 0)
+    loads.start(orders[10], {b"a": Silent("silent:2", reading)}, 0)
+    wait_for(lambda: sorted(reading) == ["silent:1"] * 4 + ["silent:2"])
+    for order in orders[2:10]:  # two of which are being read
+        loads.give_up(order.request)
+    wait_for(lambda: len(loads._loading) == 11 and sum(each.num_parts == 0 for each in loads._loading) == 8)
+    assert len(loads.take_done()) == 8 and loads.is_busy and len(reading) == 5
+    monkeypatch.setattr(page_loads, "_QUEUE_SECONDS", -1.0)  # one whose turn comes too late
+    loads.start(orders[11], {b"a": Silent("silent:3", reading)}, 0)
+    wait_for(lambda: [each.num_parts for each in loads._loading].count(0) == 1)
+    assert "silent:3" not in reading
+    loads.shutdown()
+    assert all(each.future.done() for each in loads._loading)
 
 
 @each_row(

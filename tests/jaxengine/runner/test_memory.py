@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxengine import LLM
-from jaxengine.runner.base.memory import memory_in_use, return_free_memory
+from jaxengine.runner.base.memory import host_memory, memory_in_use, return_free_memory
+from tests.tables import each_row
 
 
 def test_every_loaded_program_counts(make_llm):
@@ -67,3 +68,28 @@ def _programs(stage):
         yield stage.programs.forward(bucket, stage.params, stage._kv_shapes)
     for name, size in stage.programs.epilogue_sizes():
         yield stage.programs.epilogue(name, size, stage.params)
+
+
+@each_row(
+    ("groups", "limits", "expected"),
+    (
+        ("0::/pod/app", {"": "max", "pod": "6000", "pod/app": "9000"}, 6000),  # a group that contains the process's
+        ("0::/pod/app", {"pod": "7000", "pod/app": "max", "other": "10"}, 7000),
+        ("0::/", {"": "5000"}, 5000),
+        ("0::/../other", {"": "5000"}, 5000),  # of which a container sees nothing
+        ("", {"": "max"}, 8 << 10),
+        ("3:cpu,memory:/app\n0::/", {"memory": "9223372036854771712", "memory/app": "4000"}, 4000),  # version 1
+        ("", {"memory": "3000"}, 3000),
+    ),
+)
+def test_memory_of_a_host_with_control_groups(groups, limits, expected, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("host")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\nMemTotal: 8 kB\n")
+    if groups:
+        (tmp_path / "proc/self/cgroup").write_text(f"{groups}\n")
+    for group, limit in limits.items():
+        folder = tmp_path / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("memory.limit_in_bytes" if group.startswith("memory") else "memory.max")).write_text(f"{limit}\n")
+    assert host_memory(tmp_path) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 
@@ -49,6 +50,26 @@ def test_pages_by_tcp():
             each.read([key(2)])
     assert time.monotonic() - start < consumer.patience
     for each in (consumer, foreign, stranger):
+        each.shutdown()
+
+
+def test_a_reader_does_not_wait_for_what_is_silent_or_not_needed(monkeypatch):
+    monkeypatch.setattr("jaxengine.tiers.tcp._CONNECT_SECONDS", 0.1)
+    producer, consumer = TcpTransport(SECRET, "model", ("127.0.0.1", 0)), TcpTransport(SECRET, "model")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        for message in ("does not answer", "not long ago"):
+            reader = consumer.open(Source(*silent.getsockname(), "a lease"))
+            with pytest.raises(ConnectionError, match=message):
+                reader.read([key(1)])
+            reader.close()
+    assert producer.address is not None
+    producer.offer(key(1), None)  # and it does not come
+    reader = consumer.open(Source(*producer.address, "a lease"))
+    assert reader.read([key(1)], is_over=lambda: True) == {}
+    reader.close()
+    assert time.monotonic() - start < consumer.patience
+    for each in (producer, consumer):
         each.shutdown()
 
 
@@ -126,7 +147,11 @@ def test_pages_by_a_folder(tmp_path):
     while path.exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not path.exists()
+    producer.offer(key(2), block(2))
+    assert producer._disk.flush(10)
+    assert reader.read([key(1)], is_over=lambda: True) == {}
     vars(reader)["_deadline"] = 0.0
+    assert list(reader.read([key(1), key(2)])) == [key(2)]  # what came counts
     with pytest.raises(TimeoutError):
         reader.read([key(1)])
     producer.shutdown()

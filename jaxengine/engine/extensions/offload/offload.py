@@ -7,6 +7,7 @@ read files and send pages to the devices, and the folder has a thread that write
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -123,8 +124,11 @@ class Offload(LoopExtension):
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 
     def ended(self, request: Request) -> None:
-        """Release what the orders keep for the request, and dispatch copies of the pages that it has filled."""
+        """Release what the orders keep for the request, give up its load, and dispatch copies of the pages that it has
+        filled.
+        """
         self.orders.ended(request)
+        self._loads.give_up(request)
         self._save(filled=True)
 
     def wait(self, seconds: float) -> bool:
@@ -146,11 +150,12 @@ class Offload(LoopExtension):
 
     def shutdown(self) -> None:
         """Wait for all copies from the devices, store them, and end the threads, the folder's after its writes."""
-        self.stores.shutdown()
-        self._loads.shutdown()
-        self.stores.keep()
-        if self._disk is not None:
-            self._disk.shutdown()
+        with contextlib.ExitStack() as others:  # each is ended, even if one before it raises
+            if self._disk is not None:
+                others.callback(self._disk.shutdown)
+            others.callback(self.stores.keep)
+            others.callback(self._loads.shutdown)
+            self.stores.shutdown()
 
     def flush(self, seconds: float = 30.0) -> bool:
         """Wait until all copies dispatched so far are stored, in the folder too, for `seconds` at most; return whether

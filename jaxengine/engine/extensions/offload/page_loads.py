@@ -10,15 +10,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from jaxengine.runner.extensions.offload import MAX_COMING, SIZES, Coming, PageMover
+from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.extensions.load_room import Load
+from jaxengine.tiers.transport import PATIENCE_SECONDS
+from jaxengine.turns import FairThreads
 
 
 class Place(Protocol):
@@ -27,19 +30,25 @@ class Place(Protocol):
     Attributes:
       is_far: whether reading may wait for another machine; such reads have their own threads so that they do not delay
         local ones.
+      address: the other machine, if it is known; reads from one address may use half of these threads.
     """
 
     is_far: bool
+    address: str | None
 
-    def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Yield those of the keys that the store has, with their blocks u8[n]."""
+    def read_all(self, keys: Sequence[bytes], is_over: Callable[[], bool]) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield those of the keys that the store has, with their blocks u8[n]. Stops soon after `is_over` has begun to
+        return True.
+        """
         ...
 
 
 # Content of a key in host memory, a copy that will bring it there, a store to read it from, or None if none has it.
 Block = np.ndarray | Future[dict[bytes, np.ndarray]] | Place | None
 # Threads that read from other machines.
-_NUM_FAR = 4
+_NUM_FAR = 8
+# A load from another machine that has waited for a thread for so many seconds ends without pages.
+_QUEUE_SECONDS = PATIENCE_SECONDS
 # Longest key of a page: a digest, and the number of a group. Keys of states are longer.
 _PAGE_KEY_BYTES = 33
 
@@ -55,7 +64,11 @@ class Loading:
       num_taken: parts that the engine's thread has processed.
       num_parts: number of all parts; None until the last one is sent.
       error: exception that ended the load early; None for none.
+      is_given_up: whether nobody needs the remaining parts any more.
+      future: of the call that runs the load; set when it is submitted.
     """
+
+    future: Future[None]
 
     def __init__(self, load: Load, generation: int):
         """Set the start time to now, with no parts."""
@@ -63,17 +76,18 @@ class Loading:
         self.num_found = self.num_taken = 0
         self.num_parts: int | None = None
         self.error: BaseException | None = None
+        self.is_given_up = False
 
 
 class PageLoads:
     """Loads in progress, and the threads that run them. Public methods are for the engine's thread."""
 
     def __init__(self, mover: PageMover, something: threading.Event):
-        """Start the threads. mover: sends pages to the devices. something: event to set whenever a part arrives or a
+        """Begin without loads. mover: sends pages to the devices. something: event to set whenever a part arrives or a
         load ends.
         """
         self._mover, self._something = mover, something
-        self._threads = ThreadPoolExecutor(1, "kv-loads"), ThreadPoolExecutor(_NUM_FAR, "kv-far-loads")
+        self._near, self._far = FairThreads(1, "kv-loads"), FairThreads(_NUM_FAR, "kv-far-loads")
         self._loading: list[Loading] = []
         self._come: deque[tuple[Loading, Coming, int]] = deque()
         self._room = threading.Semaphore(MAX_COMING)
@@ -89,8 +103,21 @@ class PageLoads:
         of Loading.generation.
         """
         self._loading.append(loading := Loading(load, generation))
-        is_far = any(getattr(each, "is_far", False) for each in found.values())
-        self._threads[is_far].submit(self._run, loading, found)
+        far = next((each for each in found.values() if getattr(each, "is_far", False)), None)
+        if far is None:
+            loading.future = self._near.submit_for(None, self._run, loading, found, float("inf"))
+        else:
+            address, end = cast(Place, far).address, loading.start + _QUEUE_SECONDS
+            loading.future = self._far.submit_for(address, self._run, loading, found, end)
+
+    def give_up(self, request: Request) -> None:
+        """End the loads of a request that no longer needs them: at once if they have not begun, else soon."""
+        for loading in self._loading:
+            if loading.load.request is request:
+                loading.is_given_up = True
+                if loading.future.cancel():
+                    loading.num_parts = 0
+                    self._something.set()
 
     def take_parts(self) -> Iterator[tuple[Loading, Coming, int]]:
         """Yield and remove each part that is on the devices, as (its load, the part, its number of bytes). Each makes
@@ -110,21 +137,27 @@ class PageLoads:
         return done
 
     def shutdown(self) -> None:
-        """End the threads and wait for them; loads that are not done by then never complete."""
+        """End the loads, and wait for those that have begun; none completes any more."""
         self._is_closing = True
-        for each in self._threads:
-            each.shutdown(cancel_futures=True)
+        wait([each.future for each in self._loading if not each.future.cancel()])
 
-    def _run(self, loading: Loading, found: Mapping[bytes, Block]) -> None:
+    def _run(self, loading: Loading, found: Mapping[bytes, Block], begin: float) -> None:
         """Read and send all parts of a load, on one of the threads; an exception ends the load and is stored in its
-        `error`. When the engine or the process is ending, the load ends without the remaining parts.
+        `error`. When it is given up, or the engine or the process is ending, the load ends without the remaining parts.
 
-        found: argument of `start`.
+        found: argument of `start`. begin: latest time.monotonic() at which the load may begin; a later one has no
+        parts.
         """
+
+        def is_over() -> bool:
+            """Whether nobody needs the remaining parts."""
+            return loading.is_given_up or self._is_closing or not threading.main_thread().is_alive()
+
         parts = 0
         try:
-            for size, send in self._parts(loading.load.rank, found):
-                if not self._make_room():
+            found = found if time.monotonic() < begin else {}
+            for size, send in self._parts(loading.load.rank, found, is_over):
+                if not self._make_room(is_over):
                     break
                 self._come.append((loading, self._sent(send), size))
                 parts += 1
@@ -134,16 +167,18 @@ class PageLoads:
         loading.num_parts = parts
         self._something.set()
 
-    def _parts(self, rank: int, found: Mapping[bytes, Block]) -> Iterator[tuple[int, Callable[[], Coming]]]:
+    def _parts(
+        self, rank: int, found: Mapping[bytes, Block], is_over: Callable[[], bool]
+    ) -> Iterator[tuple[int, Callable[[], Coming]]]:
         """Yield, for each part of a load, its number of bytes and the function that sends it to the devices of replica
         `rank`.
 
         A part has up to SIZES[-1] pages, or one state. Blocks whose size is not the model's are left out. found:
-        argument of `start`.
+        argument of `start`. is_over: as for Place.read_all.
         """
         mover = self._mover
         pages: list[tuple[bytes, np.ndarray]] = []
-        for key, block in _read(found):
+        for key, block in _read(found, is_over):
             is_state = len(key) > _PAGE_KEY_BYTES
             if block.nbytes != (mover.state_bytes if is_state else mover.page_bytes):
                 continue
@@ -167,19 +202,19 @@ class PageLoads:
             self._room.release()
             raise
 
-    def _make_room(self) -> bool:
+    def _make_room(self, is_over: Callable[[], bool]) -> bool:
         """Wait until another part may be on the devices, and reserve its room; return True, or False, with nothing
-        reserved, if the engine or the process is ending.
+        reserved, once `is_over` returns True.
         """
-        while not self._is_closing and threading.main_thread().is_alive():
+        while not is_over():
             if self._room.acquire(timeout=0.1):
                 return True
         return False
 
 
-def _read(found: Mapping[bytes, Block]) -> Iterator[tuple[bytes, np.ndarray]]:
+def _read(found: Mapping[bytes, Block], is_over: Callable[[], bool]) -> Iterator[tuple[bytes, np.ndarray]]:
     """Yield the keys that have content, with their blocks, in the order of `found`. Waits for copies to host memory,
-    and reads the stores.
+    and reads the stores until `is_over` returns True.
     """
     for _, group in groupby(found, key=lambda key: id(found[key])):
         keys = list(group)
@@ -190,4 +225,4 @@ def _read(found: Mapping[bytes, Block]) -> Iterator[tuple[bytes, np.ndarray]]:
             arrived = block.result()
             yield from ((key, arrived[key]) for key in keys if key in arrived)
         elif block is not None:
-            yield from block.read_all(keys)
+            yield from block.read_all(keys, is_over)
