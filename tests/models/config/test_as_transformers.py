@@ -303,7 +303,7 @@ def test_the_older_spelling_of_rope_is_refused_where_ropes_have_none(name):
         read_hf(recorded(name, rope_parameters=ABSENT, rope_scaling={"rope_type": "linear", "factor": 2.0}))
 
 
-@each_row("name", ["seed_oss", "ernie4_5"])
+@each_row("name", ["seed_oss", "ernie4_5", "iquestcoder"])
 def test_a_null_head_dim_is_a_part_of_the_hidden_size(name):
     raw = recorded(name, head_dim=None)
     assert read_hf(raw).attention[0].head_dim == raw["hidden_size"] // raw["num_attention_heads"]
