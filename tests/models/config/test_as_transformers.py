@@ -318,6 +318,16 @@ def test_mistral_3_has_another_tower_by_default_than_its_towers_class():
     assert sides == [14, 16]
 
 
+def test_a_text_of_mistral_3_lacks_what_its_class_has_by_default():
+    """As transformers 4.50 saved fine-tuned models."""
+    raw, sizes = recorded("mistral3_pictures_vision"), {"num_hidden_layers": 32, "num_attention_heads": 32}
+    whole = raw["text_config"] | sizes | {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
+    whole |= {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096}
+    text = {key: whole[key] for key in ("model_type", "head_dim", "rope_parameters", "tie_word_embeddings")}
+    found = [read_hf(raw | {"text_config": each}) for each in (whole, text)]
+    assert found[0] == found[1]
+
+
 def test_eurobert_norms_by_its_own_epsilon():
     llama = recorded("llama", architectures=["EuroBertModel"], rms_norm_eps=ABSENT)
     assert read_hf(llama, Pooler()).rms_norm_eps == 1e-5
