@@ -12,7 +12,17 @@ from typing import Any
 
 from jaxengine.config.features.pooling_model import DOCUMENT, QUERY, SentenceModel
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
-from jaxengine.models.config.pooler import CLS, DENSE_ACTIVATIONS, LAST, MEAN, Dense, Splade
+from jaxengine.models.config.pooler import (
+    CLS,
+    DENSE_ACTIVATIONS,
+    LAST,
+    MAX,
+    MEAN,
+    MEAN_SQRT_LEN,
+    WEIGHTED_MEAN,
+    Dense,
+    Splade,
+)
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_object, read_text
 
@@ -24,7 +34,14 @@ TRANSFORMER = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
 # Fields of config.json that hf_overrides may add, and that then take precedence.
 _BY_USERS = ("classifier_from_token", "method")
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 1000, 10_000
-_MODES = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
+_MODES = {
+    "lasttoken": LAST,
+    "mean": MEAN,
+    "cls": CLS,
+    "max": MAX,
+    "weightedmean": WEIGHTED_MEAN,
+    "mean_sqrt_len_tokens": MEAN_SQRT_LEN,
+}
 _CROSS_ENCODER = "CrossEncoder"  # model_type in PROMPTS
 # Boolean fields that sentence-transformers before version 5 wrote instead.
 _EARLIER_MODES = {

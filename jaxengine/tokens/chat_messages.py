@@ -19,11 +19,11 @@ from jaxengine.tokens.cut_json import read_cut_json
 MAX_DEPTH = 32
 # Types of content parts other than text, named as in templates. They have no other keys.
 MEDIA_TYPES = ("image", "video", "audio")
-# Type of a part with a model's reasoning, which only some templates take.
+# Type of a part with a model's reasoning, which only some templates take; also the name of reasoning in gpt-oss's.
 THINKING = "thinking"
 # Type of a text part -> key of the part that holds the text. Types of /v1/responses are allowed, as in vLLM.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Names of a model's reasoning in answers, the one that counts first. Templates use one of the first two.
+# Names of a model's reasoning in answers, the one that counts first. Templates use one of them (gpt-oss's the last).
 REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 
 # Nesting depth of arguments in a message: tool_calls, the call, function, arguments.
@@ -40,8 +40,8 @@ def checked_messages(messages: Any, joint: str = "\n") -> list[Message]:
 
     Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`;
     with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES or THINKING stays a
-    list. Reasoning under any of REASONING_NAMES is stored under the first two of them, and a refusal becomes the
-    content where that is missing.
+    list. Reasoning under any of REASONING_NAMES is stored under all of them, and a refusal becomes the content where
+    that is missing.
 
     Raises RequestError(param="messages") for invalid messages.
     """
@@ -55,10 +55,19 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
 
     A missing content is None for templates that test for it, otherwise a missing key, since they would print "None"; a
     further variant has "". Arguments of earlier calls are objects, or, in a further variant, the text that the model
-    wrote. Instructions vary as in `_instructed`.
+    wrote. Instructions vary as in `_instructed`. If an answer has calls, reasoning and a content, all variants follow
+    once more without the key THINKING in such answers.
     """
     for placed in _instructed(messages, template):
         yield from _ways_to_write(placed, template)
+        # gpt-oss's template refuses such an answer.
+        full = [THINKING in each and "tool_calls" in each and bool(each.get("content")) for each in placed]
+        if any(full):
+            fewer = [
+                {key: value for key, value in each.items() if key != THINKING or not found}
+                for each, found in zip(placed, full, strict=True)
+            ]
+            yield from _ways_to_write(fewer, template)
 
 
 def lost_instructions(messages: Sequence[Message], text: str) -> bool:
@@ -151,9 +160,9 @@ def kind(value: Any) -> str:
 
 
 def _checked_message(message: Any, where: str, joint: str) -> Message:
-    """Check one message and return a copy without None values. Reasoning is stored under the first two of
-    REASONING_NAMES, and a refusal takes the place of a missing content. Content parts are joined by `joint` unless
-    there are others than texts. where: path of the message in errors. Raises RequestError for an invalid message.
+    """Check one message and return a copy without None values. Reasoning is stored under all REASONING_NAMES, and a
+    refusal takes the place of a missing content. Content parts are joined by `joint` unless there are others than
+    texts. where: path of the message in errors. Raises RequestError for an invalid message.
     """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
@@ -179,7 +188,7 @@ def _checked_message(message: Any, where: str, joint: str) -> Message:
     checked = {key: value for key, value in checked.items() if value is not None}
     if reasoning:
         counts = next(checked[name] for name in REASONING_NAMES if name in checked)
-        checked |= dict.fromkeys(REASONING_NAMES[:2], counts)
+        checked |= dict.fromkeys(REASONING_NAMES, counts)
     return checked
 
 

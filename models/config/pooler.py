@@ -11,7 +11,8 @@ from typing import NamedTuple
 from jaxengine.models.config.fields import ModelConfigError
 
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"
-POOLING_TYPES = (LAST, MEAN, CLS)
+MAX, WEIGHTED_MEAN, MEAN_SQRT_LEN = "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN"
+POOLING_TYPES = (LAST, MEAN, CLS, MAX, WEIGHTED_MEAN, MEAN_SQRT_LEN)
 # Tasks of pooling models. The first two give one vector for a prompt, the others one for each of its tokens.
 EMBED, CLASSIFY = "embed", "classify"
 TOKEN_EMBED, TOKEN_CLASSIFY = "token_embed", "token_classify"
@@ -106,7 +107,9 @@ class Pooler:
     """Pooling of the hidden states of a prompt into one, and its use.
 
     Attributes:
-      pooling_type: LAST, the state of the last token; CLS, of the first; MEAN, the mean over all of them.
+      pooling_type: LAST, the state of the last token; CLS, of the first; MEAN, the mean over all of them;
+        WEIGHTED_MEAN, their mean with weight i for the i-th token from 1; MEAN_SQRT_LEN, their sum divided by the
+        square root of their number; MAX, the largest value of each element.
       classifier: scores of the pooled state; None if the state itself is the result, an embedding.
       dense: dense layers that compute the embedding from the state, in order.
       token_heads: the checkpoint's scores for tasks about tokens; if empty, tokens get the same scores as prompts.

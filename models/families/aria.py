@@ -64,6 +64,7 @@ class AriaForConditionalGeneration(AriaTextForCausalLM):
         prefixes=(*((f"{outer}{_JOINED}_", f"{_JOINED}.") for outer in ("model.", "")), *NAMES.prefixes),
         suffixes=_EXPERTS,
         stacked_experts=_STACKED,
+        plain=(_JOINED,),  # a parameter of torch's MultiheadAttention, and no Linear
     )
 
     @classmethod

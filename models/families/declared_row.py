@@ -246,13 +246,15 @@ class Row(NamedTuple):
     def _canonical(self, fields: ConfigFields) -> ConfigFields:
         """Return the fields under the names that most families use, whose own values give way to those of the names in
         `spelled`, with `defaults` for those that are absent or null, and with the fields that `adapt` returns, which
-        replace all others. A token id that is null stays null, and q_lora_rank, for queries without a latent. Unless
-        `grouped`, num_key_value_heads is null. Raises ModelConfigError if `adapt` does.
+        replace all others. A token id that is null stays null, as do q_lora_rank, for queries without a latent, and
+        head_dim, for hidden_size / num_attention_heads. Unless `grouped`, num_key_value_heads is null. Raises
+        ModelConfigError if `adapt` does.
         """
         raw = dict(fields.raw)
         raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}
         if not self.grouped:
             raw["num_key_value_heads"] = None
-        given = {key for key in raw if raw[key] is not None or key.endswith(("_token_id", "q_lora_rank"))}
+        null = ("q_lora_rank", "head_dim")
+        given = {key for key in raw if raw[key] is not None or key in null or key.endswith("_token_id")}
         fields = ConfigFields({**raw, **{key: value for key, value in self.defaults.items() if key not in given}})
         return fields if self.adapt is None else ConfigFields({**fields.raw, **self.adapt(fields)})

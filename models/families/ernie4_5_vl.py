@@ -100,7 +100,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
     # Names in published files, which transformers 5 writes, too, with "model." before those of the tower.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
-            *((f"{new}vision_model.", f"{VISUAL}.") for new in ("model.", "")),
+            *((f"{old}.", f"{VISUAL}.") for old in ("model.vision_model", "vision_model", "model.vision_tower")),
             (f"model.{RESAMPLER}.", f"{RESAMPLER}."),
             ("model.language_model.", "model."),  # transformers 5 in memory, and so in adapters
         ),
@@ -109,6 +109,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
             (".mlp.text_moe.experts", ".mlp.experts"),
             (".mlp.text_moe.gate", ".mlp.gate"),
             (".mlp.vision_moe.", ".mlp.image."),
+            *((f"_linear.fc{new}", f"_linear.{old}") for new, old in ((1, 0), (2, 2))),
         ),
         transposed=(".mlp.gate.weight", ".mlp.image.gate.weight"),
         further_experts="image.experts",

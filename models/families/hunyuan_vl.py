@@ -22,7 +22,12 @@ class HunYuanVLForConditionalGeneration(HunYuanDenseV1ForCausalLM):
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Names in published files, which transformers 5 writes, too.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(("model.language_model.", "model."),),  # transformers 5 in memory, and so in adapters
+        prefixes=(  # transformers 5 in memory, and so in adapters and in lists of modules that are not quantised
+            ("model.language_model.", "model."),
+            ("model.vision_tower.patch_merger.", f"{MERGER}."),
+            ("model.vision_tower.", f"{TOWER}."),
+        ),
+        parts=((".mlp.fc1", ".mlp.dense_h_to_4h"), (".mlp.fc2", ".mlp.dense_4h_to_h")),
         tower=(f"{TOWER}.",),
         flattened=(".patch_embedding.weight", f"{MERGER}.proj.0.weight", f"{MERGER}.proj.2.weight"),
     )

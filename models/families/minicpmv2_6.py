@@ -33,6 +33,7 @@ class MiniCPMV(LlamaForCausalLM):
         unused=("apm.", "audio", "tts", f"{RESAMPLER}.pos_embed"),
         tower=(f"{TOWER}.", f"{RESAMPLER}."),
         transposed=(f"{RESAMPLER}.proj.weight",),
+        plain=(f"{RESAMPLER}.attn.in_proj", f"{RESAMPLER}.proj"),  # parameters, and no Linear
         flattened=FLATTENED,
     )
 

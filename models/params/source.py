@@ -106,6 +106,15 @@ class CheckpointNames(NamedTuple):
         stems = {name.removesuffix(end): parts for end, parts in self.joined.items() if name.endswith(end)}
         return [stem + part for stem, parts in stems.items() for part in parts]
 
+    def ends_of_modules(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs of an end that a configuration's names of modules may have and the model's: `suffixes`, with
+        ".weight" if they are of tensors; a joined matrix and each of its parts; and each part of a divided matrix and
+        that matrix.
+        """
+        joined = ((whole, part) for whole, parts in self.joined.items() for part in parts if part.endswith(".weight"))
+        divided = ((part, whole) for whole, parts in self.divided.items() for part in parts)
+        return (*self.suffixes, *joined, *divided)
+
     def is_unused(self, stored: str) -> bool:
         """Return whether the checkpoint's tensor `stored` belongs to a part that is not read: those of the family, and
         modules named mtp or mtp_..., which predict further tokens, whatever the family.

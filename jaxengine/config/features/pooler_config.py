@@ -53,7 +53,7 @@ class PoolerConfig:
 
     Attributes:
       task: "embed", "classify", "token_embed" or "token_classify": what requests get that name none.
-      pooling_type: "LAST", "MEAN" or "CLS".
+      pooling_type: "LAST", "MEAN", "CLS", "MAX", "WEIGHTED_MEAN" or "MEAN_SQRT_LEN".
       use_activation: normalise embeddings, or turn scores into probabilities.
       dimensions: leading dimensions of embeddings to keep; needs a Matryoshka model.
     """

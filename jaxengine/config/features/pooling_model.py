@@ -34,7 +34,7 @@ class SentenceModel:
     """Settings in the files of a sentence-transformers model.
 
     Attributes:
-      pooling_type: LAST, MEAN or CLS.
+      pooling_type: one of POOLING_TYPES.
       normalize: whether embeddings are normalised to length 1.
       prompts: texts to prepend to the input, by name; default_prompt names the one used by default.
       max_seq_length: limit of the input in tokens; None for the model's own limit.

@@ -54,6 +54,9 @@ def pooling_of(folder: str, **options):
         ({"pooling_mode": ["cls"]}, CLS),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, MEAN),
         ({"pooling_mode_cls_token": True}, CLS),
+        ({"pooling_mode": "max"}, "MAX"),
+        ({"pooling_mode_weightedmean_tokens": True}, "WEIGHTED_MEAN"),
+        ({"pooling_mode_mean_sqrt_len_tokens": True}, "MEAN_SQRT_LEN"),
         ({}, MEAN),
     ],
 )
@@ -206,7 +209,7 @@ def test_the_file_about_the_input_is_named_after_the_kind_of_model(encoder_folde
         (MODULES, [{"type": 5}], "each module must have a type and a path"),
         (MODULES, {"a": 1}, "must hold a list of modules"),
         (MODULES, [], "must hold a list of modules"),
-        (POOLING, {"pooling_mode": "max"}, "pooling_mode must be one of lasttoken, mean, cls"),
+        (POOLING, {"pooling_mode": "first"}, "pooling_mode must be one of lasttoken, mean, cls, max"),
         (POOLING, {"pooling_mode": ["mean", "cls"]}, "pooling_mode must be one of"),
         (POOLING, {"pooling_mode": [["mean"]]}, "pooling_mode must be one of"),
         (

@@ -106,8 +106,20 @@ def test_reasoning_is_found_under_its_names(chatml, name):
     message = {"role": "assistant", "content": "a", "reasoning_content": "no", name: "because"}
     if name == "thinking":
         del message["reasoning_content"]
-    template = "{{ messages[0].reasoning_content }} {{ messages[0].reasoning }}"
-    assert chatml.apply_chat_template([message], chat_template=template) == "because because"
+    template = "{{ messages[0].reasoning_content }} {{ messages[0].reasoning }} {{ messages[0].thinking }}"
+    assert chatml.apply_chat_template([message], chat_template=template) == "because because because"
+
+
+def test_a_template_that_refuses_reasoning_beside_a_content_of_calls(chatml):
+    """gpt-oss's. Where it refuses both, it gets the content; in other answers it gets the reasoning."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}{{ m.content or m.thinking }}|{% endfor %}"
+    )
+    calls = {"role": "assistant", "tool_calls": [CALL], "reasoning": "why"}
+    for content, text in ((None, "why|why|"), ("", "why|why|"), ("say", "why|say|")):
+        messages = [{"role": "assistant", "reasoning": "why"}, {**calls, "content": content}]
+        assert chatml.apply_chat_template(messages, chat_template=template) == text
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x'}}

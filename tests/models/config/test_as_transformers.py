@@ -303,7 +303,7 @@ def test_the_older_spelling_of_rope_is_refused_where_ropes_have_none(name):
         read_hf(recorded(name, rope_parameters=ABSENT, rope_scaling={"rope_type": "linear", "factor": 2.0}))
 
 
-@each_row("name", ["seed_oss", "ernie4_5"])
+@each_row("name", ["seed_oss", "ernie4_5", "iquestcoder"])
 def test_a_null_head_dim_is_a_part_of_the_hidden_size(name):
     raw = recorded(name, head_dim=None)
     assert read_hf(raw).attention[0].head_dim == raw["hidden_size"] // raw["num_attention_heads"]
@@ -316,6 +316,16 @@ def test_mistral_3_has_another_tower_by_default_than_its_towers_class():
     assert read_hf(raw | {"vision_config": vision}) == read_hf(raw | {"vision_config": vision | {"patch_size": 16}})
     sides = [read_hf(raw | {"vision_config": whole}).tower.patch_size for whole in (None, {})]
     assert sides == [14, 16]
+
+
+def test_a_text_of_mistral_3_lacks_what_its_class_has_by_default():
+    """As transformers 4.50 saved fine-tuned models."""
+    raw, sizes = recorded("mistral3_pictures_vision"), {"num_hidden_layers": 32, "num_attention_heads": 32}
+    whole = raw["text_config"] | sizes | {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
+    whole |= {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096}
+    text = {key: whole[key] for key in ("model_type", "head_dim", "rope_parameters", "tie_word_embeddings")}
+    found = [read_hf(raw | {"text_config": each}) for each in (whole, text)]
+    assert found[0] == found[1]
 
 
 def test_eurobert_norms_by_its_own_epsilon():

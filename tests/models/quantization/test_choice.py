@@ -132,11 +132,38 @@ def test_names_of_a_model_of_more_than_text():
     )
     assert quantization.names_of("model.layers.0.a") == ["model.layers.0.a", "model.language_model.layers.0.a"]
     assert quantization.names_of("lm_head") == ["lm_head"]
-    raw = json.loads((FOLDER / "kimi_k25_vision" / "config.json").read_text())
-    stored = {"quant_method": "fp8", "modules_to_not_convert": ["model.vision_tower", "re:model.mm_projector"]}
-    chosen = read_hf(raw | {"quantization_config": stored}).quantization
-    tower = "vision_tower.encoder.blocks.0.mlp.fc0", "mm_projector.proj.0", "model.layers.0.self_attn.o_proj"
-    assert [type(chosen(module)).__name__ for module in tower] == ["Plain", "Plain", "Quantized"]
+    tower, layer = "model.vision_tower", "model.layers.0.self_attn.o_proj"
+    resampled = [f"model.resampler_model.spatial_linear.fc{part}" for part in (1, 2)]
+    resampler = "resampler_model.spatial_linear.0", "resampler_model.spatial_linear.2", "resampler_model.mlp"
+    perceiver = "vit.layers.0.mlp.dense_h_to_4h", "vit.perceive.mlp", "vit.layers.0.mlp.dense_4h_to_h"
+    sight = "model.vision_model.transformer.layers.0.self_attn"
+    encoder = "vision_tower.vision_encoder.encoder.layers.0.self_attn"
+    joined = "multi_modal_projector.cross_attn.multihead_attn.in_proj"
+    for name, plain, modules, kinds in (
+        (
+            "kimi_k25_vision",
+            [tower, "re:model.mm_projector"],
+            ("vision_tower.encoder.blocks.0.mlp.fc0", "mm_projector.a"),
+            "pp",
+        ),
+        ("ernie4_5_vl_vision", [tower, *resampled], ("visual.blocks.0.attn.qkv", *resampler), "pppq"),
+        ("hunyuan_vl_vision", [f"{tower}.layers.0.mlp.fc1", f"{tower}.patch_merger.mlp"], perceiver, "ppq"),
+        (
+            "deepseek_ocr_vision",
+            [f"{sight}.qkv_proj"],
+            (f"{encoder}.q_proj", f"{encoder}.v_proj", f"{encoder}.out_proj"),
+            "ppq",
+        ),
+        ("bailing_moe", ["model.layers.0.self_attn.k_proj"], ("model.layers.0.attention.query_key_value",), "p"),
+        # Joined parameters, which no list names, as they are no modules.
+        ("aria_vision", [], (joined, "multi_modal_projector.cross_attn.multihead_attn.out_proj"), "pq"),
+        ("minicpmv2_6_vision", [], ("resampler.attn.in_proj", "resampler.proj", "resampler.kv_proj"), "ppq"),
+    ):
+        raw = json.loads((FOLDER / name / "config.json").read_text())
+        stored = {"quant_method": "fp8", "modules_to_not_convert": plain}
+        chosen = read_hf(raw | {"quantization_config": stored}).quantization
+        found = "".join(type(chosen(module)).__name__[0].lower() for module in (*modules, layer))
+        assert found == f"{kinds}q", name
 
 
 def test_stacks_of_gate_and_of_up_are_chosen_by_their_own_names():

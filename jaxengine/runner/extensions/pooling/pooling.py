@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxengine.models.config.pooler import CLS, LAST, MEAN, POOLED
+from jaxengine.models.config.pooler import CLS, LAST, MAX, MEAN, MEAN_SQRT_LEN, POOLED, WEIGHTED_MEAN
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.classify import pooled_result
 from jaxengine.runner.base.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension, Kept
@@ -37,14 +37,14 @@ class PoolOutput(NamedTuple):
 class PoolingExtension(DeviceExtension):
     """Device extension of pooling in the last stage of a pooling model.
 
-    Its section of SlotState is f32[R, D], a sum or first state of each slot's prompt that stays between steps if
-    pooling needs every token (MEAN, CLS). Forward passes leave the rows' pooled states, f32[S, D].
+    Its section of SlotState is f32[R, D], a sum, maximum or first state of each slot's prompt that stays between steps
+    if pooling needs every token (all types but LAST). Forward passes leave the rows' pooled states, f32[S, D].
     """
 
     name = NAME
 
     def slots(self) -> Any:
-        """Return f32[R, D] as a Kept if pooling needs every token (MEAN, CLS) and this is the last stage; else None."""
+        """Return f32[R, D] as a Kept if pooling needs every token and this is the last stage; else None."""
         pooler, is_last = self.shape.model.config.pooler, self.shape.model.stage.is_last
         if not (is_last and pooler is not None and pooler.reads_all):
             return None
@@ -119,16 +119,17 @@ def make_pool(spec: EpilogueSpec) -> Callable:
 def pool_rows(
     pooling_type: str, kept: jax.Array | None, hidden: jax.Array, batch: ForwardBatch, slot: jax.Array, start: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Pool each row's prompt as far as it has been computed; return (`kept` with the rows' new sums or first states,
-    the pooled states f32[S, D]).
+    """Pool each row's prompt as far as it has been computed; return (`kept` with the rows' new sums, maxima or first
+    states, the pooled states f32[S, D]).
 
     Args:
       batch: batch of the step, whose cu_q_lens delimit each row's tokens.
-      pooling_type: LAST, MEAN or CLS.
-      kept: f32[R, D] per slot, the sum of the prompt's states so far (MEAN) or its first state (CLS); None with LAST.
+      pooling_type: one of POOLING_TYPES, as Pooler defines them.
+      kept: f32[R, D] per slot, of the prompt's states so far: the first (CLS), the maximum (MAX), or the sum, which is
+        weighted with WEIGHTED_MEAN; None with LAST.
       hidden: [T, D] after the final norm.
-      slot, start: i32[S], the rows' slots (R in padding), and how many of their tokens were computed before. With MEAN
-        and CLS a prompt is computed from position 0, never after a cached prefix.
+      slot, start: i32[S], the rows' slots (R in padding), and how many of their tokens were computed before. Except
+        with LAST, a prompt is computed from position 0, never after a cached prefix.
     """
     if pooling_type == LAST:
         return None, hidden[batch.logits_indices].astype(jnp.float32)
@@ -139,13 +140,20 @@ def pool_rows(
     if pooling_type == CLS:
         first = hidden[jnp.minimum(cu_q_lens[:-1], hidden.shape[0] - 1)].astype(jnp.float32)
         pooled = now = jnp.where(begins, first, before)
-    else:
-        assert pooling_type == MEAN
-        token = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-        # Padding, which may hold NaN, goes to a row of its own that is left out.
-        row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
-        row = jnp.where(token < cu_q_lens[-1], row, num_seqs)
-        sums = jax.ops.segment_sum(hidden.astype(jnp.float32), row, num_seqs + 1, indices_are_sorted=True)[:num_seqs]
-        now = jnp.where(begins, sums, before + sums)
-        pooled = now / jnp.maximum(kv_lens, 1)[:, None].astype(jnp.float32)
-    return kept.at[slot].set(now, mode="drop"), pooled
+        return kept.at[slot].set(now, mode="drop"), pooled
+    states, token = hidden.astype(jnp.float32), jnp.arange(hidden.shape[0], dtype=jnp.int32)
+    # Padding, which may hold NaN, goes to a row of its own that is left out.
+    row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.where(token < cu_q_lens[-1], row, num_seqs)
+    if pooling_type == MAX:
+        maxima = jax.ops.segment_max(states, row, num_seqs + 1, indices_are_sorted=True)[:num_seqs]
+        pooled = now = jnp.where(begins, maxima, jnp.maximum(before, maxima))
+        return kept.at[slot].set(now, mode="drop"), pooled
+    if pooling_type == WEIGHTED_MEAN:
+        first_token = jnp.append(cu_q_lens[:-1] - start, 0)[row]
+        states = states * (token - first_token + 1)[:, None].astype(jnp.float32)
+    sums = jax.ops.segment_sum(states, row, num_seqs + 1, indices_are_sorted=True)[:num_seqs]
+    now = jnp.where(begins, sums, before + sums)
+    length = jnp.maximum(kv_lens, 1)[:, None].astype(jnp.float32)
+    divisor = {MEAN: length, WEIGHTED_MEAN: length * (length + 1) / 2, MEAN_SQRT_LEN: jnp.sqrt(length)}[pooling_type]
+    return kept.at[slot].set(now, mode="drop"), now / divisor

@@ -7,13 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.models.config.pooler import CLS, LAST, MEAN
+from jaxengine.models.config.pooler import CLS, LAST, MAX, MEAN, MEAN_SQRT_LEN, POOLING_TYPES, WEIGHTED_MEAN
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import RaggedBatch
 from jaxengine.runner.extensions.pooling.pooling import pool_rows
 
 SLOTS, SIZE, TOKENS, ROWS = 4, 6, 16, 3
-EXPECTED = {LAST: lambda states: states[-1], CLS: lambda states: states[0], MEAN: lambda states: states.mean(axis=0)}
+EXPECTED = {
+    LAST: lambda states: states[-1],
+    CLS: lambda states: states[0],
+    MEAN: lambda states: states.mean(axis=0),
+    MAX: lambda states: states.max(axis=0),
+    WEIGHTED_MEAN: lambda states: np.average(states, axis=0, weights=range(1, len(states) + 1)),
+    MEAN_SQRT_LEN: lambda states: states.sum(axis=0) / len(states) ** 0.5,
+}
 
 
 def batch_of(counts: list[int], starts: list[int]) -> ForwardBatch:
@@ -36,7 +43,7 @@ def batch_of(counts: list[int], starts: list[int]) -> ForwardBatch:
     )
 
 
-@pytest.mark.parametrize("pooling_type", [LAST, MEAN, CLS])
+@pytest.mark.parametrize("pooling_type", POOLING_TYPES)
 def test_chunks_of_two_prompts_with_a_slot_that_had_another_owner(pooling_type):
     """Steps of one shape; padding is not finite, and a slot begins with what its last owner left."""
     random = np.random.default_rng(0)
