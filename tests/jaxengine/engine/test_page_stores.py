@@ -85,10 +85,10 @@ class Silent(page_loads.Place):
     is_far = True
 
     def __init__(self, address: str, reading: list[str]):
-        self.address, self._reading = address, reading
+        self.address, self._name, self._reading = address, address, reading
 
     def read_all(self, keys, is_over):
-        self._reading.append(self.address)
+        self._reading.append(self._name)
         while not is_over():
             time.sleep(0.001)
         yield from ()

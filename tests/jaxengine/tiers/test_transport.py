@@ -57,9 +57,9 @@ def test_a_reader_does_not_wait_for_what_is_silent_or_not_needed(monkeypatch):
     monkeypatch.setattr("jaxengine.tiers.tcp._CONNECT_SECONDS", 0.1)
     producer, consumer = TcpTransport(SECRET, "model", ("127.0.0.1", 0)), TcpTransport(SECRET, "model")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        start = time.monotonic()
+        start, (host, port) = time.monotonic(), silent.getsockname()
         for message in ("does not answer", "not long ago"):
-            reader = consumer.open(Source(*silent.getsockname(), "a lease"))
+            reader = consumer.open(Source(host, port, "a lease"))
             with pytest.raises(ConnectionError, match=message):
                 reader.read([key(1)])
             reader.close()
