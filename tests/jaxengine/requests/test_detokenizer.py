@@ -22,7 +22,6 @@ from jaxengine.tokens.tokenizer import Tokenizer
 
 RECORDED = json.loads((Path(__file__).parents[2] / "fixtures" / "tokenizer_ids.json").read_text())
 VOCAB = 49152
-EXAMPLES = settings.default.max_examples  # tests/conftest.py: 30, or 100 with --thorough
 # Single bytes that are no characters by themselves, special tokens, ordinary ones, ids outside the vocabulary.
 any_id = st.one_of(
     st.integers(0, 16), st.integers(17, 17 + 256), st.integers(0, VOCAB - 1), st.integers(VOCAB, VOCAB + 500)
@@ -65,7 +64,7 @@ def streamed(tokenizer: Tokenizer, chunks: list[list[int]], **options: Any) -> t
     return deltas + detokenizer.delta(), detokenizer.text, met
 
 
-@settings(max_examples=3 * EXAMPLES, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(any_id, max_size=4), max_size=12), st.booleans())
 def test_deltas_make_up_the_decoded_text(smollm, chunks, skip):
     deltas, text, met = streamed(smollm, chunks, skip_special_tokens=skip)
@@ -74,7 +73,7 @@ def test_deltas_make_up_the_decoded_text(smollm, chunks, skip):
     assert met is None
 
 
-@settings(max_examples=2 * EXAMPLES, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.text(max_size=30), st.booleans())
 def test_deltas_of_a_window_decoder_make_up_the_decoded_text(pieces, text, skip):
     ids = pieces.encode(text)
@@ -82,7 +81,7 @@ def test_deltas_of_a_window_decoder_make_up_the_decoded_text(pieces, text, skip)
     assert deltas == whole == pieces.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=2 * EXAMPLES, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 599), max_size=30), st.lists(st.integers(0, 30)))
 def test_a_window_decoder_takes_any_ids(pieces, ids, cuts):
     # Here only the pieces are compared: Hugging Face decodes a run of wrong bytes looking ahead to its end.
@@ -152,7 +151,7 @@ short_text = st.text(alphabet="ab\n", max_size=40)
 stop_strings = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=6), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=5 * EXAMPLES, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(short_text, stop_strings, st.booleans(), st.lists(st.integers(0, 40)))
 def test_stop_strings_are_found_however_text_is_cut(text, stop, keep, cuts):
     finder = StopStrings(stop, keep=keep)
@@ -174,7 +173,7 @@ def test_stop_strings_are_found_however_text_is_cut(text, stop, keep, cuts):
         assert finder.feed("more") == "" and finder.release() == ""
 
 
-@settings(max_examples=2 * EXAMPLES, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.text(max_size=20), st.text(min_size=1, max_size=4), st.booleans(), st.data())
 def test_stop_strings_span_tokens(smollm, pieces, text, stop, keep, data):
     at = data.draw(st.integers(0, len(text)))
@@ -211,7 +210,7 @@ def test_a_stop_string_counts_when_it_ends_behind_min_tokens(smollm):
     assert detokenizer.text == "ab "
 
 
-@settings(max_examples=5 * EXAMPLES, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(short_text, stop_strings, st.booleans(), st.integers(0, 40), st.integers(0, 40))
 def test_matches_that_do_not_count_hide_none_that_do(text, stop, keep, boundary, cut):
     finder = StopStrings(stop, keep=keep)

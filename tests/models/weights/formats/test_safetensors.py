@@ -19,7 +19,6 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 
-EXAMPLES = settings.default.max_examples  # tests/conftest.py: 30, or 100 with --thorough
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 B = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
 DATA = np.arange(6, dtype=np.float32).tobytes() + np.arange(4).astype(ml_dtypes.bfloat16).tobytes()
@@ -168,7 +167,7 @@ def test_what_an_error_quotes_is_short_and_printable(tmp_path):
         assert str(error.value).isprintable() and len(str(error.value)) < 500
 
 
-@settings(max_examples=3 * EXAMPLES, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(position=st.integers(0, 150), value=st.integers(0, 255), length=st.integers(0, 250))
 def test_damaged_files_raise_only_model_file_errors(tmp_path_factory, position, value, length):
     content = bytearray(file_bytes({"a": A, "b": B}))
