@@ -65,12 +65,11 @@ UPDATED, MORE_DTYPES = ("bfloat16", "int8"), ("float32", "float8_e4m3fn", "float
 # Transfers that begin at once: where new tokens are several, in one order or another.
 EAGER_SLOTS = ("scattered 40", "runs", "runs that meet")
 UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
-# What other releases of jax run: a job of each kernel.
+# What other releases of jax run: a job of each kernel, the shortest.
 VERSIONS: tuple[Job, ...] = (
-    ("attention", MOSAIC_GPU.name, "production 8/1 heads of 128, pages of 16", "bfloat16", "needle"),
     ("attention", MOSAIC_GPU.name, "fp8 e4m3 keys and values", "bfloat16", "needle"),
     ("attention", MOSAIC_GPU.name, "latent decodes", "bfloat16", "needle"),
-    ("attention", TPU_LAZY.name, "mixed", "bfloat16", "uniform", "needle"),
+    ("attention", TPU_EAGER.name, "mixed", "bfloat16", "needle"),
     ("update", TPU_EAGER.name, "bfloat16", "runs"),
     ("hopper_product", MOSAIC_GPU.name, "pairs in groups of 32, tiles of 64"),
     ("hopper_product", MOSAIC_GPU.name, "e4m3 as it is"),

@@ -10,15 +10,13 @@ import llguidance
 import pytest
 import tokenizers
 
-from jaxengine.checkpoint.default_model import default_model_path
-from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.parsers.registry import TOOL_PARSERS
 from jaxengine.parsers.scan.argument_forms import argument_forms
 from jaxengine.parsers.scan.call_grammar import CallGrammar
 from jaxengine.parsers.scan.events import message_of
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.tokens.tokenizer import Tokenizer
+from tests.fixtures.first_tokens import first_tokens
 from tests.jaxengine.parsers import element_outputs, token_outputs
 from tests.tables import each_row
 
@@ -282,17 +280,19 @@ CASES = {
 }
 
 
+NUM_TOKENS = 4000  # of SmolLM2's 49,152: each case reads a vocabulary, and walks all of it for a mask
+
+
 @pytest.fixture(scope="module")
 def vocabulary():
-    """vocabulary(words): SmolLM2's tokenizer with these as tokens, and the same for llguidance."""
-    with GGUFFile(default_model_path()) as file:
-        smollm = Tokenizer.from_gguf(file.metadata)
+    """vocabulary(words): the first of SmolLM2's tokens with these, and the same for llguidance."""
+    first, end = first_tokens(NUM_TOKENS)
 
     @cache
     def build(words):
-        backend = tokenizers.Tokenizer.from_str(smollm.backend.to_str())
+        backend = tokenizers.Tokenizer.from_str(first)
         backend.add_tokens([tokenizers.AddedToken(word, special=word.startswith(("[", "<|", "<｜"))) for word in words])
-        return backend, llguidance.LLTokenizer(backend.to_str(), eos_token=smollm.eos_token_id)
+        return backend, llguidance.LLTokenizer(backend.to_str(), eos_token=end)
 
     return build
 

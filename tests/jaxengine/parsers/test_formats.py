@@ -17,7 +17,7 @@ from tests.jaxengine.parsers.outputs import FUNCTIONS, common
 from tests.jaxengine.parsers.token_outputs import ALL_FORMATS as FORMATS
 from tests.tables import each_row
 
-NUM_CUTS, NUM_CUTS_THOROUGH = 150, 10_000
+NUM_CUTS, NUM_CUTS_THOROUGH = 60, 10_000
 
 
 def parser_of(name: str) -> tuple[object, ...]:
@@ -100,11 +100,11 @@ def test_what_is_broken_off_has_the_calls_before(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_output(name, thorough):
-    """A megabyte, or a tenth, of an argument, of a text, and of whatever the format is made of; anything quadratic
+    """A megabyte, or 20 kB, of an argument, of a text, and of whatever the format is made of; anything quadratic
     takes minutes."""
-    count = 125_000 if thorough else 12_500
+    count = 125_000 if thorough else 2500
     big = ("weather", {"city": "x < y\n é" * count})
-    message = parse(name, cut(FORMATS[name].write([big]), range(0, 8 * count, 1000)))
+    message = parse(name, cut(FORMATS[name].write([big]), range(0, 8 * count, 250)))
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [big]
     for piece in FORMATS[name].pieces:
         parse(name, [piece * (30_000 // len(piece))])

@@ -138,18 +138,20 @@ def _bare(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_megabyte(name):
+def test_a_long_output(name, thorough):
+    """Megabytes, or a hundred kilobytes; anything quadratic takes minutes."""
+    thoughts, words = (200_000, 10_000) if thorough else (20_000, 1000)
     row = REASONING_PARSERS[name].format
     begin, end = (
         (row.begins[0], row.ends[0])
         if isinstance(row, ThinkFormat)
         else (HARMONY[1] + "analysis<|message|>", "<|end|>")
     )
-    text = begin + "x < é\n" * 200_000 + end + "y < \n" * 10_000
+    text = begin + "x < é\n" * thoughts + end + "y < \n" * words
     pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
     message = parse(name, pieces)
     kept = (message.reasoning or "") + (message.content or "")
-    assert _bare(kept).count("x<é") == 200_000 and _bare(kept).count("y<") == 10_000
+    assert _bare(kept).count("x<é") == thoughts and _bare(kept).count("y<") == words
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ def oracle_kept(logits: np.ndarray, temperature: float, top_k: float, top_p: flo
         kept &= logits >= np.sort(logits)[-int(top_k)]
     mass = np.where(kept, np.exp(x), 0)
     mass /= mass.sum()
-    above = np.array([mass[logits > own].sum() for own in logits])
+    values, which = np.unique(logits, return_inverse=True)
+    larger = np.cumsum(np.bincount(which, mass, len(values))[::-1])[::-1]  # of a value and of all larger ones
+    above = np.append(larger[1:], 0.0)[which]
     margin = np.abs(above - top_p)[kept & (above > 0)].min(initial=1.0) if top_p < 1 else 1.0
     if min_p:
         margin = min(margin, np.abs(np.exp(x) - min_p)[np.exp(x) != min_p].min(initial=1.0))

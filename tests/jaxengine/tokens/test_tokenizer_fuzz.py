@@ -37,7 +37,7 @@ def test_damaged_folders(tmp_path, thorough):
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": {"content": "<unk>"}}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    count = 10_000 if thorough else 500
+    count = 10_000 if thorough else 200
     found = fuzzed(tmp_path, count)
     # Both kinds are there: damage that matters, and damage that does not.
     assert found["refused"] > count // 4 and found["read"] > count // 20
@@ -53,7 +53,7 @@ def test_damaged_vocabularies(tmp_path, thorough, kind):
         (tmp_path / "tiktoken.model").write_text(vocabularies["tiktoken"]["ranks"])
     config = {"tokenizer_class": "LlamaTokenizer" if kind == "pieces" else "TikTokenTokenizer", "legacy": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    count = 10_000 if thorough else 200
+    count = 10_000 if thorough else 100
     found = fuzzed(tmp_path, count)
     assert found["refused"] > count // 4 and found["read"] > count // 20
 

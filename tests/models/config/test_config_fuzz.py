@@ -39,7 +39,7 @@ def limited(case, use, refusal) -> bool:
 
 def test_damaged_config_json(tmp_path, checkpoints, thorough, traced):
     configs = [json.loads(path.read_text()) for path in sorted(checkpoints.glob("*/config.json"))]
-    path, count, used = tmp_path / "config.json", 30_000 if thorough else 500, 0
+    path, count, used = tmp_path / "config.json", 30_000 if thorough else 200, 0
     for number in range(count):
         rng = random.Random(f"config/{number}")
         config = rng.choice(configs)
@@ -66,7 +66,7 @@ def test_damaged_gguf_metadata(thorough, traced):
         "llama.vocab_size": 128,
         "tokenizer.ggml.eos_token_id": 2,
     }
-    count, used = 20_000 if thorough else 500, 0
+    count, used = 20_000 if thorough else 200, 0
     for number in range(count):
         damaged = damaged_value(metadata, random.Random(f"metadata/{number}"))
         used += limited(number, lambda: read_gguf(damaged), ModelConfigError)  # noqa: B023

@@ -47,7 +47,7 @@ def test_damaged_indices_and_headers(tmp_path, checkpoints, thorough):
     whole = {index: index.read_bytes(), shard: shard.read_bytes()}
     size = int.from_bytes(whole[shard][:8], "little")
     header, data = json.loads(whole[shard][8 : 8 + size]), whole[shard][8 + size :]
-    count, num_refused = 10_000 if thorough else 400, 0
+    count, num_refused = 10_000 if thorough else 150, 0
     for number in range(count):
         rng = random.Random(f"index/{number}")
         file = rng.choice((index, shard))
@@ -73,7 +73,7 @@ def test_damaged_layouts_of_our_own(tmp_path, checkpoints, thorough):
     save_checkpoint(whole, load_params(model, SafetensorsCheckpoint(source)), model, kv_scales=scales)
     load_checkpoint(whole, model)
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
-    count, num_refused = 1000 if thorough else 40, 0
+    count, num_refused = 1000 if thorough else 15, 0
     for number in range(count):
         rng = random.Random(f"layout/{number}")
         shutil.copytree(whole, folder)
