@@ -138,6 +138,7 @@ _MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DiffLlamaForCausalLM": "diffllama",
+    "DoryForCausalLM": "dory",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "AXK2ForCausalLM": "axk2",
