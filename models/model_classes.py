@@ -162,6 +162,7 @@ _MODULES = {
     "GraniteMoeHybridForCausalLM": "granite_moe_hybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "Zamba2ForCausalLM": "zamba2",
+    "ZambaForCausalLM": "zamba",
     "NemotronHForCausalLM": "nemotron_h",
     "KimiLinearForCausalLM": "kimi_linear",
     "BailingHybridForCausalLM": "bailing_hybrid",

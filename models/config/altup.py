@@ -115,13 +115,13 @@ class LoopedLayers:
 
 @dataclass(frozen=True)
 class SharedBlocks:
-    """Transformer blocks of Zamba 2, of which several layers have the same one. Layers pass on the embedding with the
-    hidden state, because blocks read both.
+    """Transformer blocks of Zamba and Zamba 2, of which several layers have the same one. Layers pass on the embedding
+    with the hidden state, because blocks read both.
 
     Attributes:
       layers: numbers of the layers that have a block, ascending.
       count: number of different blocks, which these layers have in turn.
-      rank: inner size of the low-rank products that a layer adds to the projections of its block.
+      rank: inner size of the low-rank products that a layer adds to the projections of its block; 0 for none.
       in_attention: whether queries, keys and values have such products, too, and not only gate and up.
       activation: name of the activation of the blocks' MLPs.
       tied: whether a pipeline stage holds the weights of a block once. Otherwise each layer has its own, as in
@@ -137,7 +137,7 @@ class SharedBlocks:
 
     def __post_init__(self) -> None:
         check_size("num_mem_blocks", self.count, _MOST_RANK)
-        check_size("adapter_rank", self.rank, _MOST_RANK)
+        check_size("adapter_rank", self.rank, _MOST_RANK, 0)
 
     @property
     def num_streams(self) -> int:
