@@ -139,6 +139,7 @@ _MODULES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DiffLlamaForCausalLM": "diffllama",
     "DoryForCausalLM": "dory",
+    "JetMoeForCausalLM": "jetmoe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "AXK2ForCausalLM": "axk2",
