@@ -93,7 +93,7 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("dory", {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "n_recurrent_loops": 2}),
         ("jetmoe", {"num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 128, "rms_norm_eps": 1e-6}),
         ("zamba", {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "hidden_act": "gelu"}),
-        ("zamba", {**SMALL, "n_mamba_heads": 2, "mamba_dt_rank": "auto", "mamba_conv_bias": True, "attention_head_dim": 24}),
+        ("zamba", {**SMALL, "n_mamba_heads": 2, "mamba_dt_rank": "auto", "attention_head_dim": 24}),
         ("zamba2", {**SMALL, "mamba_d_conv": 4, "mamba_expand": 2, "hidden_act": "gelu", "time_step_min": 0.001}),
         ("zamba2_odd", {"num_mem_blocks": 1, "mamba_ngroups": 1, "use_mem_rope": False, "intermediate_size": 120}),
         (

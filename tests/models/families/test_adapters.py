@@ -132,12 +132,14 @@ def test_layers_that_share_a_block_have_adapters_of_their_own(recorded, tmp_path
 
 
 def stacked_experts(weights, model):
-    """Of each layer whose experts are in one tensor: by JOINED, the tensor's name, and (inputs, outputs)."""
+    """Of each layer whose experts are in one tensor and take adapters: by JOINED, the tensor's name, and (inputs,
+    outputs)."""
+    takes = targets_of([model]).experts if model.config.experts else {}
     found: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {}
     size, experts = model.config.hidden_size, model.config.experts
     for key in weights:
         layer, _, part = model.checkpoint_names.renamed(key).rpartition(".")
-        if layer.endswith(".experts") and part in JOINED:
+        if layer in takes and part in JOINED:
             sides = (size, 2 * experts.intermediate_size) if part == JOINED[0] else (experts.intermediate_size, size)
             found.setdefault(layer, {})[part] = key, sides
     return {layer: {part: parts[part] for part in JOINED if part in parts} for layer, parts in found.items()}
