@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.altup import LoopedLayers
@@ -23,13 +22,13 @@ from jaxengine.models.layers.attention.attention import Attention, LayerPages, S
 from jaxengine.models.layers.base.embedding import vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import UnitNorm, unit
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.sharding.collectives import sum_parts
 
-_EPS = 1e-6  # of every norm
+_EPS = 1e-6  # of every norm, that of `unit`
 _MLP = "mlp"
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 131072,
@@ -47,28 +46,6 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "default", "rope_theta": 10000000.0},
 }
-
-
-def unit(x: jax.Array, axis: str | None = None) -> jax.Array:
-    """Return x / sqrt(sum(x^2) + 1e-6), computed in float32, in x's dtype.
-
-    The sum is over the last axis of x [..., D] or, with the logical `axis` by which devices split the rest of a token's
-    elements, over all axes of x [T, ...] but the first, on all of these devices.
-    """
-    y = x.astype(jnp.float32)
-    over = -1 if axis is None else tuple(range(1, x.ndim))
-    total = jnp.sum(y * y, axis=over, keepdims=True)
-    return (y * lax.rsqrt((total if axis is None else sum_parts(total, axis)) + _EPS)).astype(x.dtype)
-
-
-class UnitNorm(nnx.Module):
-    """`unit` as a module: the norm of a vector, or with `axis` of all of a token's elements."""
-
-    def __init__(self, axis: str | None = None):
-        self.axis = axis
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return unit(x, self.axis)
 
 
 class Factors(nnx.Module):

@@ -1,10 +1,9 @@
-"""JetMoE (Shen et al. 2024, arXiv:2404.07413): Llama with experts in both parts of a layer. Experts of attention have
-projections of queries and of outputs, and share keys and values (Zhang et al. 2022, arXiv:2210.05144).
+"""JetMoE (Shen et al. 2024, arXiv:2404.07413): Llama with experts in both parts of a layer. Experts of attention share
+keys and values.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -21,14 +20,11 @@ from jaxengine.models.layers.attention.attention import Attention, LayerPages, S
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rows import Rows
-from jaxengine.models.layers.experts.expert_rows import by_expert, mix
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.projections import ExpertProjections
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.pallas_kernels.matmul.grouped import group_step
-from jaxengine.sharding.collectives import gather_tokens, reduce_tokens
 
 _EPS = 1e-6  # of the norms of layers; rms_norm_eps is that of the last norm alone
 _DEFAULTS: dict[str, Any] = {
@@ -43,15 +39,9 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _bias(source: str, size: int, build: Build) -> nnx.Param:
-    """Return a new parameter for a bias [size], stored under `source`."""
-    return declare((size,), build.dtype, ParamDecl((None,), (Source(f"{source}.bias", size),), init_std=0.02))
-
-
 class MixtureOfAttention(Attention):
     """Attention in which a router picks k experts for each token. Each has one query for each of the K key heads, so
-    that there are K * k heads, and a projection of their outputs, which are summed with the router's weights: the
-    softmax of the picked experts' logits. A bias is added to the sum.
+    that there are K * k heads, and a projection of their outputs.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
@@ -59,44 +49,29 @@ class MixtureOfAttention(Attention):
         super().__init__(own, size, eps=_EPS, source=source, build=build)
         experts, kv_size = config.experts, own.num_kv_heads * own.head_dim
         assert experts is not None
-        copies = head_copies(own, build.mesh)
-        keys_values = [
-            part._replace(group=own.head_dim, repeat=copies) for part in parts_of(f"{source}.kv_proj", *[kv_size] * 2)
-        ]
-        self.qkv = Linear(size, keys_values, axes=("embed", "heads"), build=build)
-        count, self.num_picked = experts.num_experts, experts.num_per_token
-        self.count, source = count, f"{source}.experts"
-        router = (Source(f"{source}.router", count),)  # not quantised in any checkpoint
-        self.router = Linear(size, router, axes=("embed", "latent"), build=replace(build, scheme=PLAIN))
-        prefix = f"{source}.{{expert}}"
-        queries = (Source(f"{prefix}.up_proj", kv_size, group=own.head_dim),)
-        self.queries = build.weight((count, size, kv_size), queries, (None, "embed", "heads"), num_experts=count)
-        out = (Source(f"{prefix}.down_proj", size),)
-        self.out = build.weight((count, kv_size, size), out, (None, "heads", "embed"), num_experts=count)
-        self.bias = _bias(source, size, build)
+        parts = parts_of(f"{source}.kv_proj", kv_size, kv_size)
+        parts = [part._replace(group=own.head_dim, repeat=head_copies(own, build.mesh)) for part in parts]
+        self.qkv = Linear(size, parts, axes=("embed", "heads"), build=build)
+        counts = experts.num_experts, experts.num_per_token
+        source = f"{source}.experts"
+        self.out = ExpertProjections(size, kv_size, *counts, group=own.head_dim, source=source, build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        k, dtype, dim = self.num_picked, x.dtype, self.spec.head_dim
         with jax.named_scope("route"):
-            with jax.default_matmul_precision("float32"):
-                logits = self.router(x, step.rows, out_dtype=jnp.float32)
-            best, ids = jax.lax.top_k(logits, k)
-            ids = jnp.where(step.rows.is_token[:, None], ids, self.count)
-            tokens, weights, ids = (gather_tokens(each, "heads") for each in (x, jax.nn.softmax(best), ids))
-            order, sizes = by_expert(ids, self.count, group_step(ids.size, self.count))
+            picks = self.out.pick(x, step.rows)
         with jax.named_scope("qkv"):
-            rows = tokens.at[order // k].get(mode="clip")
-            rows = self.queries.grouped_matmul(rows, sizes, None, dtype)
-            picked = rows[jnp.argsort(order)[: ids.size]]
-            q = picked.reshape(len(tokens), k, -1, dim).swapaxes(1, 2)  # heads of one key head are neighbours
-            keys, values = jnp.split(self.qkv(x, step.rows).reshape(len(tokens), -1, dim), 2, axis=1)
-        q, keys = self.rotate(q.reshape(len(tokens), -1, dim), keys, step)
+            q = self._by_key_head(self.out.project(x, picks))  # heads of one key head are neighbours
+            keys, values = jnp.split(self.qkv(x, step.rows).reshape(len(q), -1, self.spec.head_dim), 2, axis=1)
+        q, keys = self.rotate(q, keys, step)
         o, kv = self.attend(q, (keys, values), kv, pages, step)
         with jax.named_scope("o_proj"):
-            o = o.reshape(len(tokens), -1, k, dim).swapaxes(1, 2).reshape(ids.size, -1)
-            rows = self.out.grouped_matmul(o.at[order].get(mode="clip"), sizes, None, dtype)
-            mixed = reduce_tokens(mix(rows, weights, order).astype(dtype), "heads")
-            return (mixed.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(dtype), kv
+            o = o.reshape(len(o), -1, self.out.num_picked, o.shape[-1]).swapaxes(1, 2)
+            return self.out.combine(o.reshape(*o.shape[:2], -1), picks), kv
+
+    def _by_key_head(self, y: jax.Array) -> jax.Array:
+        """Return queries [T, K * k, H], those of a key head side by side, for those of experts, y [T, k, K * H]."""
+        dim = self.spec.head_dim
+        return y.reshape(*y.shape[:2], -1, dim).swapaxes(1, 2).reshape(len(y), -1, dim)
 
 
 class BiasedExperts(nnx.Module):
@@ -105,7 +80,8 @@ class BiasedExperts(nnx.Module):
     def __init__(self, config: ModelConfig, build: Build):
         source = f"{LAYER}.mlp"
         self.experts = MixtureOfExperts(config, source=source, build=build, names=ExpertNames(router="router"))
-        self.bias = _bias(source, config.hidden_size, build)
+        size = config.hidden_size
+        self.bias = declare((size,), build.dtype, ParamDecl((None,), (Source(f"{source}.bias", size),), init_std=0.02))
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the layer's output [T, D] for x [T, D]."""
