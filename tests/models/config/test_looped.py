@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.config.state import SelectiveScan
 from jaxengine.models.families.dory import DoryForCausalLM
 from jaxengine.models.families.jetmoe import JetMoeForCausalLM
-from jaxengine.models.registry import read_hf
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights.adapters.pools import targets_of
 from tests.models.config.test_as_transformers import ABSENT, recorded
 from tests.tables import each_row
 
@@ -39,6 +42,13 @@ def test_zamba_of_the_first_version():
     assert isinstance(state, SelectiveScan) and (state.channels, state.num_heads, state.time_rank) == (96, 2, 3)
     default = read_hf(recorded("zamba", layers_block_type=None, num_hidden_layers=20)).shared_blocks
     assert default is not None and default.layers == (2, 7, 13, 19)
+
+
+def test_adapters_of_zamba_have_the_names_of_transformers():
+    targets = targets_of([build_model(read_hf(recorded("zamba")), Build("float32", lora=LoraSpec(1, 2)))])
+    for layer in (1, 3):  # transformers ties weights, so that PEFT gives each layer its own
+        own = f"model.layers.{layer}.shared_transformer.self_attn.q_proj"
+        assert own in targets.shapes and targets.module(own.replace("shared_transformer", "shared_transf")) == own
 
 
 def test_heads_of_jetmoe_follow_from_its_experts():

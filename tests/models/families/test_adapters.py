@@ -22,7 +22,7 @@ from jaxengine.models.weights.adapters.pools import slot_values, targets_of, wit
 from jaxengine.models.weights.formats.arrays import ArraySource
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.models.weights.views.renamed import SharedBlocksSource
+from jaxengine.models.weights.views.renamed import RenamedSource, SharedBlocksSource
 from tests.fixtures.adapters import JOINED, joined_changes, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.conftest import PagedRun, forward
@@ -149,7 +149,7 @@ def parts_apart(weights, model):
     """The tensors of a checkpoint with the parts of joined ones that take adapters, under transformers' names. Blocks
     that layers share are there for each layer."""
     if (blocks := apart(model.config).shared_blocks) is not None:
-        source = SharedBlocksSource(ArraySource(weights), blocks)
+        source = SharedBlocksSource(RenamedSource(ArraySource(weights), model.checkpoint_names), blocks)
         weights = {name: source.read(name) for name in source.names()}
     shapes = targets_of([model]).shapes
     for key, parts in {key: model.checkpoint_names.parts_of_rows(key) for key in weights}.items():
