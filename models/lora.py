@@ -82,7 +82,7 @@ def declared_pools(model: Any) -> Iterator[DeclaredPool]:
     for index, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model))):
         if not isinstance(variable, PoolArray):
             continue
-        layer = model.stage.layers[path[1]] if path[0] == "layers" else None
+        layer = model.config.stored_layer(model.stage.layers[path[1]]) if path[0] == "layers" else None
         decl = variable.get_metadata()["decl"]
         sources = tuple(each._replace(name=numbered(each.name, layer)) for each in decl.sources)
         value = variable.get_value()

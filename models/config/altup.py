@@ -1,6 +1,6 @@
 """Fields of families with several hidden states of a token: Gemma 3n, whose layers predict and correct them (Baykal et
-al. 2023, arXiv:2301.13310), with other parts of its layers, Solar, whose layers keep and mix them, and Zamba 2, whose
-layers with a shared block also read the embedding.
+al. 2023, arXiv:2301.13310), with other parts of its layers, Solar, whose layers keep and mix them, Zamba 2, whose
+layers with a shared block also read the embedding, and Dory, which runs some layers several times.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jaxengine.models.config.fields import ModelConfigError, check_size
+from jaxengine.models.config.fields import MAX_LAYERS, ModelConfigError, check_size
 
 _MOST_STREAMS, _MOST_RANK = 16, 1 << 16
 # A module or tensor of a block of Zamba 2: the number of its layer, and its name in the block.
@@ -70,14 +70,58 @@ class BlockSkips:
 
 
 @dataclass(frozen=True)
+class LoopedLayers:
+    """Layers of Dory that run several times. Each run counts as a layer of the model, with keys and values of its own;
+    all runs of a layer have the weights of one layer of the checkpoint. Before each run of the first of them, the
+    output of the layers before the loop is added again, so that it is passed on with the hidden state.
+
+    Attributes:
+      first: number of layers before the loop, and so the number of the first layer in it.
+      count: number of layers in the loop.
+      num_loops: how often the loop runs.
+      num_after: number of layers after it.
+      weight_scale: `initializer_range`: learned factors are stored as multiples of it.
+      rate: `ngpt_alpha_init`: the share of a part's output in the hidden state where the stored factor is weight_scale.
+    """
+
+    first: int
+    count: int
+    num_loops: int
+    num_after: int
+    weight_scale: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_size("n_recurrent_loops", self.num_loops, MAX_LAYERS)
+
+    @property
+    def num_streams(self) -> int:
+        """Number of hidden states of a token: the current one and the loop's input."""
+        return 2
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The checkpoint's number of each layer of the model."""
+        before, after = range(self.first), range(self.first + self.count, self.first + self.count + self.num_after)
+        return (*before, *(*range(self.first, self.first + self.count),) * self.num_loops, *after)
+
+    def loop(self, layer: int) -> int | None:
+        """Return the number of the loop, from 0, that begins with layer number `layer` of the model; None for a layer
+        with which none begins.
+        """
+        loop, inside = divmod(layer - self.first, self.count)
+        return loop if 0 <= loop < self.num_loops and inside == 0 else None
+
+
+@dataclass(frozen=True)
 class SharedBlocks:
-    """Transformer blocks of Zamba 2, of which several layers have the same one. Layers pass on the embedding with the
-    hidden state, because blocks read both.
+    """Transformer blocks of Zamba and Zamba 2, of which several layers have the same one. Layers pass on the embedding
+    with the hidden state, because blocks read both.
 
     Attributes:
       layers: numbers of the layers that have a block, ascending.
       count: number of different blocks, which these layers have in turn.
-      rank: inner size of the low-rank products that a layer adds to the projections of its block.
+      rank: inner size of the low-rank products that a layer adds to the projections of its block; 0 for none.
       in_attention: whether queries, keys and values have such products, too, and not only gate and up.
       activation: name of the activation of the blocks' MLPs.
       tied: whether a pipeline stage holds the weights of a block once. Otherwise each layer has its own, as in
@@ -93,7 +137,7 @@ class SharedBlocks:
 
     def __post_init__(self) -> None:
         check_size("num_mem_blocks", self.count, _MOST_RANK)
-        check_size("adapter_rank", self.rank, _MOST_RANK)
+        check_size("adapter_rank", self.rank, _MOST_RANK, 0)
 
     @property
     def num_streams(self) -> int:

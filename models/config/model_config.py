@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxengine.models.config.altup import AltUp, BlockSkips, SharedBlocks
+from jaxengine.models.config.altup import AltUp, BlockSkips, LoopedLayers, SharedBlocks
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.declared import DeclaredForm
@@ -73,8 +73,8 @@ class ModelConfig:
     decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer without one;
     empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
     every token in addition to the hidden state; 0 for none. `layer_input_rows` is the number of tokens in the table of
-    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips` and `shared_blocks` are for families with
-    several hidden states per token; None for one. `declared` is for families that are rows of a table
+    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips`, `shared_blocks` and `loops` are for
+    families with several hidden states per token; None for one. `declared` is for families that are rows of a table
     (jaxengine.models.families.declared_rows).
     """
 
@@ -112,6 +112,7 @@ class ModelConfig:
     hyper_connections: HyperConnections | None = None
     skips: BlockSkips | None = None
     shared_blocks: SharedBlocks | None = None
+    loops: LoopedLayers | None = None
     declared: DeclaredForm | None = None
 
     def __post_init__(self) -> None:
@@ -212,6 +213,10 @@ class ModelConfig:
         """Number of layers."""
         return len(self.attention)
 
+    def stored_layer(self, layer: int) -> int:
+        """Return the checkpoint's number of layer number `layer`: its own, except where layers run several times."""
+        return layer if self.loops is None else self.loops.stored[layer]
+
     @property
     def stream_size(self) -> int:
         """Number of elements that one layer passes to the next for a token: all of its hidden states."""
@@ -222,7 +227,7 @@ class ModelConfig:
         """Number of hidden states of a token. Experts' output that is added in a later layer counts as one."""
         if self.experts is not None and self.experts.shortcut:
             return 2
-        streams = self.altup or self.hyper_connections or self.skips or self.shared_blocks
+        streams = self.altup or self.hyper_connections or self.skips or self.shared_blocks or self.loops
         return 1 if streams is None else streams.num_streams
 
     @property

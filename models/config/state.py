@@ -284,6 +284,8 @@ class SelectiveScan:
       norms: kind of the RMS norms of the inputs of time steps, B and C: "weighted", "plain" (without weights), or None
         for no norms.
       eps: epsilon of these norms.
+      num_heads: groups of channels, each with B, C and inputs of time steps of its own, projected from its channels;
+        None if they are projected from all channels, for all.
     """
 
     channels: int
@@ -294,9 +296,13 @@ class SelectiveScan:
     bias: bool = False
     norms: str | None = None
     eps: float = 1e-6
+    num_heads: int | None = None
 
     def __post_init__(self) -> None:
         check_size("selective scan: channels", self.channels, MAX_INTERMEDIATE)
+        if self.num_heads is not None and (self.num_heads > MAX_HEADS or self.channels % self.num_heads):
+            text = f"at most {MAX_HEADS} and a divisor of channels, {self.channels}, got {self.num_heads}"
+            raise ModelConfigError(f"selective scan: num_heads must be {text}")
         check_size("selective scan: state_size", self.state_size, MAX_HEAD_DIM)
         check_size("selective scan: time_rank", self.time_rank, MAX_HIDDEN)
         check_size("selective scan: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.altup import SharedBlocks
+from jaxengine.models.config.attention import LayerState
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import Activation, hf_fields, read_each_layer, read_rope
@@ -29,14 +30,14 @@ from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.states.mamba2 import Mamba2, States
+from jaxengine.models.layers.states.mamba2 import Mamba2
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 BLOCK = f"{LAYER}.shared_transformer"
 _EPS = 1e-5  # of the norm in Mamba-2, whatever rms_norm_eps
-_HYBRID, _MAMBA = "hybrid", ("mamba", "linear_attention")
+HYBRID, MAMBA = "hybrid", ("mamba", "linear_attention")
 # Zamba2-2.7B's layers, transformers' default.
 _HYBRID_LAYERS = (6, 12, 18, 24, 30, 36, 42, 47, 51)
 _DEFAULTS: dict[str, Any] = {
@@ -110,11 +111,12 @@ class TransformerBlock(nnx.Module):
             build=build,
             bias=config.mlp_bias,
             activation=ACTIVATIONS[blocks.activation],
-            gate_up=parts_of(f"{source}.gate_up_proj", ffn, ffn),
+            gate_up=parts_of(f"{source}.gate_up_proj", ffn, ffn) if blocks.rank else None,
         )
-        name = f"{source}.gate_up_proj_adapter"
-        ups = [parts_of(f"{name}.1", ffn, ffn)]
-        mlp.gate_up = AddedProducts(mlp.gate_up, size, [Source(f"{name}.0", blocks.rank)], ups, "ffn", build)
+        if blocks.rank:
+            name = f"{source}.gate_up_proj_adapter"
+            ups = [parts_of(f"{name}.1", ffn, ffn)]
+            mlp.gate_up = AddedProducts(mlp.gate_up, size, [Source(f"{name}.0", blocks.rank)], ups, "ffn", build)
         self.mlp = mlp
         self.out = Linear(size, (Source(f"{LAYER}.linear", size),), axes=("embed", "latent"), build=build)
 
@@ -146,21 +148,24 @@ class Zamba2Layer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
-        state = config.attention[layer].state
-        assert isinstance(state, StateSpace)
         has_block = config.attention[layer].attends
         source = f"{LAYER}.mamba_decoder" if has_block else LAYER
         size = config.hidden_size
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.input_layernorm", build=build)
-        self.mamba = Mamba2(state, size, eps=_EPS, source=f"{source}.mamba", build=build)
+        self.mamba = self.make_mamba(config.attention[layer].state, size, f"{source}.mamba", build)
         self.block = TransformerBlock(config, layer, build) if has_block else None
+
+    def make_mamba(self, state: LayerState | None, size: int, source: str, build: Build) -> Any:
+        """Return a new mixer of hidden states of `size` elements, which keeps `state`."""
+        assert isinstance(state, StateSpace)
+        return Mamba2(state, size, eps=_EPS, source=source, build=build)
 
     def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x [T, 2 * D] to ([T, 2 * D], the layer's cache after this step's tokens): the states alone or, with a
         block, the pool and the states.
         """
         hidden, embedding = jnp.split(x, 2, axis=-1)
-        kept: States = kv if self.block is None else kv[1]
+        kept: Any = kv if self.block is None else kv[1]
         rows: StateRows = pages if self.block is None else pages[1]
         mixed = hidden
         if self.block is not None:
@@ -266,13 +271,13 @@ def _layers_with_block(fields: ConfigFields) -> tuple[int, ...]:
     `layer_types`. By default they are Zamba2-2.7B's. Raises ModelConfigError for other kinds and for a list of another
     length.
     """
-    count, allowed = fields.integer("num_hidden_layers"), (_HYBRID, *_MAMBA)
-    usual = [_HYBRID if layer in _HYBRID_LAYERS else _MAMBA[0] for layer in range(_DEFAULTS["num_hidden_layers"])]
+    count, allowed = fields.integer("num_hidden_layers"), (HYBRID, *MAMBA)
+    usual = [HYBRID if layer in _HYBRID_LAYERS else MAMBA[0] for layer in range(_DEFAULTS["num_hidden_layers"])]
     names = [name for name in ("layers_block_type", "layer_types") if fields.has(name)]
     if not names and count != len(usual):
         raise fields.fail("layers_block_type", f"a list of {count} of {', '.join(allowed)}")
     kinds = read_each_layer(fields, names[0], allowed) if names else usual
-    return tuple(layer for layer, kind in enumerate(kinds or ()) if kind == _HYBRID)
+    return tuple(layer for layer, kind in enumerate(kinds or ()) if kind == HYBRID)
 
 
 def _state(fields: ConfigFields) -> StateSpace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -11,6 +12,8 @@ import numpy as np
 WHOLE = slice(None)
 MODEL = "model."  # the beginning of the model's own names of layers, the token table and the final norm
 INNER = "vlm."  # the beginning of the names of the model inside a retriever
+# The number of a layer and the next part of a name.
+_IN_LAYER = re.compile(r"\blayers\.(\d+)\.(\w+)")
 _NONE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -64,6 +67,9 @@ class CheckpointNames(NamedTuple):
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       parts: pairs of a part of names that other versions of transformers write, and the model's replacement. The first
         match counts; a name that has the replacement already is not changed.
+      halves: the next part of names after a layer's number, and the model's replacement, for even and for odd numbers,
+        if a checkpoint counts the two halves of each layer: with ({"mixer": "self_attn"}, {"mixer": "mlp"}),
+        layers.4.mixer is layers.2.self_attn and layers.5.mixer is layers.2.mlp. Other names are unchanged.
       divided: ends of the names of modules whose matrices are rows of several of transformers' modules -> ends of the
         names of those, in order.
       joined: ends of the names of tensors that other versions of transformers join to one along their rows -> those of
@@ -92,6 +98,7 @@ class CheckpointNames(NamedTuple):
     joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     frequencies: str = ""
     divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    halves: tuple[Mapping[str, str], Mapping[str, str]] | None = None
 
     @property
     def base(self) -> str:
@@ -130,6 +137,9 @@ class CheckpointNames(NamedTuple):
         """Return the model's name of the checkpoint's tensor or module `stored`."""
         name = renamed(stored, self.prefixes)
         name = next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
+        if self.halves is not None and (found := _IN_LAYER.search(name)) is not None:
+            number, part = int(found[1]), self.halves[int(found[1]) % 2].get(found[2])
+            name = name if part is None else f"{name[: found.start()]}layers.{number // 2}.{part}{name[found.end() :]}"
         return next((name.replace(old, new) for old, new in self.parts if old in name and new not in name), name)
 
 

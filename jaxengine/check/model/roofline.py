@@ -8,6 +8,7 @@ Activations are assumed to stay on the chip, and exchanges between devices to co
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from jaxengine.scheduler.batches.buckets import Bucket
 
 DECODE_CONTEXT = 1024
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LEAST = {"gpu": 16}  # least rows of a reached expert: the tile of a tensor core
 
 
@@ -299,8 +301,8 @@ def _adapter_work(model: Any, bucket: Bucket, itemsize: int) -> tuple[int, int, 
             rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // config.experts.num_routed
             reached += math.prod(pair) * min(own * slots, rows) * item
         else:
-            pair, rows = part, bucket.num_tokens
-            reached += math.prod(part) * item
+            pair, rows = part, bucket.num_tokens * _num_runs(model, pool.decl.sources[0].name)
+            reached += math.prod(part) * rows // bucket.num_tokens * item
         flops += 2 * math.prod(pair) * rows
         row_bytes += rows * sum(pair) * itemsize
     return held, reached, flops, row_bytes
@@ -308,10 +310,22 @@ def _adapter_work(model: Any, bucket: Bucket, itemsize: int) -> tuple[int, int, 
 
 def _num_uses(model: Any, name: str) -> int:
     """Return how many of the stage's layers multiply by the weights of the checkpoint module `name`: more than one for
-    those of a block that layers share.
+    those of a block that layers share, and of a layer that runs several times.
     """
     blocks = model.config.shared_blocks
-    return 1 if blocks is None else max(1, sum(layer in model.stage.layers for layer in blocks.having(name)))
+    if blocks is None:
+        return _num_runs(model, name)
+    return max(1, sum(layer in model.stage.layers for layer in blocks.having(name)))
+
+
+def _num_runs(model: Any, name: str) -> int:
+    """Return how many of the stage's layers are runs of the layer that has the checkpoint module `name`: 1 unless it
+    runs several times.
+    """
+    found = _LAYER.match(name)
+    if model.config.loops is None or found is None:
+        return 1
+    return sum(model.config.stored_layer(layer) == int(found[1]) for layer in model.stage.layers)
 
 
 def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:

@@ -15,7 +15,6 @@ from jax import lax
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.norm import HeadsRMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.params.declare import Source
 from jaxengine.sharding.collectives import num_shards, shard_index, sum_parts
@@ -139,7 +138,7 @@ class GatedMLP(nnx.Module):
       bias: whether gate and up have a bias.
       down_bias: whether down has a bias; None for the value of `bias`.
       clamped: function of gate and up, such as ClampedSilu, that replaces activation(gate) * up; None for none.
-      inner_norm: RMS norm of the input of down, over all devices' parts of it; None for none.
+      inner_norm: norm of the input of down, [T, F, 1] over all devices' parts of it; None for none.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class GatedMLP(nnx.Module):
         gate_up: Sequence[Source] | None = None,
         down: Source | None = None,
         clamped: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        inner_norm: HeadsRMSNorm | None = None,
+        inner_norm: Callable[[jax.Array], jax.Array] | None = None,
     ):
         gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
         self.gate_up = Linear(hidden_size, gate_up, axes=("embed", "ffn"), bias=bias, build=build)

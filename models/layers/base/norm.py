@@ -124,6 +124,28 @@ class OffsetLayerNorm(LayerNorm):
         return 1.0 + super().scale()
 
 
+def unit(x: jax.Array, axis: str | None = None) -> jax.Array:
+    """Return x / sqrt(sum(x^2) + 1e-6), computed in float32, in x's dtype.
+
+    The sum is over the last axis of x [..., D]. With the logical `axis` by which devices split a token's elements, it
+    is over all axes of x [T, ...] but the first, and over all of these devices.
+    """
+    y = x.astype(jnp.float32)
+    over = -1 if axis is None else tuple(range(1, x.ndim))
+    total = jnp.sum(y * y, axis=over, keepdims=True)
+    return (y * lax.rsqrt((total if axis is None else sum_parts(total, axis)) + 1e-6)).astype(x.dtype)
+
+
+class UnitNorm(nnx.Module):
+    """`unit` as a module, without weights: nGPT's norm."""
+
+    def __init__(self, axis: str | None = None):
+        self.axis = axis
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return unit(x, self.axis)
+
+
 class HeadsRMSNorm(nnx.Module):
     """RMS norm x / rms(x) * weight over all heads at once: OLMo 2's norms of q and k.
 

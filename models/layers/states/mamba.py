@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,23 +67,39 @@ class Mamba(nnx.Module):
         states: the window of the convolution and the vectors, [R, ...] each; SelectiveScan.arrays has the shapes of one
         row. rows: the rows that each sequence reads and writes; all others are unchanged.
         """
-        state, (window, vectors) = self.state, states
+        window, vectors = states
         with jax.named_scope("inputs"):
             mixed, z = jnp.split(self.inputs(x, step.rows), 2, axis=1)
         with jax.named_scope("causal_conv"):
             mixed, window = causal_conv(mixed, self.taps[...], window, rows)
             mixed = jax.nn.silu(mixed if self.conv_bias is None else mixed + self.conv_bias[...].astype(jnp.float32))
         with jax.named_scope("time_steps"):
-            ends = state.time_rank, state.time_rank + state.state_size
-            parts = jnp.split(self.select(mixed.astype(x.dtype), step.rows), ends, axis=1)
-            dt, b, c = (self._norm(name)(part) for name, part in zip(SELECTED, parts, strict=True))
-            dt = jax.nn.softplus(self.dt(dt, step.rows).astype(jnp.float32) + self.dt_bias[...])
+            dt, b, c = self._selected(mixed, x.dtype, step)
+            dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
         with jax.named_scope("selective_scan"):
-            o, vectors = selective_scan(mixed, b, c, dt, -jnp.exp(self.log_a[...]), vectors, rows)
+            o, vectors = self._scan(mixed, b, c, dt, vectors, rows)
         with jax.named_scope("gate"):
             o = (o + self.skip[...] * mixed) * jax.nn.silu(z.astype(jnp.float32))
         with jax.named_scope("out_proj"):
             return self.out(o.astype(x.dtype), step.rows), (window, vectors)
+
+    def _selected(self, mixed: jax.Array, dtype: Any, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return what depends on a token's inputs `mixed` f32[T, C]: time steps [T, C] without their bias, B and C
+        [T, state_size]. dtype: dtype of activations.
+        """
+        state = self.state
+        ends = state.time_rank, state.time_rank + state.state_size
+        parts = jnp.split(self.select(mixed.astype(dtype), step.rows), ends, axis=1)
+        dt, b, c = (self._norm(name)(part) for name, part in zip(SELECTED, parts, strict=True))
+        return self.dt(dt, step.rows), b, c
+
+    def _scan(
+        self, mixed: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, vectors: jax.Array, rows: StateRows
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the outputs of the recurrence, f32[T, C], and the vectors after it. Arguments are those of
+        `selective_scan`.
+        """
+        return selective_scan(mixed, b, c, dt, -jnp.exp(self.log_a[...]), vectors, rows)
 
     def _norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
         """Return the norm of `name`, one of SELECTED: with weights, without, or the identity, depending on
@@ -91,3 +108,62 @@ class Mamba(nnx.Module):
         if self.state.norms == "plain":
             return lambda part: rms_normalized(part, self.state.eps).astype(part.dtype)
         return self.norms[name] if self.state.norms else lambda part: part
+
+
+class HeadedMamba(Mamba):
+    """Mamba of heads, as in Zamba: time steps, B and C of a head's channels are projected from these channels alone.
+    Rows of u and of z alternate in the checkpoint's projection. Heads are split over devices.
+    """
+
+    def __init__(self, state: SelectiveScan, hidden_size: int, *, source: str, build: Build):
+        super().__init__(state, hidden_size, source=source, build=build)
+        channels, heads, rank, size = state.channels, state.num_heads or 1, state.time_rank, state.state_size
+        width = channels // heads
+        halves = [
+            Source(f"{source}.in_proj", channels, first=first, tensor_rows=2 * channels, stride=2) for first in (0, 1)
+        ]
+        self.inputs = Linear(hidden_size, halves, axes=("embed", "heads"), bias=state.bias, build=build)
+
+        def of_heads(name: str, elements: int, dtype: str, std: float) -> nnx.Param:
+            decl = ParamDecl(("heads", None), (Source(f"{source}.{name}", heads),), init_std=std)
+            return declare((heads, elements), dtype, decl)
+
+        self.select = of_heads("x_proj_weight", (rank + 2 * size) * width, build.dtype, width**-0.5)
+        self.dt = of_heads("dt_proj_weight", width * rank, build.dtype, rank**-0.5)
+        bias = ParamDecl(("heads",), (Source(f"{source}.dt_proj_bias", channels, group=width),), init_std=0.5)
+        self.dt_bias = declare((channels,), "float32", bias)
+        self.log_a = of_heads("A_log", width * size, "float32", 0.5)
+
+    def _selected(self, mixed: jax.Array, dtype: Any, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return time steps f32[T, C] without their bias, and B and C f32[N, T, state_size] of this device's N heads,
+        for inputs `mixed` f32[T, C], which are rounded to `dtype`.
+        """
+        rank, size = self.state.time_rank, self.state.state_size
+        weight, dt = (each[...].astype(jnp.float32) for each in (self.select, self.dt))
+        by_head = mixed.astype(dtype).astype(jnp.float32).reshape(len(mixed), len(weight), -1)
+        with jax.default_matmul_precision("float32"):
+            selected = jnp.einsum("tnw,nkw->ntk", by_head, weight.reshape(len(weight), rank + 2 * size, -1))
+            steps, b, c = jnp.split(selected, (rank, rank + size), axis=-1)
+            steps = jnp.einsum("ntr,nwr->tnw", steps, dt.reshape(len(dt), -1, rank))
+        return steps.reshape(mixed.shape), b, c
+
+    def _scan(
+        self, mixed: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, vectors: jax.Array, rows: StateRows
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the outputs of the heads' recurrences, f32[T, C], and the vectors f32[R, C, state_size] after them.
+
+        A row of the vectors is seen as a row for each head, so that no head's part of them is copied.
+        """
+        heads, shape = len(b), vectors.shape
+        log_a = self.log_a[...].reshape(heads, -1, shape[-1])
+        vectors, outputs = vectors.reshape(shape[0] * heads, -1, shape[-1]), []
+        parts = (jnp.split(each, heads, axis=1) for each in (mixed, dt))
+        for head, (u, steps) in enumerate(zip(*parts, strict=True)):
+            own = rows._replace(
+                reads=jnp.where(rows.reads < 0, -1, rows.reads * heads + head),
+                writes=rows.writes * heads + head,
+                saves=rows.saves * heads + head,
+            )
+            o, vectors = selective_scan(u, b[head], c[head], steps, -jnp.exp(log_a[head]), vectors, own)
+            outputs.append(o)
+        return jnp.concatenate(outputs, axis=1), vectors.reshape(shape)

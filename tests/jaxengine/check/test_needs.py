@@ -54,6 +54,21 @@ def test_a_block_that_layers_share_is_held_once_and_multiplied_by_each():
         assert apart.weight_bytes - shared.weight_bytes == 4 * of_block  # each layer has pools for adapters of its own
 
 
+def test_a_layer_that_runs_several_times_is_held_once_and_multiplied_by_each_run():
+    twice = read_folder(CHECKPOINTS / "dory")
+    assert twice.loops is not None
+    once = dataclasses.replace(
+        twice, loops=dataclasses.replace(twice.loops, num_loops=1), attention=twice.attention[:3] + twice.attention[-1:]
+    )
+    of_layer = 64 * (64 + 32 + 32 + 64) + 64 * 64 + 3 * 64 * 80  # attention with its gate, MLP
+    more = []
+    for build in (Build("float32"), Build("float32", lora=LoraSpec(2, 4))):
+        many, few = (product_work(build_model(config, build), Bucket(32, 8), "float32") for config in (twice, once))
+        assert many.weight_bytes == few.weight_bytes
+        more.append(many.flops - few.flops)
+    assert more[0] == 2 * 2 * 32 * of_layer < more[1]  # pools for adapters are multiplied by each run, too
+
+
 def test_experts_without_weights_cost_nothing():
     """Of as many as the others: half of the rows, and a router twice as wide."""
     assert EXPERTS.experts is not None

@@ -128,9 +128,9 @@ def test_every_architecture_that_transformers_has_is_recorded():
     """Those that see have the text layers of others. The classes of MiniCPM, InternLM, Ling, Baichuan, DeepSeekMoE,
     DeciLM, Orion, Solar Pro, the first Qwen, Falcon's and StableLM's first form, dots.ocr, DeepSeek-OCR, PLaMo 3,
     openPangu, TeleChat, Tele-FLM, Param, MiMo-V2.5, Phi-3-vision and Step come with their checkpoints. The classes of
-    Mistral 4 and Phi-4-multimodal see, and that of Llama 3.2 Vision's text part does what Llama does. In Zamba 2's
-    blocks, which have no residuals, rounding errors grow. The numbers of Apertus's activation are no weights here.
-    Sparse attention and compressed keys need pages.
+    Mistral 4 and Phi-4-multimodal see, and that of Llama 3.2 Vision's text part does what Llama does. In the blocks of
+    Zamba and Zamba 2, which have no residuals, rounding errors grow. The numbers of Apertus's activation are no weights
+    here. Sparse attention and compressed keys need pages.
     """
     assert set(RECORDED) >= KINDS
     found = {json.loads((CHECKPOINTS / name / "config.json").read_text())["architectures"][0] for name in RECORDED}
@@ -144,6 +144,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
             "MiMoV2ForCausalLM",
             "SolarForCausalLM",
             "Phi3VForCausalLM",
+            "ZambaForCausalLM",
             "Zamba2ForCausalLM",
         ),
         *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM", "AXK2ForCausalLM", "InternLMForCausalLM", "RWForCausalLM"),

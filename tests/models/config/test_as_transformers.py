@@ -89,6 +89,11 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("mistral4", {"q_lora_rank": 1024}),
         ("youtu", {"q_lora_rank": 1536}),
         ("granite_hybrid", {"num_local_experts": 8}),
+        ("dory", {"initializer_range": 0.0177, "ngpt_alpha_init": 0.05, "sliding_window": 1024}),
+        ("dory", {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "n_recurrent_loops": 2}),
+        ("jetmoe", {"num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 128, "rms_norm_eps": 1e-6}),
+        ("zamba", {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "hidden_act": "gelu"}),
+        ("zamba", {**SMALL, "n_mamba_heads": 2, "mamba_dt_rank": "auto", "attention_head_dim": 24}),
         ("zamba2", {**SMALL, "mamba_d_conv": 4, "mamba_expand": 2, "hidden_act": "gelu", "time_step_min": 0.001}),
         ("zamba2_odd", {"num_mem_blocks": 1, "mamba_ngroups": 1, "use_mem_rope": False, "intermediate_size": 120}),
         (

@@ -22,7 +22,7 @@ from jaxengine.models.weights.adapters.pools import slot_values, targets_of, wit
 from jaxengine.models.weights.formats.arrays import ArraySource
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.models.weights.views.renamed import SharedBlocksSource
+from jaxengine.models.weights.views.renamed import RenamedSource, SharedBlocksSource
 from tests.fixtures.adapters import JOINED, joined_changes, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.conftest import PagedRun, forward
@@ -132,12 +132,14 @@ def test_layers_that_share_a_block_have_adapters_of_their_own(recorded, tmp_path
 
 
 def stacked_experts(weights, model):
-    """Of each layer whose experts are in one tensor: by JOINED, the tensor's name, and (inputs, outputs)."""
+    """Of each layer whose experts are in one tensor and take adapters: by JOINED, the tensor's name, and (inputs,
+    outputs)."""
+    takes = targets_of([model]).experts if model.config.experts else {}
     found: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {}
     size, experts = model.config.hidden_size, model.config.experts
     for key in weights:
         layer, _, part = model.checkpoint_names.renamed(key).rpartition(".")
-        if layer.endswith(".experts") and part in JOINED:
+        if layer in takes and part in JOINED:
             sides = (size, 2 * experts.intermediate_size) if part == JOINED[0] else (experts.intermediate_size, size)
             found.setdefault(layer, {})[part] = key, sides
     return {layer: {part: parts[part] for part in JOINED if part in parts} for layer, parts in found.items()}
@@ -147,7 +149,7 @@ def parts_apart(weights, model):
     """The tensors of a checkpoint with the parts of joined ones that take adapters, under transformers' names. Blocks
     that layers share are there for each layer."""
     if (blocks := apart(model.config).shared_blocks) is not None:
-        source = SharedBlocksSource(ArraySource(weights), blocks)
+        source = SharedBlocksSource(RenamedSource(ArraySource(weights), model.checkpoint_names), blocks)
         weights = {name: source.read(name) for name in source.names()}
     shapes = targets_of([model]).shapes
     for key, parts in {key: model.checkpoint_names.parts_of_rows(key) for key in weights}.items():
