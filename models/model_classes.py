@@ -142,7 +142,6 @@ _MODULES = {
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "AXK2ForCausalLM": "axk2",
     "Dots3NoteForCausalLM": "dots3_note",
-    "Dots3NoteForConditionalGeneration": "dots3_note:Dots3NoteForCausalLM",
     "DeepseekV4ForCausalLM": "deepseek_v4",
     "LongcatFlashForCausalLM": "longcat_flash",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",

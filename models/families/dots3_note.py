@@ -1,4 +1,4 @@
-"""dots3.note (rednote-hilab 2026), served as text: DeepSeek-V3.2's sparse layers between layers with a window, whose
+"""Dots 3 Note (rednote-hilab 2026), served as text: DeepSeek-V3.2's sparse layers between layers with a window, whose
 latent attention has sizes of its own; scaled latents, a norm of the rotated part of keys, and gates of the heads.
 """
 
