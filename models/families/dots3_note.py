@@ -85,8 +85,8 @@ class Dots3NoteAttention(GatedLatentAttention):
     ):
         super().__init__(attention, hidden_size, source=source, build=build, eps=eps, **options)
         latent: Any = self.latent
-        self.q_norm = ScaledNorm(self.q_norm, (hidden_size / latent.q_lora_rank) ** 0.5)
-        self.kv_norm = ScaledNorm(self.kv_norm, (hidden_size / latent.kv_lora_rank) ** 0.5)
+        norms: Any = (self.q_norm, latent.q_lora_rank), (self.kv_norm, latent.kv_lora_rank)
+        self.q_norm, self.kv_norm = (ScaledNorm(norm, (hidden_size / rank) ** 0.5) for norm, rank in norms)
         self.rope_norm = RMSNorm(latent.qk_rope_head_dim, eps, source=f"{source}.k_rope_only_layernorm", build=build)
 
     def normed_key(self, k_rope: jax.Array) -> jax.Array:

@@ -90,14 +90,17 @@ class PositionScale(nnx.Module):
     """
 
     def __init__(self, num_heads: int, *, source: str, axis: str | None):
-        for name in ("scale", "bias"):
-            decl = ParamDecl((axis,), (Source(f"{source}.{name}", num_heads),), init_std=0.3)
-            setattr(self, name, declare((num_heads,), jnp.float32, decl))
+        self.scale, self.bias = (
+            declare(
+                (num_heads,), jnp.float32, ParamDecl((axis,), (Source(f"{source}.{name}", num_heads),), init_std=0.3)
+            )
+            for name in ("scale", "bias")
+        )
 
     def __call__(self, q: jax.Array, step: StepInputs) -> jax.Array:
         """Return queries q [T, N, .] of a step's tokens, multiplied by their factors, in q's dtype."""
         assert step.positions is not None
-        scale, bias = self.scale[...], self.bias[...]  # ty: ignore
+        scale, bias = self.scale[...], self.bias[...]
         factors = jnp.log1p(step.positions.astype(jnp.float32))[:, None] * scale + bias
         return (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
 
@@ -160,7 +163,8 @@ class MistralLarge4ForConditionalGeneration(GlmMoeDsaForCausalLM):
 
     def __init__(self, config: ModelConfig, build: Build):
         super().__init__(config, build)
-        first, *others = (layer.attention for layer in self.layers)  # ty: ignore
+        layers: Any = self.layers
+        first, *others = (layer.attention for layer in layers)
         for attention in others:
             attention.alpha = first.alpha
 
