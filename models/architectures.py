@@ -74,6 +74,7 @@ _OTHER_NAMES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
     "AquilaModel": "LlamaForCausalLM",  # of models that generate, too
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
     "Ernie4_5_VL_MoeForConditionalGeneration": "Ernie4_5_VLMoeForConditionalGeneration",
     "Glm46VForConditionalGeneration": "Glm4vForConditionalGeneration",
     "HCXVisionV2ForCausalLM": "HyperCLOVAXVisionV2ForConditionalGeneration",

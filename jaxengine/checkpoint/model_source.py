@@ -43,7 +43,7 @@ from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from jaxengine.models.weights.pooled import with_own_files
-from jaxengine.models.weights.views.mistral import MistralSource, heads_in_pairs
+from jaxengine.models.weights.views.mistral import with_usual_names
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -305,8 +305,8 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
     source = ModelSource(path=path, config=model, generation_defaults=defaults, pooling=pooling, weights=weights)
     with source.closing_on_error():
-        if isinstance(weights, SafetensorsCheckpoint) and weights.stem == CONSOLIDATED:
-            weights = MistralSource(weights, *heads_in_pairs(model))
+        if isinstance(weights, SafetensorsCheckpoint):
+            weights = with_usual_names(weights, model)
         model = with_stored_head(model, raw, weights)
         model = with_stored_frequencies(with_stored_experts(model, weights), weights)
         if pooling is not None and weights is not None and not isinstance(weights, Path):

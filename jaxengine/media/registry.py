@@ -66,6 +66,7 @@ PROCESSORS = {
     "Phi4MultimodalForCausalLM": "phi4_multimodal:Phi4MultimodalProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
     "Mistral4ForConditionalGeneration": "pixtral:PixtralProcessor",
+    "MistralLarge4ForConditionalGeneration": "pixtral:PixtralProcessor",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2_5VLProcessor",
     "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",

@@ -100,6 +100,7 @@ class KeyIndex:
         tokens are selected (GLM-5.3); those after the last whole group are always selected. None for keys of tokens.
       source: number of the earlier layer whose selection of keys is used; the indexer then has no weights. None for its
         own selection.
+      reads_hidden: whether its queries are projected from the hidden state instead of the latent of queries.
     """
 
     num_heads: int
@@ -110,6 +111,7 @@ class KeyIndex:
     norm_eps: float = 1e-6
     pool: int | None = None
     source: int | None = None
+    reads_hidden: bool = False
 
     def __post_init__(self) -> None:
         check_size("index_n_heads", self.num_heads, MAX_HEADS)
@@ -174,6 +176,8 @@ class LayerAttention:
       value_size: elements of a value if they are not head_dim; None if they are, or with a latent.
       slopes: for each head, the number that is subtracted from its logits for each position between query and key,
         after scale and cap (ALiBi, see `alibi_slopes`); None for none.
+      learned_positions: whether the effect of positions has weights, of which all layers share those of rope. The layer
+        then computes its rope itself (Mistral Large 4).
     """
 
     num_heads: int
@@ -199,6 +203,7 @@ class LayerAttention:
     keys_as_values: bool = False
     value_size: int | None = None
     slopes: tuple[float, ...] | None = None
+    learned_positions: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)
@@ -253,7 +258,7 @@ class LayerAttention:
             if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
                 raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
         if self.index is not None:
-            if self.latent is None or self.latent.q_lora_rank is None:
+            if self.latent is None or (self.latent.q_lora_rank is None and not self.index.reads_hidden):
                 raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
             if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
                 raise ModelConfigError("attention to selected keys takes no window, chunk, soft cap or temperature")

@@ -154,14 +154,15 @@ class ModelConfig:
     def _check_heads(self) -> None:
         """Raise ModelConfigError for layers that cannot share a pool, or for an unusable kv_source.
 
-        With a state or a latent in any layer, all layers must have equal KV heads and head sizes. A kv_source must be
-        an earlier layer with pages and the same heads, sizes and reach.
+        With a state in any layer, or a latent in some but not all, all layers must have equal KV heads and head sizes.
+        A kv_source must be an earlier layer with pages and the same heads, sizes and reach.
         """
         heads = sorted({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention})
-        if len(heads) > 1 and (self.keeps_states or any(layer.latent is not None for layer in self.attention)):
+        with_latent = {layer.latent is not None for layer in self.attention}
+        if len(heads) > 1 and (self.keeps_states or len(with_latent) > 1):
             raise ModelConfigError(
-                "layers must have the same num_kv_heads, head_dim and v_head_dim where any has a state or a latent, "
-                f"got {heads}"
+                "layers must have the same num_kv_heads, head_dim and v_head_dim where any has a state, or where some "
+                f"have a latent, got {heads}"
             )
         for number, layer in enumerate(self.attention):
             if (source := layer.kv_source) is None:
@@ -270,4 +271,5 @@ class ModelConfig:
     @property
     def has_equal_pages(self) -> bool:
         """Whether a page takes the same number of bytes in every layer."""
-        return len({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention}) == 1
+        sizes = {(each.num_kv_heads, each.head_dim, each.v_head_dim, each.values_in_keys) for each in self.attention}
+        return len(sizes) == 1

@@ -114,8 +114,8 @@ def whole_ropes(fields: ConfigFields) -> ConfigFields:
 class GatedLatentAttention(LatentAttention):
     """Latent attention in which each head's output is multiplied by a sigmoid gate, one number per head."""
 
-    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
-        super().__init__(attention, hidden_size, source=source, build=build)
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, **options: Any):
+        super().__init__(attention, hidden_size, source=source, build=build, **options)
         gate = (Source(f"{source}.g_proj", attention.num_heads, group=1),)
         self.gate = Linear(hidden_size, gate, axes=("embed", "heads"), build=build)
 

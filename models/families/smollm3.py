@@ -26,7 +26,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(rope_theta=2_000_000.0)
-        rotated = _rotated_layers(fields)
+        rotated = rotated_layers(fields)
         rope, window = read_rope(fields, read_head_dim(fields)), None
         windows = [None] * len(rotated)
         if fields.boolean("use_sliding_window", False):
@@ -53,7 +53,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         return shared | {"attention": tuple(layers)}
 
 
-def _rotated_layers(fields: ConfigFields) -> list[bool]:
+def rotated_layers(fields: ConfigFields) -> list[bool]:
     """Return, for each layer, whether it has rope: where `no_rope_layers` has a 1. That list may be longer than the
     model.
 

@@ -33,7 +33,7 @@ from jaxengine.models.cache import (
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
+from jaxengine.models.layers.attention.attention import POSITIONS, SCHEDULE, TEMPERATURE, LayerPages, StepInputs
 from jaxengine.models.layers.attention.compressed import BLOCKS
 from jaxengine.models.layers.attention.mla_expanded import EXPANDED_ROWS
 from jaxengine.models.layers.base.rope import ROPE
@@ -53,6 +53,7 @@ STEP_INPUTS = {
     "temperature": TEMPERATURE,
     "expanded": EXPANDED_ROWS,
     "blocks": BLOCKS,
+    "positions": POSITIONS,
 }
 
 

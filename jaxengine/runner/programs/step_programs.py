@@ -310,7 +310,8 @@ class StepPrograms:
 
     def largest(self, kv: KVPages) -> Program:
         """Return the program (pool) -> largest magnitudes of keys and of values, each f32[replicas, layers with pages,
-        heads]. The latter is None if values are stored within keys. The heads are those of the pool, in which a KV head
+        heads]. The latter is None if values are stored within keys in all layers, and 0 for such layers among others.
+        The heads are those of the pool, in which a KV head
         may be stored several times. kv: result of `kv_shapes`.
         """
         locations = layer_locations(self.groups)
@@ -319,8 +320,10 @@ class StepPrograms:
         def function(kv: KVPages) -> tuple[jax.Array, jax.Array | None]:
             count = num_pages_of(kv, self.groups)
             found = [largest_of_layer(kv, locations[layer], count) for layer in self.paged_layers]
-            k, v = jnp.stack([k for k, _ in found])[None], [v for _, v in found if v is not None]
-            return k, jnp.stack(v)[None] if v else None
+            k = jnp.stack([k for k, _ in found])[None]
+            if all(v is None for _, v in found):
+                return k, None
+            return k, jnp.stack([jnp.zeros_like(k) if v is None else v for k, v in found])[None]
 
         results = of_heads, None if kv.spec.values_in_keys else of_heads
         return self._program("largest in the pool", function, (kv,), results, donate=())

@@ -153,7 +153,7 @@ def measure(
             raise ModelFileError(config.model or "the embedded model", text)
         if progress is not None:
             progress(number, len(prompts), f"{len(prompt)} tokens")
-    return KVScales(k, None if model.attention[0].values_in_keys else v)
+    return KVScales(k, None if _shape(model).values_in_keys else v)
 
 
 def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
@@ -204,7 +204,8 @@ def read_largest(path: Path, shape: KVShape) -> KVScales:
 
 def _shape(config: ModelConfig) -> KVShape:
     """Return the KVShape of a model's scales: its number of layers, the layers with pages, its number of KV heads, and
-    whether values lie in keys.
+    whether values lie in keys in all of these layers.
     """
     paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.has_pages)
-    return KVShape(config.num_layers, paged, config.num_kv_heads, config.attention[0].values_in_keys)
+    in_keys = all(config.attention[layer].values_in_keys for layer in paged)
+    return KVShape(config.num_layers, paged, config.num_kv_heads, in_keys)

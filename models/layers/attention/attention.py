@@ -58,6 +58,7 @@ class StepInputs(NamedTuple):
       selected: i32[T, k], positions of the keys that the last indexer has selected; None without one.
       blocks: result of jaxengine.models.layers.attention.compressed.token_blocks; None for layers without compressed
         keys.
+      positions: i32[T], for layers whose effect of positions has weights; None for others.
     """
 
     rows: Rows
@@ -68,6 +69,7 @@ class StepInputs(NamedTuple):
     of_layer: jax.Array | None = None
     selected: jax.Array | None = None
     blocks: Any = None
+    positions: jax.Array | None = None
 
 
 class LayerPages(NamedTuple):
@@ -183,6 +185,12 @@ TEMPERATURE = StepInput(
     "temperature",
     lambda attention, build: attention.temperature,
     lambda tuning, step: query_temperature(step.batch.positions, tuning),
+)
+
+POSITIONS = StepInput(
+    "positions",
+    lambda attention, build: attention.learned_positions or None,
+    lambda learned, step: step.batch.positions,
 )
 
 

@@ -51,13 +51,15 @@ class LatentAttention(nnx.Module):
         self.interleaved = attention.rope is not None and attention.rope.interleaved
         rank, q_rank, heads = latent.kv_lora_rank, latent.q_lora_rank, attention.num_heads
         nope, value = latent.qk_nope_head_dim, latent.v_head_dim
-        down = (Source(f"{source}.kv_a_proj_with_mqa", attention.head_dim),)
+        own = attention.kv_source is None
+        down = (Source(f"{source}.kv_a_proj_with_mqa", attention.head_dim),) if own else ()
         if q_rank is not None:
             down = (Source(f"{source}.q_a_proj", q_rank), *down)
-        self.down = Linear(hidden_size, down, axes=("embed", "latent"), bias=attention.bias, build=build)
+        down = Linear(hidden_size, down, axes=("embed", "latent"), bias=attention.bias, build=build) if down else None
+        self.down = down
         norm = partial(RMSNorm, eps=eps, build=build)
         self.q_norm = None if q_rank is None else norm(q_rank, source=f"{source}.q_a_layernorm")
-        self.kv_norm = norm(rank, source=f"{source}.kv_a_layernorm")
+        self.kv_norm = norm(rank, source=f"{source}.kv_a_layernorm") if own else None
         q_dim = nope + latent.qk_rope_head_dim
         q = Source(f"{source}.{'q_proj' if q_rank is None else 'q_b_proj'}", heads * q_dim, group=q_dim)
         self.q = Linear(q_rank or hidden_size, (q,), axes=("embed", "heads"), build=build)
@@ -73,6 +75,7 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written)."""
         q, keys, q_latent = self.project(x, step)
+        assert keys is not None
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
@@ -92,32 +95,45 @@ class LatentAttention(nnx.Module):
         assert self.q_norm is not None
         return self.q_norm(q_latent)
 
-    def project(self, x: jax.Array, step: StepInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    def normed_key(self, k_rope: jax.Array) -> jax.Array:
+        """Return the part of keys [T, 1, R] that will be rotated: k_rope itself. Subclasses may have a norm of it."""
+        return k_rope
+
+    def project(
+        self, x: jax.Array, step: StepInputs
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None, jax.Array]:
         """Return ((q, q_rope), keys, q_latent) for hidden states x[T, D].
 
         q, q_rope: the parts [T, N, .] of queries without and with rope, after temperature. keys: [T, 1, C + R], the
-        normed latent and the rotated part, which are cached. q_latent: [T, q_lora_rank], the normed latent of queries;
-        [T, 0] if the layer has none.
+        normed latent and the rotated part, which are cached; None for a layer with a kv_source. q_latent: [T,
+        q_lora_rank], the normed latent of queries; [T, 0] if the layer has none.
         """
         spec, latent = self.spec, self.latent
         q_rank = latent.q_lora_rank or 0
         with jax.named_scope("qkv"):
-            q_latent, kv_latent, k_rope = jnp.split(
-                self.down(x, step.rows), (q_rank, q_rank + latent.kv_lora_rank), axis=1
-            )
+            down = x[:, :0] if self.down is None else self.down(x, step.rows)
+            q_latent, keys = jnp.split(down, (q_rank,), axis=1)
             q_latent = q_latent if self.q_norm is None else self.normed(q_latent)
             q = self.q(x if self.q_norm is None else q_latent, step.rows)
             q = q.reshape(x.shape[0], spec.num_q_heads, -1)
             q, q_rope = jnp.split(q, (latent.qk_nope_head_dim,), axis=-1)
-            kv_latent = self.kv_norm(kv_latent)
-            k_rope = k_rope[:, None]
-        if step.rope is not None:
-            with jax.named_scope("rope"):
-                q_rope, k_rope = (
-                    apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q_rope, k_rope)
-                )
-        q, q_rope = tempered(q, step), tempered(q_rope, step)
-        return (q, q_rope), jnp.concatenate([kv_latent[:, None], k_rope], axis=-1), q_latent
+        q_rope = self._rotated(q_rope, step)
+        return (tempered(q, step), tempered(q_rope, step)), self._keys(keys, step), q_latent
+
+    def _keys(self, down: jax.Array, step: StepInputs) -> jax.Array | None:
+        """Return the keys [T, 1, C + R] that `project` returns, from their projections [T, C + R]."""
+        if self.kv_norm is None:
+            return None
+        kv_latent, k_rope = jnp.split(down, (self.latent.kv_lora_rank,), axis=1)
+        k_rope = self._rotated(self.normed_key(k_rope[:, None]), step)
+        return jnp.concatenate([self.kv_norm(kv_latent)[:, None], k_rope], axis=-1)
+
+    def _rotated(self, part: jax.Array, step: StepInputs) -> jax.Array:
+        """Return queries or keys [T, heads, R] rotated; unchanged in a layer without rope."""
+        if step.rope is None:
+            return part
+        with jax.named_scope("rope"):
+            return apply_rope(part, *step.rope, interleaved=self.interleaved)
 
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs

@@ -12,6 +12,7 @@ and nothing is rounded here.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,8 @@ class KeyPooling(nnx.Module):
 
 
 class Indexer(nnx.Module):
-    """Projections of an indexer: queries from the latent of queries, and a key and the weights of its heads from the
-    hidden state. It is whole on every device.
+    """Projections of an indexer: queries from the latent of queries, of `q_rank` elements, and a key and the weights of
+    its heads from the hidden state. It is whole on every device.
     """
 
     def __init__(self, index: KeyIndex, q_rank: int, hidden_size: int, *, source: str, build: Build):
@@ -96,8 +97,11 @@ class SparseLatentAttention(LatentAttention):
     layer selected.
 
     notes: whether a later layer uses this layer's selection; each call then sets the attribute `selected` to it, as
-    SelectedKeys. Raises ModelConfigError without an indexer configuration or a latent of queries.
+    SelectedKeys. Without a latent of queries the indexer reads the hidden state in its place. Raises ModelConfigError
+    without an indexer configuration.
     """
+
+    indexer_class: ClassVar[type[Indexer]] = Indexer
 
     def __init__(
         self,
@@ -110,31 +114,34 @@ class SparseLatentAttention(LatentAttention):
         eps: float = LATENT_EPS,
     ):
         index, latent = attention.index, attention.latent
-        if index is None or latent is None or latent.q_lora_rank is None:
+        if index is None or latent is None:
             raise ModelConfigError("index must be set for sparse attention, got None")
         super().__init__(replace(attention, index=None, sinks=False), hidden_size, source=source, build=build, eps=eps)
         self.top_k, self.index_width, self.notes = index.top_k, index.stored_size, notes
-        sizes = latent.q_lora_rank, hidden_size
+        sizes, inner = (latent.q_lora_rank or hidden_size, hidden_size), f"{source}.indexer"
         own = index.source is None
-        self.indexer = Indexer(index, *sizes, source=f"{source}.indexer", build=build) if own else None
+        self.indexer = self.indexer_class(index, *sizes, source=inner, build=build) if own else None
         sinks = ParamDecl(("heads",), (Source(f"{source}.sinks", attention.num_heads),), init_std=1.0)
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's latents and this layer's keys of the indexer written).
 
-        A layer without an indexer of its own attends to `step.selected` and writes zeros as indexer keys. With `notes`
-        the attribute `selected` is set to the selected positions, as SelectedKeys.
+        A layer without an indexer of its own attends to `step.selected` and writes zeros as indexer keys. One without
+        keys of its own writes nothing. With `notes` the attribute `selected` is set to the selected positions, as
+        SelectedKeys.
         """
         (q, q_rope), keys, q_latent = self.project(x, step)
         ragged = pages.in_pool(kv.page_size)
         if self.indexer is None:
-            index_keys = jnp.zeros((*keys.shape[:2], self.index_width), keys.dtype)
+            index_keys = jnp.zeros((x.shape[0], 1, self.index_width), q.dtype)
         else:
             with jax.named_scope("indexer"):
-                index_q, weights, index_keys = self.indexer(x, q_latent[:, : self.latent.q_lora_rank], step)
-        with jax.named_scope("kv_cache_update"):
-            kv = kv_cache_update(kv, keys, index_keys, ragged.slot_mapping, schedule=pages.update_schedule)
+                of_queries = x if self.q_norm is None else q_latent[:, : self.latent.q_lora_rank]
+                index_q, weights, index_keys = self.indexer(x, of_queries, step)
+        if keys is not None:
+            with jax.named_scope("kv_cache_update"):
+                kv = kv_cache_update(kv, keys, index_keys, ragged.slot_mapping, schedule=pages.update_schedule)
         if self.indexer is None:
             assert step.selected is not None
             selected = step.selected

@@ -14,14 +14,15 @@ from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
 
 
-def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+def rope_table(positions: jax.Array, rope: Rope, factors: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin of the rotation angles, each f32[T, R/2], multiplied by the scaling's attention factor, if
     any.
 
-    positions: i32[T]; or one for each section of a rope with sections, i32[sections, T]. Raises ModelConfigError if the
-    scaling does not have one factor for each pair.
+    positions: i32[T]; or one for each section of a rope with sections, i32[sections, T]. factors: f32[R / 2] of the
+    frequencies; None for none. Raises ModelConfigError if the scaling does not have one factor for each pair.
     """
     freqs = jnp.asarray(rope.frequencies(), jnp.float32)
+    freqs = freqs if factors is None else freqs * factors
     if positions.ndim == 2:
         turns = positions.astype(jnp.float32).T[:, rope.section_of_pairs()]
     else:
@@ -62,4 +63,6 @@ def _of_step(rope: Rope, step: StepContext) -> tuple[jax.Array, jax.Array]:
     return rope_table(step.batch.positions if positions is None else positions, rope)
 
 
-ROPE = StepInput("rope_table", lambda attention, build: attention.rope, _of_step)
+ROPE = StepInput(
+    "rope_table", lambda attention, build: None if attention.learned_positions else attention.rope, _of_step
+)

@@ -18,6 +18,7 @@ from jaxengine.models.params.source import WHOLE, WeightSource
 from jaxengine.models.weights.views.renamed import NamedSource
 
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_INDEXER = ("wq_b", "wk", "weights_proj", "q_input_norm", "k_norm")
 _LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -27,6 +28,9 @@ _LAYER = {
     **{f"attention.{name}_norm": f"self_attn.{name}_layernorm" for name in ("q_a", "kv_a")},
     **{f"feed_forward.{old}": f"mlp.{new}" for old, new in _PARTS.items()},
     **{f"shared_experts.{old}": f"mlp.shared_experts.{new}" for old, new in _PARTS.items()},
+    "attention.ssmax_scaling": "self_attn.softmax_scaling",
+    "attention.indexer.ssmax_scaling": "self_attn.indexer.softmax_scaling",
+    **{f"attention.indexer.{name}": f"self_attn.indexer.{name}" for name in _INDEXER},
 }
 _TOWER_LAYER = {
     **{f"attention.w{name}": f"attention.{name}_proj" for name in "qkvo"},
@@ -36,17 +40,19 @@ _OUTER = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
     "output": "lm_head",
+    "lerope": "model.rotary_emb",
     "vision_language_adapter.w_in": "multi_modal_projector.linear_1",
     "vision_language_adapter.w_out": "multi_modal_projector.linear_2",
     "patch_merger.merging_layer": "multi_modal_projector.patch_merger.merging_layer",
     "pre_mm_projector_norm": "multi_modal_projector.norm",
 }
-# Ends of names: scales of fp8 weights, and of cached keys and values.
-_ENDS = {"qscale_weight": "weight_scale", "qscale_act": "input_scale"}
+# Ends of names: scales of fp8 weights, and of cached keys and values; factors of queries by their positions.
+_ENDS = {"qscale_weight": "weight_scale", "qscale_act": "input_scale", "s": "scale", "b": "bias"}
 _CACHED = re.compile(r"layers\.(\d+)\.attention\.(kv|[qkv])_fake_quantizer\.qscale_act")
 _IN_LAYER = re.compile(r"(vision_encoder\.transformer\.)?layers\.(\d+)\.(.+)")
 _ROUTER, _EXPERT = re.compile(r"(?:feed_forward\.)?gate"), re.compile(r"(?:feed_forward\.)?experts\.(\d+)\.(w[123])")
 TOWER = "vision_tower."
+_TABLE = "tok_embeddings.weight"
 
 
 def renamed(stored: str, *, latent: bool = False) -> str:
@@ -91,6 +97,13 @@ def heads_in_pairs(config: ModelConfig) -> tuple[dict[str, int], bool]:
     seen = getattr(config.tower, "num_heads", None)
     tower = {} if seen is None else {f".attention.{name}_proj": seen for name in "qk"}
     return {**text, **tower}, first.latent is not None
+
+
+def with_usual_names(source: WeightSource, config: ModelConfig) -> WeightSource:
+    """Return a checkpoint under transformers' names: a MistralSource if it has Mistral AI's, which transformers also
+    writes for some classes, otherwise the source itself. Raises the errors of MistralSource.
+    """
+    return MistralSource(source, *heads_in_pairs(config)) if _TABLE in source.names() else source
 
 
 class MistralSource(NamedSource):

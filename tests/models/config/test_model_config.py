@@ -107,7 +107,10 @@ def test_layers_must_fit_one_pool():
     with_latent = LayerAttention(4, 1, 16, Rope(8), latent=latent)
     for attention, message in (
         ((), "one entry per layer, at least one, got none"),
-        ((layer, with_latent), "the same num_kv_heads, head_dim and v_head_dim where any has a state or a latent, got"),
+        (
+            (layer, with_latent),
+            "the same num_kv_heads, head_dim and v_head_dim where any has a state, or where some have",
+        ),
         ((layer, dataclasses.replace(other, kv_source=0)), "kv_source of layer 1 must be a layer before it with pages"),
         ((dataclasses.replace(layer, kv_source=0), layer), "kv_source of layer 0 must be a layer before it with pages"),
         ((layer, dataclasses.replace(layer, kv_source=0, window=3)), "the same heads and the same window, got 0"),

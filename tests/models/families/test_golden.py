@@ -34,19 +34,19 @@ def architecture(name: str) -> str:
 
 
 # A checkpoint of each family always, and those of further kinds of rope; others in a thorough run.
-ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
+ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope", "mistral_large4_vision")
 FIRSTS = {architecture(name): name for name in reversed(NAMES)}
 # Families that mix what others have: six rows that have every part once that no other family shows are left.
 MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *KIND_ROWS, *("MambaForCausalLM", "FalconMambaForCausalLM", "BambaForCausalLM")}
 MIXED |= {"OlmoHybridForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"}
 MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM", "Gemma4UnifiedForCausalLM"}
 MIXED |= {"SolarForCausalLM", "AXK2ForCausalLM", "LaraMiniForCausalLM", "BailingMoeV3ForCausalLM"}
-MIXED |= {"Glm5NextForConditionalGeneration"}
+MIXED |= {"Glm5NextForConditionalGeneration", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
 MIXED -= {"BeamForCausalLM", "Step3p7ForConditionalGeneration", "XGLMForCausalLM"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.
-RENAMED = frozenset(name for name in ALWAYS if name.endswith(("_vision", "_wrapped")))
+RENAMED = frozenset(name for name in ALWAYS if name.endswith(("_vision", "_wrapped"))) - {*ROPES}
 # Families whose class or row computes nothing of its own: it sets what others of ALWAYS have, or names weights anew.
 _SIMILAR = """arcee codegen cwm dots1 ernie4_5 gemma glm glm4_moe glm4_moe_lite glm_moe_dsa gpt_bigcode
 gpt_neo granite_moe granite_moe_shared granite_moe_swa helium hunyuan_moe internlm3 jais2 lfm2_moe minicpm ministral3
