@@ -174,6 +174,8 @@ class LayerAttention:
       value_size: elements of a value if they are not head_dim; None if they are, or with a latent.
       slopes: for each head, the number that is subtracted from its logits for each position between query and key,
         after scale and cap (ALiBi, see `alibi_slopes`); None for none.
+      mutual: whether, of the keys after their own, tokens of images see only those of tokens that see later keys, too
+        (jaxengine.pallas_kernels.attention.ragged_batch.AttentionSpec).
     """
 
     num_heads: int
@@ -199,6 +201,7 @@ class LayerAttention:
     keys_as_values: bool = False
     value_size: int | None = None
     slopes: tuple[float, ...] | None = None
+    mutual: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)

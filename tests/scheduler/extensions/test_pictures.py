@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxengine.models.config.tower import IN_PREFIX
+from jaxengine.models.config.tower import BOTH_WAYS
 from jaxengine.scheduler.base.media import Media, MediaItem
 from jaxengine.scheduler.base.request import FinishReason
 from jaxengine.scheduler.extensions.pictures import EncoderRows, PictureOptions
@@ -228,14 +228,14 @@ def test_embeddings_from_before_a_clear_are_those_of_their_slots_alone():
 def test_a_prefix_is_computed_at_once():
     """Also where its images have no room, and its pages are those of no other prompt."""
     rows, items = EncoderRows(20, 16, whole=True), (item("a", range(1, 5)), item("b", range(8, 12)))
-    media = Media(items, prefix_length=16, prefix_digest=b"one")
+    media = Media(items, joint=np.arange(16), joint_digest=b"one")
     assert [rows.reach(media, *span) for span in ((0, 15), (0, 16), (8, 8), (0, 20), (16, 4))] == [0, 16, 8, 20, 4]
     rows.take(0, media, 0, 16)
     found = rows.index(0, media, 0, 20)
     assert (found >= 0).nonzero()[0].tolist() == [*range(1, 5), *range(8, 12)]
-    assert set(found[[0, 5, 6, 7, *range(12, 16)]]) == {IN_PREFIX} and set(found[16:]) == {-1}
+    assert set(found[[0, 5, 6, 7, *range(12, 16)]]) == {BOTH_WAYS} and set(found[16:]) == {-1}
     assert EncoderRows(20, 8, whole=True).reach(media, 0, 16) == 0, "8 patches of 16"
-    each = [make("x", [PLACEHOLDER] * 16, media=replace(media, prefix_digest=digest)) for digest in (b"one", b"two")]
+    each = [make("x", [PLACEHOLDER] * 16, media=replace(media, joint_digest=digest)) for digest in (b"one", b"two")]
     pages = [request.extend_page_hashes(request.prompt_token_ids, 4) for request in each]
     assert len({*pages[0], *pages[1]}) == 8
 
