@@ -1,10 +1,9 @@
-"""Molmo 2 (Clark et al. 2026): layers of Qwen3, or of OLMo 2, with a vision tower. The tokens of all images of a prompt,
-or of all frames of a video, attend to each other.
+"""Molmo 2 (Clark et al. 2026): layers of Qwen3, or of OLMo 2, with a vision tower. The tokens of all images of a
+prompt, or of all frames of a video, attend to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 

@@ -164,8 +164,8 @@ def _num_kv_heads(part: ConfigFields) -> int:
 
 
 def _read_layers(adapter: ConfigFields, count: int) -> tuple[int, ...]:
-    """Return, for each layer that `vision_feature_layer` lists, the number of layers up to it, itself included; negative
-    numbers count from the last of `count`. Raises ModelConfigError for anything but a list of one to 64 layers.
+    """Return, for each layer that `vision_feature_layer` lists, the number of layers up to and with it; negative numbers
+    count from the last of `count`. Raises ModelConfigError for anything but a list of one to 64 layers.
     """
     listed = adapter.value("vision_feature_layer")
     right = isinstance(listed, list) and 1 <= len(listed) <= 64

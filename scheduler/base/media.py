@@ -107,8 +107,8 @@ class Media:
         tokens of one image do. A step computes all of these tokens that are not computed yet, and what is between them,
         or none.
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
-      end: position after the last item, the last token of `joint`, and the last token whose M-RoPE positions are not those of text;
-        later tokens need nothing from here but rope_delta.
+      end: position after the last item, the last token of `joint`, and the last token whose M-RoPE positions are not
+        those of text; later tokens need nothing from here but rope_delta.
     """
 
     items: tuple[MediaItem, ...]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.settings import IMAGES, VIDEOS, WHOLE, Pixels, check_options, read_settings, token_text
+from jaxengine.media.processors.settings import VIDEOS, WHOLE, Pixels, check_options, read_settings, token_text
 from jaxengine.media.processors.tiles import MAX_TILES
 from jaxengine.media.processors.units import UnitProcessor, check_placeholders, integer_option, read_size
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -226,8 +226,8 @@ class Molmo2Processor(UnitProcessor):
         return np.arange(count * grid * grid).reshape(count, grid, grid)
 
     def _canvas(self, rows: int, columns: int) -> np.ndarray:
-        """Return the numbers of the patches of rows x columns crops that follow one unit, joined to one grid, i64[H, W]:
-        where two crops show a patch, each has it up to its own margin.
+        """Return the numbers of the patches of rows x columns crops that follow one unit, joined to one grid, i64[H, W].
+        Where two crops overlap, each lacks the patches of its own margin.
         """
         (before, after), grid = self.margins, self.tower.vit.grid
         numbers = grid * grid + self._patches(rows * columns).reshape(rows, columns, grid, grid)
@@ -286,8 +286,8 @@ class Molmo2Processor(UnitProcessor):
         return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for an image given
-        as num_rows embeddings, those of the whole image first. Raises RequestError for another number of these.
+        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for an image that is
+        num_rows embeddings, those of the whole first. Raises RequestError for another number of these.
         """
         whole = len(_windows(self._patches(1), self.pooling)[0][0])
         if grid is None or grid[0] != 1 or whole + grid[1] * grid[2] != num_rows:
@@ -359,7 +359,7 @@ def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if picture.shape[:2] == (height, width):
         return picture
-    (above, below, down), (left, right, across) = (_taps(*each) for each in zip(picture.shape, (height, width)))
+    (above, below, down), (left, right, across) = (_taps(*each) for each in zip(picture.shape[:2], (height, width), strict=True))
     down, across = down[:, None, None], across[:, None]
     upper, lower = (
         line[:, left] * (2 * width - across) + line[:, right] * across
@@ -371,8 +371,8 @@ def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _taps(size: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for `wanted` places spread evenly over `size` pixels, i64[wanted] each: the pixel before, the pixel after,
-    and the distance from the former in units of 1 / (2 * wanted).
+    """Return, for `wanted` places spread evenly over `size` pixels, i64[wanted] each: the pixel before, the pixel after
+    (the last one where there is none), and the distance from the former in units of 1 / (2 * wanted).
     """
     first, share = np.divmod(np.maximum((2 * np.arange(wanted) + 1) * size - wanted, 0), 2 * wanted)
     return first, np.minimum(first + 1, size - 1), share
@@ -432,7 +432,11 @@ def _read_form(folder: Path) -> _Form:
                 ("use_frame_special_tokens", True),
             )
         )
-        whole = fields.boolean("use_single_crop_col_tokens", columns) if fields.has("use_single_crop_col_tokens") else columns
+        whole = (
+            fields.boolean("use_single_crop_col_tokens", columns)
+            if fields.has("use_single_crop_col_tokens")
+            else columns
+        )
     except ModelConfigError as error:
         raise ModelFileError(folder / WHOLE, str(error)) from None
     around = (_FRAME_START, _FRAME_END) if special else (_START, _END)

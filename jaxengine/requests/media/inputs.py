@@ -200,7 +200,9 @@ class MediaInputs:
         step = config.max_num_batched_tokens - config.max_num_seqs
         most = min(tower.whole_prompt or step, step, config.long_prefill_token_threshold or step)
         if count > most and not tower.by_place:
-            what = "all from the first image of a prompt to the last" if tower.attends_across else "a prompt with images"
+            what = (
+                "all from the first image of a prompt to the last" if tower.attends_across else "a prompt with images"
+            )
             problem = f"this model computes {what} at once: it must have at most {most} tokens, got {count}"
             advice = "it has windows" if most == tower.whole_prompt else "raise max_num_batched_tokens"
             raise RequestError(f"{problem} ({advice})", param="prompt", value=count)

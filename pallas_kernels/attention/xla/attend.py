@@ -62,7 +62,8 @@ def ragged_paged_attention(
         scale = scale * kv.k_scale
     sink = jnp.full((num_q_heads,), -jnp.inf) if sinks is None else sinks
     by_head = None if slopes is None else slopes.reshape(num_kv_heads, -1)
-    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), by_head, tree_mask, schedule.sizes, schedule.mutual)
+    factors = scale, sink.reshape(num_kv_heads, -1), by_head
+    step = _Step(kv, batch, spec, *factors, tree_mask, schedule.sizes, schedule.mutual)
     o, lse = _attend_single(rows, step, schedule)
     if schedule.runs is not None:
         in_single = (schedule.rank < schedule.single.seqs.size)[:, None, None]

@@ -44,7 +44,10 @@ def recorded_with(name: str) -> list[str]:
 
 WITH_VIDEO = recorded_with("tokens_video")
 FURTHER_VIDEOS = frozenset(
-    ("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision", "llava_next_video_max_vision")
+    (
+        *("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision", "llava_next_video_max_vision"),
+        "molmo2_odd_vision",
+    )
 )
 
 

@@ -240,6 +240,23 @@ def test_a_prefix_is_computed_at_once():
     assert len({*pages[0], *pages[1]}) == 8
 
 
+def test_images_with_text_between_them_are_computed_at_once():
+    """What is before and after them is not; nor is what is known of them again."""
+    rows, items = EncoderRows(20, 16, whole=True), (item("a", range(5, 9)), item("b", range(12, 16)))
+    joint = np.asarray([*range(4, 9), *range(11, 17)])
+    media = Media(items, joint=joint, joint_digest=b"one")
+    spans = ((0, 3), (0, 4), (0, 9), (0, 12), (4, 12), (4, 13), (0, 30), (8, 8), (8, 9), (16, 1), (17, 5))
+    assert [rows.reach(media, *span) for span in spans] == [3, 4, 4, 4, 0, 13, 30, 0, 9, 1, 5]
+    assert EncoderRows(20, 8, whole=True).reach(media, 0, 20) == 4, "8 patches of 16"
+    rows.take(0, media, 0, 20)
+    found = rows.index(0, media, 2, 18)
+    assert (found >= 0).nonzero()[0].tolist() == [*range(3, 7), *range(10, 14)]
+    assert (found == BOTH_WAYS).nonzero()[0].tolist() == [2, 9, 14] and found[[0, 1, 7, 8, 15]].tolist() == [-1] * 5
+    marks = [media.marks(size) for size in (3, 4, 64)]
+    assert [b"one" in own.get(page, b"") for own, page in zip(marks, (1, 1, 0), strict=True)] == [True] * 3
+    assert 0 not in marks[0] and b"one" not in marks[0][2]
+
+
 def test_a_second_tower_has_a_limit_of_its_own():
     rows = EncoderRows(30, 8, max_sound_patches=12)
     sounds = [replace(item(name, range(first, first + 4)), modality="audio") for name, first in (("b", 6), ("d", 18))]

@@ -34,8 +34,8 @@ _MAX_PLACED = 512  # most embeddings of requests that one call writes
 
 
 class PicturesExtension(DeviceExtension):
-    """Device extension of images and videos. Its message field is i32[1 or 4, T]: for each token the row of the
-    encoder's pool for it (jaxengine.models.layers.pictures.Pictures.index); with M-RoPE also the token's positions in time, height and
+    """Device extension of images and videos. Its message field is i32[1 or 4, T]: for each token its
+    `index` of jaxengine.models.layers.pictures.Pictures; with M-RoPE also the token's positions in time, height and
     width, -1 if they follow from its position. With M-RoPE its section of SlotState is i32[R], each slot's M-RoPE
     position delta.
 
