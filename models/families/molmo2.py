@@ -17,14 +17,12 @@ from jaxengine.models.config.readers.hf import read_rope, text_fields
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_row import ACTIVATIONS, Row
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.params.declare import parts_of
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.molmo2 import read_molmo2_tower
 
-_TOKENS, _FURTHER = "model.embed_tokens", "model.further_tokens"
 # The part of the name of the norms of queries and keys: each head, or all of them at once.
 _QK_NORMS = {"qwen3": RMS, "olmo": ALL_HEADS}
 _TEXT, _BACKBONE = "model.transformer.", "model.vision_backbone."
@@ -119,56 +117,37 @@ _ROW = Row(
 _Molmo2: Any = declared_class("Molmo2TextModel", _ROW)
 
 
-class _TokenTable(Embedding):
-    """Token table whose last `num_further` rows are a tensor of their own: tokens of images, which are never chosen."""
-
-    def __init__(self, vocab_size: int, num_further: int, hidden_size: int, build: Build):
-        first = vocab_size - num_further
-        padding = build.mesh.padded_vocab_size(vocab_size) - vocab_size
-        sources = Source(_TOKENS, first), Source(_FURTHER, num_further, padding=padding)
-        self.num_rows = vocab_size + padding
-        shape, axes = (self.num_rows, hidden_size), ("vocab", "embed")
-        self.weight = build.for_table().weight(shape, sources, axes, table=True)
-
-
 class Molmo2ForConditionalGeneration(_Molmo2):
     """Molmo 2. Embeddings of images have the positions of tokens, and are added to those of their tokens."""
 
     checkpoint_names: ClassVar[CheckpointNames] = _Molmo2.checkpoint_names._replace(
         prefixes=(
-            (f"{_TEXT}wte.embedding", f"{_TOKENS}.weight"),
-            (f"{_TEXT}wte.new_embedding", f"{_FURTHER}.weight"),
+            (f"{_TEXT}wte.", "model.embed_tokens."),
             (f"{_TEXT}blocks.", "model.layers."),
             (f"{_TEXT}ln_f.", "model.norm."),
             (f"{_BACKBONE}image_vit.transformer.resblocks.", f"{TOWER}.layers."),
             (f"{_BACKBONE}image_vit.", f"{TOWER}."),
             (_BACKBONE, f"{PROJECTOR}."),
             # Names that transformers has in memory.
-            ("model.language_model.embed_tokens.", "model.all_tokens."),
             ("model.language_model.", "model."),
             *((f"model.{part}.", f"{part}.") for part in (TOWER, PROJECTOR)),
             *_Molmo2.checkpoint_names.prefixes,
         ),
         tower=(f"{TOWER}.", f"{PROJECTOR}."),
-        # transformers cuts the table in two halves when it saves it.
-        joined={"model.all_tokens.weight": (f"{_TOKENS}.weight", f"{_FURTHER}.weight")},
+        # Tokens of images, which are never chosen, are the last. When it saves the table, transformers halves it.
+        joined={"embed_tokens.weight": ("embed_tokens.embedding", "embed_tokens.new_embedding")},
     )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields, optional=True)
         shared: dict[str, Any] = super().read_hf(text)
-        further = text.integer("additional_vocab_size", None)
-        further = _ROW.defaults["additional_vocab_size"] if further is None else further
+        further = text.integer("additional_vocab_size", _ROW.defaults["additional_vocab_size"], minimum=0)
         scored = shared["vocab_size"]
         sizes = {"vocab_size": scored + further, "scored_tokens": scored}
+        tower = read_molmo2_tower(fields, shared["hidden_size"])
         # transformers' class never ties the head, whatever the file has.
-        sizes["tie_word_embeddings"] = False
-        return {**shared, **sizes, "tower": read_molmo2_tower(fields, shared["hidden_size"])}
-
-    def make_embedding(self, build: Build) -> Any:
-        config = self.config
-        return _TokenTable(config.vocab_size, config.vocab_size - config.num_logits, config.hidden_size, build)
+        return {**shared, **sizes, "tie_word_embeddings": False, "tower": tower}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         size, ffn = self.config.hidden_size, self.config.intermediate_size

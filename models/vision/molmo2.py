@@ -164,7 +164,7 @@ def _num_kv_heads(part: ConfigFields) -> int:
 
 
 def _read_layers(adapter: ConfigFields, count: int) -> tuple[int, ...]:
-    """Return, for each layer that `vision_feature_layer` lists, the number of layers up to and with it; negative numbers
+    """Return, for each layer that `vision_feature_layer` lists, the number of layers up to and with it; negative ones
     count from the last of `count`. Raises ModelConfigError for anything but a list of one to 64 layers.
     """
     listed = adapter.value("vision_feature_layer")

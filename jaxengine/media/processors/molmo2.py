@@ -226,7 +226,7 @@ class Molmo2Processor(UnitProcessor):
         return np.arange(count * grid * grid).reshape(count, grid, grid)
 
     def _canvas(self, rows: int, columns: int) -> np.ndarray:
-        """Return the numbers of the patches of rows x columns crops that follow one unit, joined to one grid, i64[H, W].
+        """Return the numbers of the patches of rows x columns crops after one unit, joined to one grid, i64[H, W].
         Where two crops overlap, each lacks the patches of its own margin.
         """
         (before, after), grid = self.margins, self.tower.vit.grid
@@ -286,8 +286,8 @@ class Molmo2Processor(UnitProcessor):
         return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for an image that is
-        num_rows embeddings, those of the whole first. Raises RequestError for another number of these.
+        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for num_rows
+        embeddings of an image, those of the whole first. Raises RequestError for another number of these.
         """
         whole = len(_windows(self._patches(1), self.pooling)[0][0])
         if grid is None or grid[0] != 1 or whole + grid[1] * grid[2] != num_rows:
@@ -359,7 +359,9 @@ def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if picture.shape[:2] == (height, width):
         return picture
-    (above, below, down), (left, right, across) = (_taps(*each) for each in zip(picture.shape[:2], (height, width), strict=True))
+    (above, below, down), (left, right, across) = (
+        _taps(*each) for each in zip(picture.shape[:2], (height, width), strict=True)
+    )
     down, across = down[:, None, None], across[:, None]
     upper, lower = (
         line[:, left] * (2 * width - across) + line[:, right] * across

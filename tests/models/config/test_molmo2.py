@@ -44,7 +44,8 @@ def test_names():
     names = model_for_hf(NAME).checkpoint_names
     resblock = "model.vision_backbone.image_vit.transformer.resblocks.0"
     for stored, own in (
-        ("model.transformer.wte.embedding", "model.embed_tokens.weight"),
+        ("model.transformer.wte.new_embedding", "model.embed_tokens.new_embedding"),
+        ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
         ("model.transformer.blocks.3.self_attn.attn_out", "model.layers.3.self_attn.o_proj"),
         ("model.transformer.blocks.3.ff_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
         ("model.language_model.layers.3.self_attn.o_proj", "model.layers.3.self_attn.o_proj"),
@@ -60,7 +61,7 @@ def test_what_is_refused():
         (changed("text_config", qk_norm_type="none"), "qk_norm_type must be qwen3 or olmo"),
         (changed("text_config", use_qk_norm=False), "use_qk_norm must be true or absent"),
         (changed("text_config", rope_scaling_layers=[0.5]), "rope_scaling_layers must be a list of layers, or null"),
-        (changed("text_config", additional_vocab_size=0), "additional_vocab_size must be an integer >= 1"),
+        (changed("text_config", additional_vocab_size=-1), "additional_vocab_size must be an integer >= 0"),
         (changed("text_config", hidden_act="mish"), "hidden_act must be one of"),
         (changed("vision_config", image_size=[35, 42]), "image_size must be the same for height and width"),
         (changed("vision_config", num_position_embeddings=24), "num_position_embeddings must be 25, the patches of"),
