@@ -33,10 +33,9 @@ def test_defaults():
     old: Any = read_hf(small | {"vit_config": {"num_hidden_layers": 27}}).tower
     assert old.unused == ("vision_tower.layers.25.", "vision_tower.layers.26.")
     named = {"layer_norm_eps": 1e-3, "qkv_bias": True, "use_qk_norm": True, "rope_theta": 7.0, "rope_scaling": None}
-    named_text = read_hf(small | {"text_config": named})
-    assert (
-        named_text.rms_norm_eps == 1e-3 and named_text.attention[0].bias and named_text.attention[0].rope.theta == 7.0
-    )
+    text = read_hf(small | {"text_config": named})
+    rope: Any = text.attention[0].rope
+    assert text.rms_norm_eps == 1e-3 and text.attention[0].bias and rope.theta == 7.0
 
 
 def test_names():
