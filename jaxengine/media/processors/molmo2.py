@@ -171,7 +171,7 @@ class Molmo2Processor(UnitProcessor):
 
         picture: uint8[H, W, 3]. options: mm_processor_kwargs. Raises RequestError for an invalid option.
         """
-        rows, columns = self._tiling(*picture.shape[:2], options)
+        rows, columns = self._tiling(picture.shape[0], picture.shape[1], options)
         side, step = self.side, self._step * self.patch
         canvas = stretched(picture, (rows - 1) * step + side, (columns - 1) * step + side)
         firsts = itertools.product(range(0, rows * step, step), range(0, columns * step, step))
