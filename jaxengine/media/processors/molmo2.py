@@ -44,56 +44,19 @@ class _Form(NamedTuple):
     frame_end: str
 
 
-class Molmo2Processor(UnitProcessor):
-    """Processor of Molmo2ForConditionalGeneration. A prompt has images, or one video.
+class _CropsProcessor(UnitProcessor):
+    """Base of Molmo2Processor: the crops of an image, and the windows of patches that become embeddings.
 
     Attributes:
       max_crops: most crops of an image, besides the whole.
       margins: patches of a crop's side, at the left or top and at the right or bottom, that other crops show in its
         place.
-      pooling, video_pooling: (height, width) in patches of a window of an image, and of a frame; None for a checkpoint
-        whose videos are not supported.
-      max_fps: frames per second of a video that does not say it.
+      pooling: (height, width) in patches of a window of an image.
     """
 
-    defaults = {
-        "resample": _BILINEAR,
-        "image_mean": (0.5, 0.5, 0.5),
-        "image_std": (0.5, 0.5, 0.5),
-        "size": {"height": 378, "width": 378},
-        "patch_size": 14,
-    }
-    needs_tokenizer = True
     max_crops: int
     margins: tuple[int, int]
     pooling: tuple[int, int]
-
-    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and look its tokens up. Raises ModelConfigError or ModelFileError for missing
-        or invalid settings, and for missing tokens.
-        """
-        super().__init__(folder, config_json, model_config, tokenizer)
-        self.video_pooling, self.max_fps = self._read_videos(Path(folder))
-        self.modalities = ("image",) if self.video_pooling is None else ("image", "video")
-        self._form = _read_form(Path(folder))
-        path, named = Path(folder) / "tokenizer_config.json", read_object(folder, "tokenizer_config.json") or {}
-        more = named.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **named}
-        self._placeholders = {
-            modality: token_text(path, named, f"{modality}_token", f"<|{modality}|>") for modality in self.modalities
-        }
-        joint = _PATCH, _COLUMN, _START, _LOW_START, _FRAME_START, _END, _FRAME_END, _LOW
-        found = {text: self._ids(text) for text in (*joint, *self._placeholders.values())}
-        self._tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
-        self._joint = [self._tokens[text] for text in joint if text in self._tokens]
-        form, needed = self._form, [_PATCH, _START, _END, self._form.whole_start, *self._placeholders.values()]
-        needed += [_COLUMN] * (form.columns or form.whole_columns or form.frame_columns)
-        needed += [form.frame_start, form.frame_end] if "video" in self.modalities else []
-        if missing := [text for text in needed if text not in self._tokens]:
-            raise ModelConfigError(f"the tokenizer must have the token {missing[0]}")
-        if self._tokens[_PATCH] != self.image_id:
-            raise self.config_fields.fail("image_patch_id", f"{self._tokens[_PATCH]}, the tokenizer's {_PATCH}")
-        self.settings = f"{self.settings} {self.video_pooling} {self._form}"
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the limit of crops, their margins and the windows of images. Raises ModelConfigError for a size
@@ -120,39 +83,10 @@ class Molmo2Processor(UnitProcessor):
             raise fields.fail("pooling_size", allowed)
         return found
 
-    def _read_videos(self, folder: Path) -> tuple[tuple[int, int] | None, float]:
-        """Return video_pooling and max_fps. The former is None if the checkpoint has no settings of videos, or invalid
-        ones, or its frames' pixels are not transformed as those of images.
-        """
-        try:
-            _, found = read_settings(folder, VIDEOS)
-            fields = found.with_defaults(**self.defaults)
-            pixels = Pixels.read(fields)
-            _check_pixels(fields, pixels, self.side, self.patch)
-            pooling = self._read_pooling(fields, (3, 3)) if pixels == self.pixels else None
-            return pooling, float(fields.number("max_fps", 2))
-        except (ModelConfigError, ModelFileError):
-            return None, 0.0
-
-    def placeholder_id(self) -> int:
-        """Return the id of the text that stands for an image, `image_token` of tokenizer_config.json."""
-        return self._tokens[self._placeholders["image"]]
-
-    def placeholder_id_of(self, modality: str) -> int:
-        """Return the id of the text that stands for one item of a modality in a prompt."""
-        return self._tokens[self._placeholders[modality]]
-
-    @property
-    def image_id(self) -> int:
-        """Token at whose positions embeddings are added: image_patch_id of config.json, or else image_token_id. Raises
-        ModelConfigError if it is missing or invalid.
-        """
-        return self.token_id("image_patch_id", "image_token_id")
-
     def option_names(self) -> tuple[str, ...]:
         return ("max_crops",)
 
-    def with_options(self, options: Mapping[str, Any]) -> Molmo2Processor:
+    def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose limit of crops, and so its largest image, is overridden by an engine's options. Raises
         RequestError for unknown options, and for an invalid one.
         """
@@ -198,28 +132,6 @@ class Molmo2Processor(UnitProcessor):
             return found[int(scales.argmax())]
         return found[int(np.where(scales < 1, np.float32(10e9), scales).argmin())]
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], or a frames.Video, one square for each frame, with their times.
-
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, more patches, and too long a video.
-        """
-        if modality == "video" and modality in self.modalities:
-            frames = self.checked_frames(modality, value, options, most)
-            patches = self._cut([stretched(frame, self.side, self.side) for frame in frames])
-            assert self.video_pooling is not None
-            windows, size = _windows(self._patches(len(frames)), self.video_pooling)
-            return self._pooled(patches, windows.reshape(-1, windows.shape[-1]), (len(frames), *size))._replace(
-                seconds=self._times(value, len(frames))
-            )
-        made = super().process(modality, value, options, most)
-        side = self.tower.vit.grid
-        rows, columns = made.grid[1] // side, made.grid[2] // side
-        whole, low = _windows(self._patches(1), self.pooling)
-        cropped, high = _windows(self._canvas(rows, columns)[None], self.pooling)
-        windows = np.concatenate([whole[0], cropped[0]])
-        return self._pooled(made.patches, windows, (1, *high))._replace(crops=(low, high))
-
     def _patches(self, count: int) -> np.ndarray:
         """Return the numbers of the patches of `count` units, i64[count, grid, grid]."""
         grid = self.tower.vit.grid
@@ -249,17 +161,6 @@ class Molmo2Processor(UnitProcessor):
         rows[:count] = np.arange(count)
         return Processed(patches, columns, rows, count, grid)
 
-    def _times(self, video: Any, count: int) -> tuple[float, ...]:
-        """Return the seconds at which the `count` frames of a frames.Video are shown, at max_fps frames per second if
-        it does not say how many. Raises RequestError for times beyond _MOST_SECONDS.
-        """
-        indices = np.asarray(getattr(video, "frames_indices", range(count)))
-        found = (indices / (getattr(video, "fps", None) or self.max_fps)).tolist()
-        if not max(found) <= _MOST_SECONDS:
-            problem = f"a video is of {max(found):.3g} seconds; allowed: {_MOST_SECONDS:.0e}"
-            raise RequestError(problem, param="video", value=max(found))
-        return tuple(found)
-
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image that gets the most crops, and of those the most embeddings."""
         full = [each for each in _tilings(self.max_crops) if each[0] * each[1] == self.max_crops]
@@ -272,6 +173,114 @@ class Molmo2Processor(UnitProcessor):
         sides = (count * self._step + sum(self.margins) for count in tiling)
         height, width = (-(-side // size) for side, size in zip(sides, self.pooling, strict=True))
         return height * width
+
+
+class Molmo2Processor(_CropsProcessor):
+    """Processor of Molmo2ForConditionalGeneration. A prompt has images, or one video.
+
+    Attributes:
+      video_pooling: (height, width) in patches of a window of a frame; None for a checkpoint whose videos are not
+        supported.
+      max_fps: frames per second of a video that does not say it.
+    """
+
+    defaults = {
+        "resample": _BILINEAR,
+        "image_mean": (0.5, 0.5, 0.5),
+        "image_std": (0.5, 0.5, 0.5),
+        "size": {"height": 378, "width": 378},
+        "patch_size": 14,
+    }
+    needs_tokenizer = True
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings and look its tokens up. Raises ModelConfigError or ModelFileError for missing
+        or invalid settings, and for missing tokens.
+        """
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self.video_pooling, self.max_fps = self._read_videos(Path(folder))
+        self.modalities = ("image",) if self.video_pooling is None else ("image", "video")
+        self._form = _read_form(Path(folder))
+        path, named = Path(folder) / "tokenizer_config.json", read_object(folder, "tokenizer_config.json") or {}
+        more = named.get("extra_special_tokens")
+        named = {**(more if isinstance(more, Mapping) else {}), **named}
+        self._placeholders = {
+            modality: token_text(path, named, f"{modality}_token", f"<|{modality}|>") for modality in self.modalities
+        }
+        joint = _PATCH, _COLUMN, _START, _LOW_START, _FRAME_START, _END, _FRAME_END, _LOW
+        found = {text: self._ids(text) for text in (*joint, *self._placeholders.values())}
+        self._tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
+        self._joint = [self._tokens[text] for text in joint if text in self._tokens]
+        form, needed = self._form, [_PATCH, _START, _END, self._form.whole_start, *self._placeholders.values()]
+        needed += [_COLUMN] * (form.columns or form.whole_columns or form.frame_columns)
+        needed += [form.frame_start, form.frame_end] if "video" in self.modalities else []
+        if missing := [text for text in needed if text not in self._tokens]:
+            raise ModelConfigError(f"the tokenizer must have the token {missing[0]}")
+        if self._tokens[_PATCH] != self.image_id:
+            raise self.config_fields.fail("image_patch_id", f"{self._tokens[_PATCH]}, the tokenizer's {_PATCH}")
+        self.settings = f"{self.settings} {self.video_pooling} {self._form}"
+
+    def _read_videos(self, folder: Path) -> tuple[tuple[int, int] | None, float]:
+        """Return video_pooling and max_fps. The former is None if the checkpoint has no settings of videos, or invalid
+        ones, or its frames' pixels are not transformed as those of images.
+        """
+        try:
+            _, found = read_settings(folder, VIDEOS)
+            fields = found.with_defaults(**self.defaults)
+            pixels = Pixels.read(fields)
+            _check_pixels(fields, pixels, self.side, self.patch)
+            pooling = self._read_pooling(fields, (3, 3)) if pixels == self.pixels else None
+            return pooling, float(fields.number("max_fps", 2))
+        except (ModelConfigError, ModelFileError):
+            return None, 0.0
+
+    def placeholder_id(self) -> int:
+        """Return the id of the text that stands for an image, `image_token` of tokenizer_config.json."""
+        return self._tokens[self._placeholders["image"]]
+
+    def placeholder_id_of(self, modality: str) -> int:
+        """Return the id of the text that stands for one item of a modality in a prompt."""
+        return self._tokens[self._placeholders[modality]]
+
+    @property
+    def image_id(self) -> int:
+        """Token at whose positions embeddings are added: image_patch_id of config.json, or else image_token_id. Raises
+        ModelConfigError if it is missing or invalid.
+        """
+        return self.token_id("image_patch_id", "image_token_id")
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], or a frames.Video, one square for each frame, with their times.
+
+        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
+        options, other values, extreme aspect ratios, more patches, and too long a video.
+        """
+        if modality == "video" and modality in self.modalities:
+            frames = self.checked_frames(modality, value, options, most)
+            patches = self._cut([stretched(frame, self.side, self.side) for frame in frames])
+            assert self.video_pooling is not None
+            windows, size = _windows(self._patches(len(frames)), self.video_pooling)
+            return self._pooled(patches, windows.reshape(-1, windows.shape[-1]), (len(frames), *size))._replace(
+                seconds=self._times(value, len(frames))
+            )
+        made = super().process(modality, value, options, most)
+        side = self.tower.vit.grid
+        rows, columns = made.grid[1] // side, made.grid[2] // side
+        whole, low = _windows(self._patches(1), self.pooling)
+        cropped, high = _windows(self._canvas(rows, columns)[None], self.pooling)
+        windows = np.concatenate([whole[0], cropped[0]])
+        return self._pooled(made.patches, windows, (1, *high))._replace(crops=(low, high))
+
+    def _times(self, video: Any, count: int) -> tuple[float, ...]:
+        """Return the seconds at which the `count` frames of a frames.Video are shown, at max_fps frames per second if
+        it does not say how many. Raises RequestError for times beyond _MOST_SECONDS.
+        """
+        indices = np.asarray(getattr(video, "frames_indices", range(count)))
+        found = (indices / (getattr(video, "fps", None) or self.max_fps)).tolist()
+        if not max(found) <= _MOST_SECONDS:
+            problem = f"a video is of {max(found):.3g} seconds; allowed: {_MOST_SECONDS:.0e}"
+            raise RequestError(problem, param="video", value=max(found))
+        return tuple(found)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return an item with the most crops and, in num_rows, the most embeddings of any image, or the image of
