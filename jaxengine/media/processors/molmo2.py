@@ -23,7 +23,6 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.tower import SHARES
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
-from jaxengine.models.vision.molmo2 import MOST_POOLED
 from jaxengine.scheduler.base.errors import RequestError
 
 _BILINEAR, _MOST_SECONDS = 2, 1e9
@@ -74,12 +73,13 @@ class _CropsProcessor(UnitProcessor):
 
     def _read_pooling(self, fields: ConfigFields, default: tuple[int, int]) -> tuple[int, int]:
         """Return `pooling_size`, (height, width) of a window in patches. Raises ModelConfigError for windows of more
-        than MOST_POOLED patches, and for more windows than the tower has rows for.
+        patches than the tower takes, and for more windows than it has rows for.
         """
         height, width = found = _pair(fields, "pooling_size", default, 1)
         grid, rows = self.tower.vit.grid, self.tower.unit // self.tower.merge
-        if height * width > MOST_POOLED or -(-grid // height) * -(-grid // width) > rows:
-            allowed = f"two numbers whose product is at most {MOST_POOLED}, with at most {rows} windows of a crop"
+        most = len(self.tower.columns)
+        if height * width > most or -(-grid // height) * -(-grid // width) > rows:
+            allowed = f"two numbers whose product is at most {most}, with at most {rows} windows of a crop"
             raise fields.fail("pooling_size", allowed)
         return found
 
@@ -155,7 +155,7 @@ class _CropsProcessor(UnitProcessor):
         """
         count, merge = len(windows), self.tower.merge
         first = np.arange(count) * merge
-        columns = np.full((MOST_POOLED, len(patches)), -1, np.int32)
+        columns = np.full((len(self.tower.columns), len(patches)), -1, np.int32)
         columns[: windows.shape[1], first] = np.where(windows < 0, -1, windows - first[:, None] + SHARES).T
         rows = np.full(len(patches) // merge, -1, np.int32)
         rows[:count] = np.arange(count)
