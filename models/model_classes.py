@@ -201,6 +201,7 @@ _MODULES = {
     "InternVLForConditionalGeneration": "internvl",
     "MllamaForCausalLM": "mllama",
     "MllamaForConditionalGeneration": "mllama",
+    "Molmo2ForConditionalGeneration": "molmo2",
     "AriaTextForCausalLM": "aria",
     "AriaForConditionalGeneration": "aria",
     "Idefics2ForConditionalGeneration": "idefics2",

@@ -29,6 +29,7 @@ def ragged_paged_attention(
     slopes: np.ndarray | None = None,  # [N]
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
     kv_limits: np.ndarray | None = None,  # [T]
+    mutual: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute softmax attention of q [T, N, H] over k_pages [P, page_size, K, H] and v_pages [..., Hv]: return (output
     [T, N, Hv], natural log-sum-exp [T, N]), both float64.
@@ -37,7 +38,7 @@ def ragged_paged_attention(
     lse is its sink's logit if there are sinks. Reads exactly the visible slots, so anything else may hold NaN.
     Arguments: see RaggedBatch (cu_q_lens [S + 1], kv_lens [S], page_table [S, W]), AttentionSpec and attention.op
     (sinks and slopes [N], tree_mask u32 [T, ceil(Q / 32)]). kv_limits [T]: exclusive end of the keys that a token sees
-    beyond its own position.
+    beyond its own position; if `mutual`, without those of tokens whose limit is 0.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
@@ -51,7 +52,9 @@ def ragged_paged_attention(
             tree_row = None if tree_mask is None else tree_mask[token]
             keys = visible_keys(num_computed, end - first, token - first, causal, window, chunk, tree_row)
             if kv_limits is not None:  # later keys, up to the token's limit
-                keys = np.append(keys, np.arange(num_computed + token - first + 1, min(kv_limits[token], kv_lens[seq])))
+                later = np.arange(token + 1, first - num_computed + min(kv_limits[token], kv_lens[seq]))
+                later = later[kv_limits[later] > 0] if mutual else later
+                keys = np.append(keys, later - first + num_computed)
             pages, offsets = page_table[seq, keys // page_size], keys % page_size
             for head in range(num_q_heads):
                 k = k_pages[pages, offsets, head // group].astype(np.float64)

@@ -103,6 +103,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "meta-llama/Llama-3.2-11B-Vision-Instruct",
         "meta-llama/Llama-3.2-90B-Vision-Instruct",
     ),
+    "Molmo2ForConditionalGeneration": ("allenai/Molmo2-4B", "allenai/Molmo2-8B", "allenai/Molmo2-O-7B"),
     "AriaForConditionalGeneration": ("rhymes-ai/Aria", "rhymes-ai/Aria-Chat"),
     "Idefics2ForConditionalGeneration": ("HuggingFaceM4/idefics2-8b", "HuggingFaceM4/idefics2-8b-chatty"),
     "Idefics3ForConditionalGeneration": ("HuggingFaceTB/SmolVLM-256M-Instruct", "HuggingFaceM4/Idefics3-8B-Llama3"),

@@ -32,6 +32,7 @@ PROCESSORS = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3Processor",
     "Gemma4ForConditionalGeneration": "gemma4_sounds:gemma4",
     "MllamaForConditionalGeneration": "mllama:MllamaProcessor",
+    "Molmo2ForConditionalGeneration": "molmo2:Molmo2Processor",
     "AriaForConditionalGeneration": "aria:AriaProcessor",
     "Idefics2ForConditionalGeneration": "idefics2:Idefics2Processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",

@@ -178,6 +178,8 @@ class LayerAttention:
         after scale and cap (ALiBi, see `alibi_slopes`); None for none.
       learned_positions: whether the effect of positions has weights, of which all layers share those of rope. The layer
         then computes its rope itself (Mistral Large 4).
+      mutual: whether, of the keys after their own, tokens of images see only those of tokens that see later keys, too
+        (jaxengine.pallas_kernels.attention.ragged_batch.AttentionSpec).
     """
 
     num_heads: int
@@ -204,6 +206,7 @@ class LayerAttention:
     value_size: int | None = None
     slopes: tuple[float, ...] | None = None
     learned_positions: bool = False
+    mutual: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)

@@ -12,8 +12,8 @@ TOWER = "tower"
 TOWERS = (TOWER, "sound_tower")
 # Columns of patches are integers, so that positions between two rows are in units of 1 / SHARES.
 SHARES = 1 << 24
-# In a step's index of embeddings: a token without one that sees all of its prompt.
-IN_PREFIX = -2
+# In a step's index of embeddings: a token without one that attends in both directions.
+BOTH_WAYS = -2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,10 @@ class TowerConfig:
       unit: the number of patches in a call is a multiple of this, which is itself a multiple of `merge`.
       attends_both_ways: whether the tokens of an image attend to each other in both directions. A step then has either
         all of an image's tokens that are not computed yet, or none.
+      attends_across: whether the tokens of all images of a prompt do, but not to the text between them that follows
+        (LayerAttention.mutual). A step then has either all of a prompt's tokens from the first image to the last that
+        are not computed yet, or none.
+      adds: whether embeddings are added to those of their tokens, instead of replacing them.
       whole_prompt: largest number of tokens of a prompt with images if all of its tokens attend to each other; 0 if
         only those of an image do.
       in_windows_only: whether that holds only in layers with a window, while other layers are causal.
@@ -57,6 +61,8 @@ class TowerConfig:
     num_parts: int = 1
     part_layers: tuple[int, ...] = ()
     attends_both_ways: bool = False
+    attends_across: bool = False
+    adds: bool = False
     whole_prompt: int = 0
     in_windows_only: bool = False
     crosses: bool = False

@@ -23,28 +23,33 @@ class Pictures(Section):
     Attributes:
       rows: [N, E], embeddings from towers (jaxengine.models.config.tower); E is D, or a multiple of it if layers add
         parts of their own. None in a stage that is not the first.
-      index: i32[T], the row of each token, -1 for ordinary tokens, IN_PREFIX for those without a row that see the
-        tokens of images next to them in both directions.
-      part_layers: see jaxengine.models.config.tower.TowerConfig.
+      index: i32[T], the row of each token, -1 for ordinary tokens, BOTH_WAYS for those without a row that attend to the
+        tokens of images in both directions.
+      part_layers, adds: see jaxengine.models.config.tower.TowerConfig.
     """
 
     rows: jax.Array | None
     index: jax.Array
     part_layers: tuple[int, ...] = field(default=(), metadata={"static": True})
+    adds: bool = field(default=False, metadata={"static": True})
 
     def embed(self, x: jax.Array) -> jax.Array:
         """Return x [T, D] with the embeddings of placeholder tokens replaced by the first D elements of their image
-        embeddings.
+        embeddings, or with these added to them if `adds`.
         """
         assert self.rows is not None, "the first stage has the rows of pictures"
-        return jnp.where(self.index[:, None] >= 0, self._part(0, x), x)
+        own = self._part(0, x)
+        return jnp.where(self.index[:, None] >= 0, x + own if self.adds else own, x)
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
         """Return `picture_limits` of the tokens; None if the model has no tower or images are not attended to in both
-        directions.
+        directions. If they are attended to across the text between them, return the limit of all positions for tokens
+        of images, which attention clips to their sequence, and 0 for others.
         """
         if config.tower is None or not config.tower.attends_both_ways:
             return None
+        if config.tower.attends_across:
+            return jnp.where(self.index == -1, 0, jnp.iinfo(jnp.int32).max)
         with jax.named_scope("picture_limits"):
             return picture_limits(self.index, positions)
 

@@ -73,7 +73,7 @@ class CheckpointNames(NamedTuple):
       divided: ends of the names of modules whose matrices are rows of several of transformers' modules -> ends of the
         names of those, in order.
       joined: ends of the names of tensors that other versions of transformers join to one along their rows -> those of
-        its parts, in order (see jaxengine.models.weights.views.joined_rows).
+        its parts, in order (see jaxengine.models.weights.views.joined_rows). Models declare either.
       frequencies: end of the names of tensors with the frequencies of rope, which replace the configuration's; "" for
         none.
     """

@@ -38,7 +38,8 @@ def attention_schedule(
     tuning: tile sizes, which attention uses as well; None takes the chip's sizes from the table.
     kv_limits: i32 [T], for tokens that attend to later keys, the exclusive end of the keys to which they attend; 0 for
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
-        position. Needs causal=True, chunk=None and no slopes. None if there are no such tokens.
+        position. With `spec.mutual` these tokens do not see the later keys of tokens with the limit 0. Needs
+        causal=True, chunk=None and no slopes. None if there are no such tokens.
     Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not support.
     """
     check_batch(batch, num_tokens)

@@ -51,6 +51,7 @@ class AttentionSpec:
     chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
     values_in_keys: bool = False  # a key begins with its value, which is read there
     has_slopes: bool = False  # logits fall with the distance of a key, by the slope of their head
+    mutual: bool = False  # of later keys (kv_limits), a token sees only those of tokens that see later keys, too
 
     @property
     def stored_width(self) -> int:

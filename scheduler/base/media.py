@@ -102,28 +102,35 @@ class Media:
       items: in the prompt's order, at least one.
       rope_positions: i32 [3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
         model that rotates queries and keys by token positions.
-      prefix_length, prefix_digest: number of the prompt's first tokens that all attend to each other, images or not,
-        and the SHA-256 of all of these; 0 and empty if only the tokens of one image do.
+      joint, joint_digest: positions i32 [n], ascending, of the tokens that attend to each other in both directions,
+        images or not, and the SHA-256 of everything from the first of them to the last; None and empty if only the
+        tokens of one image do. A step computes all of these tokens that are not computed yet, and what is between them,
+        or none.
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
-      end: position after the last item, the prefix, and the last token whose M-RoPE positions are not those of text;
-        later tokens need nothing from here but rope_delta.
+      end: position after the last item, the last token of `joint`, and the last token whose M-RoPE positions are not
+        those of text; later tokens need nothing from here but rope_delta.
     """
 
     items: tuple[MediaItem, ...]
     rope_positions: np.ndarray | None = None
     rope_delta: int = 0
-    prefix_length: int = 0
-    prefix_digest: bytes = b""
+    joint: np.ndarray | None = None
+    joint_digest: bytes = b""
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Compute `end`."""
-        end = max(self.items[-1].end, self.prefix_length)
+        end = max(self.items[-1].end, self.joint_span[1])
         if self.rope_positions is not None:
             after = self.rope_positions[:, end:]
             elsewhere = np.flatnonzero((after != np.arange(end, end + after.shape[1]) + self.rope_delta).any(axis=0))
             end += int(elsewhere[-1]) + 1 if elsewhere.size else 0
         object.__setattr__(self, "end", end)
+
+    @property
+    def joint_span(self) -> tuple[int, int]:
+        """First position of `joint`, and the position after its last; (0, 0) without such tokens."""
+        return (0, 0) if self.joint is None else (int(self.joint[0]), int(self.joint[-1]) + 1)
 
     def in_windows(self, unit: int, merge: int) -> Media:
         """Return a copy with long sounds split into parts that are encoded separately (MediaItem.in_windows), so that a
@@ -136,10 +143,10 @@ class Media:
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
         offsets in the page. If the three M-RoPE positions of a token in the page differ from each other, as those of a
-        marker before an image may, the M-RoPE positions of the page's tokens are added. The first page has the digest
-        of the prefix. Pages without any of these have no entry. page_size: tokens of a page.
+        marker before an image may, the M-RoPE positions of the page's tokens are added. The page with the first token
+        of `joint` has joint_digest. Pages without any of these have no entry. page_size: tokens of a page.
         """
-        found = {0: self.prefix_digest} if self.prefix_length else dict[int, bytes]()
+        found = {self.joint_span[0] // page_size: self.joint_digest} if self.joint_digest else dict[int, bytes]()
         for item in self.items:
             pages = item.positions // page_size
             for page in np.unique(pages).tolist():

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxengine.models.config.tower import IN_PREFIX
+from jaxengine.models.config.tower import BOTH_WAYS
 from jaxengine.scheduler.base.media import AUDIO, Media, MediaItem
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.batches.batch import ScheduledBatch
@@ -108,13 +108,13 @@ class EncoderRows:
 
     def reach(self, media: Media | None, start: int, count: int, slot: int = -1) -> int:
         """Return how many of a prompt's tokens [start, start + count) this step can compute as far as images are
-        concerned; 0 if a prefix would be cut, and `count` without images (media None). Reserves nothing. slot: the
-        prompt's, -1 if it has none yet.
+        concerned: those before Media.joint if it would be cut, and `count` without images (media None). Reserves
+        nothing. slot: the prompt's, -1 if it has none yet.
         """
         if media is None or start >= media.end:
             return count
-        reached = self._reach(media, start, count, slot)
-        return 0 if start + reached < media.prefix_length else reached
+        reached, (begin, end) = self._reach(media, start, count, slot), media.joint_span
+        return max(0, begin - start) if begin < start + reached < end else reached
 
     def _reach(self, media: Media, start: int, count: int, slot: int) -> int:
         """Return `count`, or fewer tokens, so that they end before the first image for which pool rows, or the step's
@@ -188,12 +188,14 @@ class EncoderRows:
 
     def index(self, slot: int, media: Media, start: int, count: int) -> np.ndarray:
         """Return i32 [count], the pool row of each of the `count` tokens from `start` on of a slot's prompt. Tokens
-        without an image get -1, or IN_PREFIX if they are in a prefix.
+        without an image get -1, or BOTH_WAYS if they are in Media.joint.
 
         Raises KeyError for an image that has no rows (`take`).
         """
         found = np.full(count, -1, np.int32)
-        found[: max(0, media.prefix_length - start)] = IN_PREFIX
+        if media.joint is not None:
+            first, last = np.searchsorted(media.joint, (start, start + count))
+            found[media.joint[first:last] - start] = BOTH_WAYS
         for item in _within(media, start, count):
             first, last = np.searchsorted(item.positions, (start, start + count))
             found[item.positions[first:last] - start] = self._rows[self._key(slot, item)][first:last]

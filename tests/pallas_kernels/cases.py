@@ -257,6 +257,24 @@ PICTURES = [
     Case("pictures", (60, 11, 3, 1, 12), (60, 136, 16, 16, 300), pictures=_PICTURES),
     Case("pictures and window", (60, 11, 3, 1, 12), (60, 136, 16, 16, 300), pictures=_PICTURES, window=16),
     Case("pictures in a decode bucket", (1, 5, 2), (30, 133, 20), num_tokens=8, pictures=((1, 129, 132), (2, 18, 20))),
+    # Pictures of a sequence see each other, and no text between them that follows.
+    Case(
+        "mutual pictures",
+        (60, 11, 3, 1, 12),
+        (60, 136, 16, 16, 300),
+        pictures=(*_PICTURES, (0, 2, 3), (0, 16, 18)),
+        mutual=True,
+        dtypes=("float32",),
+    ),
+    Case(
+        "mutual pictures in a decode bucket",
+        (1, 6, 1),
+        (30, 133, 20),
+        num_tokens=8,
+        pictures=((1, 128, 129), (1, 131, 132), (2, 19, 20)),
+        mutual=True,
+        dtypes=("float32",),
+    ),
 ]
 
 # What models run: query heads in groups, head dims and pages together, in the dtype they are served in. Heads are those

@@ -44,6 +44,7 @@ class Case:
     slopes: bool = False
     tree: str | None = None  # "chain" or "branches"
     pictures: tuple[tuple[int, int, int], ...] = ()  # sequence, first, end: positions whose tokens see each other
+    mutual: bool = False  # whether the pictures of a sequence see each other, too
     query_scale: float = 1.0  # multiplies q, for logits far from 1
     value_scale: float = 1.0
     past_end: int = -1  # what the page table holds past a sequence's last page
@@ -56,7 +57,7 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         scale = self.dims[0] ** -0.5 if self.sm_scale is None else self.sm_scale
-        rest = self.window, self.soft_cap, self.causal, self.chunk, self.values_in_keys, self.slopes
+        rest = self.window, self.soft_cap, self.causal, self.chunk, self.values_in_keys, self.slopes, self.mutual
         return AttentionSpec(*self.heads, *self.dims, scale, *rest)
 
     def pool_dtype(self, dtype: str) -> str:
@@ -185,6 +186,7 @@ def expected(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         slopes=slopes_of(case.spec),
         tree_mask=problem.tree_mask,
         kv_limits=problem.kv_limits,
+        mutual=case.mutual,
     )
 
 
@@ -245,7 +247,7 @@ def _tree_mask(case: Case, cu_q_lens: np.ndarray) -> np.ndarray | None:
 
 
 def _kv_limits(case: Case, cu_q_lens: np.ndarray) -> np.ndarray | None:
-    """The end of its picture for each token in one, 0 for others; garbage in padding."""
+    """The end of its picture, or any after its sequence, for each token in one, 0 for others; garbage in padding."""
     if not case.pictures:
         return None
     limits = np.full(case.num_tokens, GARBAGE, np.int32)
@@ -253,5 +255,5 @@ def _kv_limits(case: Case, cu_q_lens: np.ndarray) -> np.ndarray | None:
     for seq, first, end in case.pictures:
         num_computed = case.kv_lens[seq] - case.q_lens[seq]
         tokens = cu_q_lens[seq] + np.arange(max(first - num_computed, 0), min(end, case.kv_lens[seq]) - num_computed)
-        limits[tokens] = end
+        limits[tokens] = case.kv_lens[seq] + 1 if case.mutual else end
     return limits

@@ -39,6 +39,7 @@ class Expanded(NamedTuple):
       positions: i32[num_rows] for each item, in the order of the prompt, which `order` gives.
       order: (modality, number within the modality) of each item.
       rope_positions, rope_delta: M-RoPE positions and position delta, fields of jaxengine.scheduler.base.media.Media.
+      joint: i32[n], ascending, for TowerConfig.attends_across the tokens that attend to each other; otherwise None.
     """
 
     token_ids: list[int]
@@ -46,6 +47,7 @@ class Expanded(NamedTuple):
     order: list[tuple[str, int]]
     rope_positions: np.ndarray | None = None
     rope_delta: int = 0
+    joint: np.ndarray | None = None
 
 
 def check_room(modality: str, num_patches: int, most: int | None) -> None:

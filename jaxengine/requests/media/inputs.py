@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.inputs.multimodal import AUDIO, MediaOptions
-from jaxengine.media.base.processor import MediaProcessor, Processed, check_room
+from jaxengine.media.base.processor import Expanded, MediaProcessor, Processed, check_room
 from jaxengine.media.base.samples import RATE
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.load import read_multi_modal_data
@@ -179,37 +179,45 @@ class MediaInputs:
             kind = EMBEDS if each.is_embedded else modality
             item = MediaItem(kind, each.digest, positions, *arrays, each.cached)
             items.append(item if cache is None else cache.item(item, each.made, each.make))
-        prefix = self._prefix(expanded.token_ids, items)
-        return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta, *prefix)
+        joint = self._joint(expanded, items)
+        return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta, *joint)
 
-    def _prefix(self, token_ids: list[int], items: Sequence[MediaItem]) -> tuple[int, bytes]:
-        """Return prefix_length and prefix_digest of a prompt's Media: (number of tokens, digest) for a model whose
-        prompt tokens attend to each other, so that the prompt is computed in one step; (1, digest of the images alone)
-        for one whose first tokens depend on all images (TowerConfig.by_place), else (0, b"").
+    def _joint(self, expanded: Expanded, items: Sequence[MediaItem]) -> tuple[np.ndarray | None, bytes]:
+        """Return joint and joint_digest of a prompt's Media: the whole prompt for a model whose prompt tokens attend to
+        each other, those that `expanded` names for TowerConfig.attends_across; the first token, with a digest of the
+        images alone, for one whose first tokens depend on all images (TowerConfig.by_place), else (None, b"").
 
-        Raises RequestError for a prompt, or images, that do not fit into one step, and for a prompt longer than a
-        window.
+        Raises RequestError for tokens, or images, that do not fit into one step, and for a prompt longer than a window.
         """
-        config, most, by_place = self._config, self._towers[0].whole_prompt, self._towers[0].by_place
-        if not most and not by_place:
-            return 0, b""
+        config, tower, token_ids, joint = self._config, self._towers[0], expanded.token_ids, expanded.joint
+        if tower.by_place:
+            joint = np.zeros(1, np.int32)
+        elif tower.whole_prompt:
+            joint = np.arange(len(token_ids), dtype=np.int32)
+        if joint is None:
+            return None, b""
+        first, count = int(joint[0]), int(joint[-1] + 1 - joint[0])
         step = config.max_num_batched_tokens - config.max_num_seqs
-        most = min(most, step, config.long_prefill_token_threshold or step)
-        if len(token_ids) > most and not by_place:
-            problem = f"this model computes a prompt with images at once: it must have at most {most} tokens, got "
-            advice = "raise max_num_batched_tokens" if most < self._towers[0].whole_prompt else "it has windows"
-            raise RequestError(f"{problem}{len(token_ids)} ({advice})", param="prompt", value=len(token_ids))
+        most = min(tower.whole_prompt or step, step, config.long_prefill_token_threshold or step)
+        if count > most and not tower.by_place:
+            what = (
+                "all from the first image of a prompt to the last" if tower.attends_across else "a prompt with images"
+            )
+            problem = f"this model computes {what} at once: it must have at most {most} tokens, got {count}"
+            advice = "it has windows" if most == tower.whole_prompt else "raise max_num_batched_tokens"
+            raise RequestError(f"{problem} ({advice})", param="prompt", value=count)
         patches = sum({item.digest: item.num_patches for item in items}.values())
         if patches > config.max_encoder_patches:
             problem = f"this model encodes all images of a prompt at once: {patches} patches, where at most "
             problem += f"{config.max_encoder_patches} are possible: give fewer, or raise max_num_batched_encoder_tokens"
             raise RequestError(problem, param=DATA, value=patches)
-        if not by_place:
+        digest = hashlib.sha256()
+        if not tower.by_place:
             self._check_rows(sum({item.digest: item.num_rows for item in items}.values()))
-        digest = hashlib.sha256(b"" if by_place else np.asarray(token_ids, np.int32).tobytes())
+            digest.update(np.asarray([count, *token_ids[first : first + count], *(joint - first)], np.int32).tobytes())
         for item in items:
             digest.update(item.digest)
-        return 1 if by_place else len(token_ids), digest.digest()
+        return joint, digest.digest()
 
     def _check_rows(self, rows: int) -> None:
         """Raise RequestError for a prompt whose images have more embeddings in all, `rows`, than are kept at once. An

@@ -44,7 +44,7 @@ class MediaMessage(msgspec.Struct, array_like=True):
     Attributes:
       items: images and videos in the order of the prompt.
       rope_positions: i32[3, tokens]; None for a model without M-RoPE.
-      rope_delta, prefix_length, prefix_digest: the fields of Media.
+      rope_delta, joint_digest: the fields of Media. joint: i32, or None.
       epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
       memory: path of this epoch's shared memory; "" if no item is in it.
     """
@@ -54,8 +54,8 @@ class MediaMessage(msgspec.Struct, array_like=True):
     rope_delta: int
     epoch: int = 0
     memory: str = ""
-    prefix_length: int = 0
-    prefix_digest: bytes = b""
+    joint: bytes | None = None
+    joint_digest: bytes = b""
 
 
 class MissingMediaError(Exception):
@@ -84,7 +84,8 @@ def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str =
     MediaMessage.
     """
     places = None if media.rope_positions is None else array_bytes(media.rope_positions, np.int32)
-    return MediaMessage(items, places, media.rope_delta, epoch, memory, media.prefix_length, media.prefix_digest)
+    joint = None if media.joint is None else array_bytes(media.joint, np.int32)
+    return MediaMessage(items, places, media.rope_delta, epoch, memory, joint, media.joint_digest)
 
 
 def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
@@ -111,7 +112,8 @@ def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
     """
     places = message.rope_positions
     places = None if places is None else np.frombuffer(places, np.int32).reshape(3, -1)
-    return Media(tuple(items), places, message.rope_delta, message.prefix_length, message.prefix_digest)
+    joint = None if message.joint is None else np.frombuffer(message.joint, np.int32)
+    return Media(tuple(items), places, message.rope_delta, joint, message.joint_digest)
 
 
 def array_bytes(array: np.ndarray, dtype: type) -> bytes:

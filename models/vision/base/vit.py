@@ -36,7 +36,10 @@ class VitConfig:
       num_layers: layers of the checkpoint.
       image_size, patch_size: side in pixels of a unit, and of a patch; both are squares.
       has_class_token: whether a unit has a position that is not a patch: the first, in Llama 4 the last.
-      qkv_bias: whether the projections of q, k and v have biases in layers of VitLayer.
+      qkv_bias, out_bias: whether the projections of q, k and v, and that after attention, have biases in layers of
+        VitLayer.
+      head_dim: elements of a head; None for hidden_size / num_heads.
+      num_kv_heads: heads of keys and values, which num_heads is a multiple of; None for num_heads.
       activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
     """
 
@@ -50,6 +53,14 @@ class VitConfig:
     norm_eps: float
     has_class_token: bool = False
     qkv_bias: bool = True
+    out_bias: bool = True
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head."""
+        return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def grid(self) -> int:
@@ -96,12 +107,12 @@ class VitTowerConfig(TowerConfig):
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
     """Return the sizes from a vision_config with the usual field names. more: further arguments of VitConfig.
 
-    Raises ModelConfigError for wrong fields, and if the number of heads does not divide the hidden size, or a unit is
-    smaller than a patch.
+    Raises ModelConfigError for wrong fields, and if the number of heads does not divide the hidden size, unless
+    head_dim is given, or a unit is smaller than a patch.
     """
     vision.require(num_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
-    if size % heads:
+    if "head_dim" not in more and size % heads:
         raise vision.fail("num_attention_heads", f"a divisor of hidden_size {size}")
     image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
     if image < patch:
@@ -184,13 +195,13 @@ class VitAttention(nnx.Module):
         qkv: tuple[Source, ...] | None = None,
         qk_norms: tuple[nnx.Module, nnx.Module] | None = None,
     ):
-        size = config.hidden_size
-        self.head_dim = size // config.num_heads
-        qkv = qkv or tuple(Source(f"{source}.{name}_proj", size) for name in "qkv")
+        size, inner = config.hidden_size, config.num_heads * config.head_size
+        self.head_dim = config.head_size
+        qkv = qkv or heads_of(source, config.num_heads, config.num_kv_heads or config.num_heads, self.head_dim)
         qkv = tuple(each._replace(group=self.head_dim) for each in qkv)
         heads = tower_axis("heads", build)
         self.qkv = Linear(size, qkv, axes=("embed", heads), bias=bias, build=build)
-        self.out = linear(size, f"{source}.{out}", size, ("heads", "embed"), build, bias=out_bias)
+        self.out = linear(inner, f"{source}.{out}", size, ("heads", "embed"), build, bias=out_bias)
         self.q_norm, self.k_norm = qk_norms or (None, None)
 
     def __call__(self, x: jax.Array, num_units: int, is_key: jax.Array | None = None) -> jax.Array:
@@ -203,6 +214,15 @@ class VitAttention(nnx.Module):
         q, k, v = (each.reshape(num_units, -1, *each.shape[1:]) for each in (q, k, v))
         o = attend_units(q, k, v, is_key)
         return self.out(o.reshape(len(x), -1))
+
+
+def heads_of(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Source, Source, Source]:
+    """Return the checkpoint modules `q_proj`, `k_proj` and `v_proj` of `source`, with as many heads each: a head of
+    keys or values is repeated for each head of queries that attends to it. num_kv_heads: a divisor of num_heads.
+    """
+    kv = {"rows": num_kv_heads * head_dim, "repeat": num_heads // num_kv_heads, "group": head_dim}
+    q = Source(f"{source}.q_proj", num_heads * head_dim, group=head_dim)
+    return q, Source(f"{source}.k_proj", **kv), Source(f"{source}.v_proj", **kv)
 
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | None = None) -> jax.Array:
@@ -266,8 +286,8 @@ class VitLayer(nnx.Module):
     def __init__(self, config: VitConfig, source: str, names: VitNames, build: Build):
         size, eps = config.hidden_size, config.norm_eps
         self.attention_norm = LayerNorm(size, eps, source=f"{source}.{names.attention_norm}", build=build)
-        attention, bias = f"{source}.{names.attention}", config.qkv_bias
-        self.attention = VitAttention(config, source=attention, out=names.out, build=build, bias=bias)
+        options: dict[str, Any] = {"bias": config.qkv_bias, "out_bias": config.out_bias, "build": build}
+        self.attention = VitAttention(config, source=f"{source}.{names.attention}", out=names.out, **options)
         self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 

@@ -4,6 +4,7 @@ holds the convolutions of queries, keys and values in memory.
 NAME.conv1d.weight [Q + K + V, L]     NAME.q_conv1d.weight [Q, L], NAME.k_conv1d.weight [K, L], NAME.v_conv1d.weight
 
 When it saves a model, transformers 5 cuts the joined tensor into parts of equal length, whatever Q, K and V are.
+A model may also declare the joined tensor, of which checkpoints have the parts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Spans = list[tuple[str, slice]]  # rows of stored tensors, each by its name
 class JoinedRowsSource(WrappedSource):
     """WeightSource of a checkpoint with joined tensors as one with a tensor for each part; a checkpoint without such
     tensors is unchanged. Parts that together have the right number of rows may be cut at other rows than the model's.
+    If the model has the joined tensor itself, it takes the place of its parts.
 
     names: rules that say which tensors are joined. shapes: shapes of the model's tensors by name. Raises ModelFileError
     for a joined tensor with another number of rows than its parts have, and for a part that the checkpoint has twice.
@@ -48,6 +50,10 @@ class JoinedRowsSource(WrappedSource):
                     found, wanted = [source.shape(part)[0] for part in parts], [shapes[part][0] for part in parts]
                     if found != wanted and sum(found) == sum(wanted):
                         self._spans |= _cut(self._whole(parts), parts, shapes)
+        for name in shapes.keys() - self._spans.keys():
+            if (parts := names.parts_of_rows(name)) and all(self._spans.get(part, ()) is None for part in parts):
+                self._spans = {other: spans for other, spans in self._spans.items() if other not in parts}
+                self._spans[name] = self._whole(parts)
 
     def _whole(self, stored: Iterable[str]) -> Spans:
         """Return all rows of the tensors `stored`, in order."""

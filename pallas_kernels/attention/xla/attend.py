@@ -62,7 +62,8 @@ def ragged_paged_attention(
         scale = scale * kv.k_scale
     sink = jnp.full((num_q_heads,), -jnp.inf) if sinks is None else sinks
     by_head = None if slopes is None else slopes.reshape(num_kv_heads, -1)
-    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), by_head, tree_mask, schedule.sizes)
+    factors = scale, sink.reshape(num_kv_heads, -1), by_head
+    step = _Step(kv, batch, spec, *factors, tree_mask, schedule.sizes, schedule.mutual)
     o, lse = _attend_single(rows, step, schedule)
     if schedule.runs is not None:
         in_single = (schedule.rank < schedule.single.seqs.size)[:, None, None]
@@ -110,6 +111,7 @@ class _Step(NamedTuple):
     slopes: jax.Array | None  # f32 [K, G] loss of a logit for each position to the key
     tree_mask: jax.Array | None  # u32 [T, words]
     sizes: XlaAttention  # of the schedule
+    mutual: jax.Array | None  # bool [T] of the schedule
 
 
 def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
@@ -192,7 +194,7 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         is_first = block == tiles.first_block[tile]
         softmax = jax.tree.map(lambda fresh, running: jnp.where(is_first, fresh, running), start, softmax)
         keys = _keys_of(*_gather_block(tiles, tile, block, step), rows.dtype, step)
-        visible = _visible(tiles, tile, block, keys.k.shape[2], tree, step.batch)
+        visible = _visible(tiles, tile, block, keys.k.shape[2], tree, step)
         distance = None if step.slopes is None else _distances(tiles, tile, block, keys.k.shape[2])
         softmax = _fold_block(softmax, rows, keys, visible, distance, step)
         results = write(results, tile, _normalised(*softmax))
@@ -261,18 +263,25 @@ def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
     return acc / jnp.where(total > 0, total, 1.0)[..., None], largest + jnp.log(total)
 
 
-def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch) -> jax.Array:
+def _visible(tiles: Tiles, tile, block, block_kv: int, tree, step: _Step) -> jax.Array:
     """Return bool [B, Q, block_kv], whether each token of a tile sees each key of its block-th block: keys in the
-    token's [start, end), and, of the sequence's new tokens, only those whose bit is set in the token's row of tree u32
-    [B, Q, words]. tree None: all of them.
+    token's [start, end), of later ones only those of `step.mutual` unless it is None, and, of the sequence's new
+    tokens, only those whose bit is set in the token's row of tree u32 [B, Q, words]. tree None: all of them.
     """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     visible = (positions >= tiles.start[tile][..., None]) & (positions < tiles.end[tile][..., None])
-    if tree is None:
+    if tree is None and step.mutual is None:
         return visible
-    seqs = tiles.seqs[tile]
+    batch, seqs = step.batch, tiles.seqs[tile]
     num_computed = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - batch.cu_q_lens[seqs])
     new = positions - num_computed[:, None]  # [B, block_kv]
+    if step.mutual is not None:
+        first = batch.cu_q_lens[seqs][:, None]
+        own = tiles.tokens[tile][:, None] - first + jnp.arange(visible.shape[1], dtype=jnp.int32)  # [B, Q]
+        is_seen = step.mutual.at[first + new].get(mode="clip")
+        visible &= (new[:, None] <= own[..., None]) | is_seen[:, None]
+    if tree is None:
+        return visible
     word = jnp.clip(new // 32, 0, tree.shape[-1] - 1)
     words = jnp.take_along_axis(tree, jnp.broadcast_to(word[:, None], visible.shape), axis=-1)
     seen = (words >> (new % 32).astype(jnp.uint32)[:, None]) & 1

@@ -51,6 +51,7 @@ class Schedule:
     rank: jax.Array  # i32 [T] row (tile * B + index) of `single` that holds a token, n * B if none does
     runs: Tiles | None  # of sequences of several tokens
     sizes: XlaAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
+    mutual: jax.Array | None = None  # bool [T] tokens whose keys earlier ones may see; None: the ranges say it all
 
 
 def attention_schedule(
@@ -65,8 +66,9 @@ def attention_schedule(
     """Return the tiles of a batch of T = num_tokens tokens, computed by a few integer operations on [S], [T] and [T /
     Q, S].
 
-    spec: its causal, window, chunk and stored width are used. tuning: sizes of tiles and blocks. kv_limits: as in the
-    public operation; they become part of the tiles' key ranges. `runs` is None if T is at most S.
+    spec: its causal, window, chunk, mutual and stored width are used. tuning: sizes of tiles and blocks. kv_limits: as
+    in the public operation; they become part of the tiles' key ranges, and with spec.mutual of `mutual`. `runs` is None
+    if T is at most S.
     """
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
     single_kv = sizes.block_kv_of(page_size, min(num_tokens, num_seqs))
@@ -83,9 +85,9 @@ def attention_schedule(
     keys = _Keys(batch, q_lens, spec, kv_limits)
     block_seqs = sizes.block_seqs_of(2 * spec.stored_width * single_kv)
     single, rank = _single_tiles(keys, seqs, tokens, valid, num_tokens, block_seqs, single_kv)
-    if num_tokens <= num_seqs:
-        return Schedule(single, rank, None, sizes)
-    return Schedule(single, rank, _run_tiles(keys, num_tokens, sizes.block_q, runs_kv), sizes)
+    runs = None if num_tokens <= num_seqs else _run_tiles(keys, num_tokens, sizes.block_q, runs_kv)
+    mutual = kv_limits > 0 if kv_limits is not None and spec.mutual else None
+    return Schedule(single, rank, runs, sizes, mutual)
 
 
 class _Keys(NamedTuple):

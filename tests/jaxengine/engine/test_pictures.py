@@ -73,6 +73,9 @@ def options_of(case: Case) -> dict[str, Any]:
         return WHOLE
     if case.name.startswith("paligemma"):  # a step has room for a whole prompt, and its two pictures
         return {**WHOLE, "max_num_batched_tokens": 52, "max_num_batched_encoder_tokens": 32}
+    if case.name.startswith("molmo2"):  # half a step has room for all pictures of a prompt
+        most = {"max_num_batched_tokens": 152, "max_num_batched_encoder_tokens": 160 if "odd" in case.name else 32}
+        return {**most, "num_gpu_blocks_override": 34, "limit_mm_per_prompt": {"video": 0}}
     if case.name.startswith("gemma4"):  # layers whose pages differ in size
         return {**(WHOLE if "both" in case.name else TIGHT), "num_gpu_blocks_override": 76}
     if case.name.startswith(("aya_vision", "cohere2", "exaone4_5_vision", "lfm3_vl")):  # with windows and without
@@ -213,6 +216,7 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
     processor = llm.core.inputs.media.processor
     grids = any(kind.__name__ == "GridProcessor" for kind in type(processor).__mro__)
     grids &= not hasattr(processor.tower, "num_queries")  # whose crops have as many rows, whatever their shape
+    grids |= case.name.startswith("molmo2")
     most = np.inf if grids else getattr(processor, "most_given", 1)  # squares of one picture
     unit = processor.tower.unit
     made = {

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.media.registry import processor_for
 from jaxengine.models.build import Build
 from jaxengine.models.config.readers.hf import read_config_json
-from jaxengine.models.config.tower import IN_PREFIX
+from jaxengine.models.config.tower import BOTH_WAYS
 from jaxengine.models.layers.pictures import picture_limits
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -44,7 +44,10 @@ def recorded_with(name: str) -> list[str]:
 
 WITH_VIDEO = recorded_with("tokens_video")
 FURTHER_VIDEOS = frozenset(
-    ("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision", "llava_next_video_max_vision")
+    (
+        *("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision", "llava_next_video_max_vision"),
+        "molmo2_odd_vision",
+    )
 )
 
 
@@ -91,7 +94,7 @@ def test_logits_and_answers(case):
 
 def test_a_prefix_sees_all_of_itself():
     """Tokens of a prefix, with rows or not, then those after it, then another prompt's prefix."""
-    index = np.asarray([IN_PREFIX, 3, 4, IN_PREFIX, -1, -1, IN_PREFIX, 0], np.int32)
+    index = np.asarray([BOTH_WAYS, 3, 4, BOTH_WAYS, -1, -1, BOTH_WAYS, 0], np.int32)
     positions = np.asarray([0, 1, 2, 3, 4, 5, 0, 1], np.int32)
     assert picture_limits(jnp.asarray(index), jnp.asarray(positions)).tolist() == [4, 4, 4, 4, 5, 6, 2, 2]
 
@@ -99,7 +102,9 @@ def test_a_prefix_sees_all_of_itself():
 @pytest.mark.thorough("a further shape of a tower", but=frozenset(WITH_VIDEO) - FURTHER_VIDEOS)
 @pytest.mark.parametrize("case", WITH_VIDEO, indirect=True)
 def test_a_video_before_a_picture(case):
-    token_ids, logits = run_prompt(case, video_text(case.name), (3,), np.zeros(0, np.int32), video())
+    text = video_text(case.name)
+    pictures = (3,) if CASES[case.name]["placeholder"] in text else ()
+    token_ids, logits = run_prompt(case, text, pictures, np.zeros(0, np.int32), video())
     assert token_ids == case.recorded["tokens_video"].tolist()
     golden = case.recorded["logits_video"]
     found = logits[: len(token_ids)][::POSITION_STEP]

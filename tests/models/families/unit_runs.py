@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxengine.media.registry import processor_class
 from jaxengine.models.config.readers.hf import read_config_json
-from jaxengine.models.config.tower import IN_PREFIX
+from jaxengine.models.config.tower import BOTH_WAYS
 from jaxengine.models.layers.pictures import Pictures
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import checkpoint
@@ -73,7 +73,9 @@ def run_prompt(
     index = np.full(PADDED, -1, np.int32)
     tower = case.model.config.tower
     if items and tower.whole_prompt:
-        index[: len(expanded.token_ids)] = IN_PREFIX
+        index[: len(expanded.token_ids)] = BOTH_WAYS
+    if expanded.joint is not None:
+        index[expanded.joint] = BOTH_WAYS
     rows = np.zeros((PADDED, case.model.config.hidden_size * tower.num_parts), np.float32)  # as many as any prompt has
     first = 0
     for places, found in zip(expanded.positions, encode(case.model, items) if items else [], strict=True):
@@ -81,5 +83,5 @@ def run_prompt(
         rows[first : first + len(places)] = found
         first += len(places)
     known = np.asarray([*expanded.token_ids, *more], np.int32)
-    pictures = Pictures(jnp.asarray(rows), jnp.asarray(index), tower.part_layers)
+    pictures = Pictures(jnp.asarray(rows), jnp.asarray(index), tower.part_layers, tower.adds)
     return expanded.token_ids, PagedRun(case.model).step({"a": known}, num_tokens=PADDED, pictures=pictures)["a"]

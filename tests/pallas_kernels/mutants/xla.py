@@ -42,6 +42,9 @@ MUTANTS = [
     Mutant("chunk starts a key late", _SCHEDULE, "* spec.chunk, 0)", "* spec.chunk + 1, 0)", _on("chunks of 16")),
     Mutant("a picture's last key dropped", _SCHEDULE, "clip(own, end", "clip(own - 1, end", _on("pictures")),
     Mutant("another token's picture", _SCHEDULE, "[seqs] + index, len", "[seqs] + index + 1, len", _on("pictures")),
+    Mutant("text between pictures", _ATTENTION, "| is_seen[:, None]", "| True", _on("mutual pictures")),
+    Mutant("another token between pictures", _ATTENTION, ".at[first + new]", ".at[new]", _on("mutual pictures")),
+    Mutant("a picture's own token hidden", _ATTENTION, "<= own[..., None]", "< own[..., None]", _on("mutual pictures")),
     Mutant("keys behind the last", _SCHEDULE, "own, end, batch.kv_lens[seqs])", "own, end, own)", _on("pictures")),
     Mutant(
         "last kv block skipped",

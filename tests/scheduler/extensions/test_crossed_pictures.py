@@ -18,7 +18,7 @@ def request(slot: int, *names: str) -> Any:
         MediaItem("image", name.encode(), np.asarray([1 + 3 * index], np.int32), np.zeros((2, 1)), none, none)
         for index, name in enumerate(names)
     ]
-    media = Media(tuple(items), prefix_length=1, prefix_digest="".join(names).encode()) if items else None
+    media = Media(tuple(items), joint=np.arange(1), joint_digest="".join(names).encode()) if items else None
     return SimpleNamespace(slot=slot, media=media)
 
 

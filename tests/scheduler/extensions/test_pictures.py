@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxengine.models.config.tower import IN_PREFIX
+from jaxengine.models.config.tower import BOTH_WAYS
 from jaxengine.scheduler.base.media import Media, MediaItem
 from jaxengine.scheduler.base.request import FinishReason
 from jaxengine.scheduler.extensions.pictures import EncoderRows, PictureOptions
@@ -228,16 +228,33 @@ def test_embeddings_from_before_a_clear_are_those_of_their_slots_alone():
 def test_a_prefix_is_computed_at_once():
     """Also where its images have no room, and its pages are those of no other prompt."""
     rows, items = EncoderRows(20, 16, whole=True), (item("a", range(1, 5)), item("b", range(8, 12)))
-    media = Media(items, prefix_length=16, prefix_digest=b"one")
+    media = Media(items, joint=np.arange(16), joint_digest=b"one")
     assert [rows.reach(media, *span) for span in ((0, 15), (0, 16), (8, 8), (0, 20), (16, 4))] == [0, 16, 8, 20, 4]
     rows.take(0, media, 0, 16)
     found = rows.index(0, media, 0, 20)
     assert (found >= 0).nonzero()[0].tolist() == [*range(1, 5), *range(8, 12)]
-    assert set(found[[0, 5, 6, 7, *range(12, 16)]]) == {IN_PREFIX} and set(found[16:]) == {-1}
+    assert set(found[[0, 5, 6, 7, *range(12, 16)]]) == {BOTH_WAYS} and set(found[16:]) == {-1}
     assert EncoderRows(20, 8, whole=True).reach(media, 0, 16) == 0, "8 patches of 16"
-    each = [make("x", [PLACEHOLDER] * 16, media=replace(media, prefix_digest=digest)) for digest in (b"one", b"two")]
+    each = [make("x", [PLACEHOLDER] * 16, media=replace(media, joint_digest=digest)) for digest in (b"one", b"two")]
     pages = [request.extend_page_hashes(request.prompt_token_ids, 4) for request in each]
     assert len({*pages[0], *pages[1]}) == 8
+
+
+def test_images_with_text_between_them_are_computed_at_once():
+    """What is before and after them is not; nor is what is known of them again."""
+    rows, items = EncoderRows(20, 16, whole=True), (item("a", range(5, 9)), item("b", range(12, 16)))
+    joint = np.asarray([*range(4, 9), *range(11, 17)])
+    media = Media(items, joint=joint, joint_digest=b"one")
+    spans = ((0, 3), (0, 4), (0, 9), (0, 12), (4, 12), (4, 13), (0, 30), (8, 8), (8, 9), (16, 1), (17, 5))
+    assert [rows.reach(media, *span) for span in spans] == [3, 4, 4, 4, 0, 13, 30, 0, 9, 1, 5]
+    assert EncoderRows(20, 8, whole=True).reach(media, 0, 20) == 4, "8 patches of 16"
+    rows.take(0, media, 0, 20)
+    found = rows.index(0, media, 2, 18)
+    assert (found >= 0).nonzero()[0].tolist() == [*range(3, 7), *range(10, 14)]
+    assert (found == BOTH_WAYS).nonzero()[0].tolist() == [2, 9, 14] and found[[0, 1, 7, 8, 15]].tolist() == [-1] * 5
+    marks = [media.marks(size) for size in (3, 4, 64)]
+    assert [b"one" in own.get(page, b"") for own, page in zip(marks, (1, 1, 0), strict=True)] == [True] * 3
+    assert 0 not in marks[0] and b"one" not in marks[0][2]
 
 
 def test_a_second_tower_has_a_limit_of_its_own():

@@ -34,14 +34,14 @@ _MAX_PLACED = 512  # most embeddings of requests that one call writes
 
 
 class PicturesExtension(DeviceExtension):
-    """Device extension of images and videos. Its message field is i32[1 or 4, T]: for each token the row of the
-    encoder's pool that replaces its embedding, -1 for none; with M-RoPE also the token's positions in time, height and
+    """Device extension of images and videos. Its message field is i32[1 or 4, T]: for each token its
+    `index` of jaxengine.models.layers.pictures.Pictures; with M-RoPE also the token's positions in time, height and
     width, -1 if they follow from its position. With M-RoPE its section of SlotState is i32[R], each slot's M-RoPE
     position delta.
 
     Attributes:
       uses_mrope: whether layers rotate queries and keys by positions in time, height and width.
-      part_layers: see jaxengine.models.config.tower.TowerConfig.
+      part_layers, adds: see jaxengine.models.config.tower.TowerConfig.
       encoders: the encoder programs of each tower, in the first stage of a model that has any. All write into one pool.
     """
 
@@ -54,7 +54,8 @@ class PicturesExtension(DeviceExtension):
         super().__init__(shape)
         model, config = shape.model, shape.config
         self.uses_mrope = model.config.sees_places
-        self.part_layers = () if model.config.tower is None else model.config.tower.part_layers
+        tower = model.config.tower
+        self.part_layers, self.adds = ((), False) if tower is None else (tower.part_layers, tower.adds)
         self.encoders: list[EncoderPrograms] = []
         if model.config.towers and model.stage.is_first:
             parts = model.mesh.model if TOWER in model.build.whole_parts else 1
@@ -102,7 +103,7 @@ class PicturesExtension(DeviceExtension):
             step = step.with_section("mrope_positions", own)
         if field is None:
             return step
-        return step.with_section(NAME, Pictures(step.given.get(NAME), field[0], self.part_layers))
+        return step.with_section(NAME, Pictures(step.given.get(NAME), field[0], self.part_layers, self.adds))
 
     def at_stage(self, stage: Any) -> StageExtension | None:
         return EncoderPool(stage, self.encoders[0]) if self.encoders else None

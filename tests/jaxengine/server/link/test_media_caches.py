@@ -252,13 +252,14 @@ def test_large_items_are_not_shared(make):
     assert pair.sender.num_bytes == SIZE
 
 
-def test_a_prefix_crosses():
+def test_joint_tokens_cross():
     empty = np.zeros((0, 1), np.int32)
     item = MediaItem("image", b"a", np.arange(2, dtype=np.int32), np.zeros((2, 3), np.float32), empty, empty[:, 0])
-    sent = Media((item,), rope_delta=3, prefix_length=7, prefix_digest=b"all")
+    sent = Media((item,), rope_delta=3, joint=np.asarray([0, 1, 6], np.int32), joint_digest=b"all")
     wire = msgspec.msgpack.encode(media_message(sent, []))
     found = read_media(msgspec.msgpack.decode(wire, type=MediaMessage), [item])
-    assert (found.rope_delta, found.prefix_length, found.prefix_digest, found.end) == (3, 7, b"all", 7)
+    assert (found.rope_delta, found.joint_digest, found.end) == (3, b"all", 7) and found.joint is not None
+    assert found.joint.tolist() == [0, 1, 6]
 
 
 def test_parts_of_memory_are_joined_again():
