@@ -44,7 +44,8 @@ def test_absent_and_null():
             config = read_hf({key: raw[key] for key in ("architectures", "model_type")})
         assert (config.hidden_size, config.num_layers, config.vocab_size) == text, name
         if sight is not None:
-            vit = config.tower.vit
+            tower: Any = config.tower
+            vit = tower.vit
             assert (vit.hidden_size, vit.num_layers, vit.num_heads, vit.patch_size) == sight, name
 
 
