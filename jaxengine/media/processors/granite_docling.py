@@ -47,12 +47,12 @@ class GraniteDoclingProcessor(TilesProcessor):
         """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
         return self.token_id("image_token_id")
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the item of a black page with the most tiles, those of dense pages among them, or of `size`, (height,
         width) in pixels.
         """
         if size is not None or self.max_tiles == 1 or self.dense_tiles <= self.max_tiles:
-            return super().largest(modality, size)
+            return super().largest(modality, size, num_frames)
         all_dense = copy(self)
         all_dense.max_tiles, all_dense.dense_tiles = self.dense_tiles, 0
         return all_dense.largest(modality)

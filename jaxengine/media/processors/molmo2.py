@@ -282,14 +282,17 @@ class Molmo2Processor(_CropsProcessor):
             raise RequestError(problem, param="video", value=max(found))
         return tuple(found)
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return an item with the most crops and, in num_rows, the most embeddings of any image, or the image of
-        `size`, (height, width) in pixels; for "video" a video of LARGEST_FRAMES frames, whatever the size.
+        `size`, (height, width) in pixels; for "video" a video of num_frames
+        (LARGEST_FRAMES if None) frames, whatever the size.
         """
         if modality == "video":
-            return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
+            return self.process(
+                modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {}
+            )
         if size is not None:
-            return super().largest(modality, size)
+            return super().largest(modality, size, num_frames)
         made = self.process(modality, np.zeros((*self.largest_size(), 3), np.uint8), {})
         most = max(map(self._num_windows, _tilings(self.max_crops)))
         return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)

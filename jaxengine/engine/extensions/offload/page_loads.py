@@ -34,7 +34,9 @@ class Place(Protocol):
     """
 
     is_far: bool
-    address: str | None
+
+    @property
+    def address(self) -> str | None: ...
 
     def read_all(self, keys: Sequence[bytes], is_over: Callable[[], bool]) -> Iterator[tuple[bytes, np.ndarray]]:
         """Yield those of the keys that the store has, with their blocks u8[n]. Stops soon after `is_over` has begun to
