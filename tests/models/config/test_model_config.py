@@ -8,7 +8,7 @@ import json
 import pytest
 
 from jaxengine.models.config.attention import Latent, LayerAttention
-from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.fields import MAX_LAYERS, ModelConfigError, check_size
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.config.rope import Rope, RopeScaling
@@ -100,6 +100,14 @@ def test_gemma2():
     assert config.attention == (layer, dataclasses.replace(layer, window=5), layer) and config.logit_soft_cap is None
 
 
+def test_sizes_are_integers_within_their_limits():
+    for value in (2, 7):
+        check_size("size", value, 7, 2)
+    for value in (1, 8, True, 3.0, "3", None):
+        with pytest.raises(ModelConfigError, match=f"size must be an integer >= 2 and <= 7, got {value!r}"):
+            check_size("size", value, 7, 2)
+
+
 def test_layers_must_fit_one_pool():
     layer = LayerAttention(4, 2, 16, Rope(16))
     config = read_hf(LLAMA)
@@ -107,6 +115,7 @@ def test_layers_must_fit_one_pool():
     with_latent = LayerAttention(4, 1, 16, Rope(8), latent=latent)
     for attention, message in (
         ((), "one entry per layer, at least one, got none"),
+        ((layer,) * (MAX_LAYERS + 1), f"at most {MAX_LAYERS} layers, .*, got {MAX_LAYERS + 1} and"),
         (
             (layer, with_latent),
             "the same num_kv_heads, head_dim and v_head_dim where any has a state, or where some have",

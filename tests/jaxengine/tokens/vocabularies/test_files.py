@@ -347,6 +347,11 @@ BROKEN = PIECES["bpe"][0]
         ({}, {"tokenizer_model": sentencepiece_file(("a", 0.0, 7))}, "a piece's type must be 1 to 6, got 7"),
         ({}, {"tokenizer_model": b"\x0a\x05\x0a\x01a\x1a\x00"}, "a piece's type must be 1 to 6, got 0 bytes"),
         ({}, {"tokenizer_model": b"text"}, "not a SentencePiece model"),
+        (
+            {},
+            {"tokenizer_model": sentencepiece_file(("ab", 0.0, 1)).replace(b"ab", b"\xffb")},
+            "a piece is not UTF-8 text",
+        ),
         ({}, {"tokenizer_model": b""}, "must have distinct pieces, one of them unknown"),
         (PLAIN | {"legacy": 1}, {"tokenizer_model": BROKEN}, "must be true or false, got 1 .*legacy"),
         (
@@ -358,6 +363,7 @@ BROKEN = PIECES["bpe"][0]
         (KIMI, {"tiktoken_model": "YQ== 0\n"}, "a token and a rank in each of 256 to"),
         (KIMI, {"tiktoken_model": RANKS.replace(" 7\n", " 8\n", 1)}, "400 distinct tokens with the ranks from 0 on"),
         (KIMI, {"tiktoken_model": RANKS.replace("=", "*", 1)}, "tokens in base64 and ranks"),
+        (KIMI, {"tiktoken_model": RANKS.replace(" 7\n", " seven\n", 1)}, "tokens in base64 and ranks: invalid literal"),
         (
             KIMI | {"added_tokens_decoder": {"999999999": {"content": "<far>"}}},
             {"tiktoken_model": RANKS},

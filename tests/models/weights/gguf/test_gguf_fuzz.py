@@ -9,6 +9,7 @@ import tracemalloc
 import pytest
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.weights.gguf import header
 from jaxengine.models.weights.gguf.dequant import FORMATS
 from jaxengine.models.weights.gguf.file import GGUFFile
 from tests.models.weights.gguf.gguf_writer import (
@@ -116,3 +117,19 @@ def test_a_crowd_of_empty_strings_is_bounded(tmp_path, monkeypatch):
     path.write_bytes(gguf_bytes(llama_metadata(crowd=(ARRAY, (STRING, [""] * 900))), []))
     with GGUFFile(path) as file:
         assert len(file.metadata["crowd"]) == 900
+
+
+def test_counts_of_the_header_have_limits(tmp_path, monkeypatch):
+    """Lowered ones: files that reach the real limits take megabytes."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(valid_file())
+    with GGUFFile(path) as file:
+        num_tensors = len(list(file.names()))
+    for limit, value, message in (
+        ("MAX_TENSORS", num_tensors - 1, f"tensors, at most {num_tensors - 1} are allowed"),
+        ("MAX_ITEMS", 12, "metadata holds more than 12 strings and lists"),
+        ("MAX_NESTING", 1, "arrays nested deeper than 1"),
+    ):
+        with monkeypatch.context() as lowered, pytest.raises(ModelFileError, match=message):
+            lowered.setattr(header, limit, value)
+            GGUFFile(path)
