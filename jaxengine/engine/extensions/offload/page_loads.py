@@ -34,9 +34,7 @@ class Place(Protocol):
     """
 
     is_far: bool
-
-    @property
-    def address(self) -> str | None: ...
+    address: str | None
 
     def read_all(self, keys: Sequence[bytes], is_over: Callable[[], bool]) -> Iterator[tuple[bytes, np.ndarray]]:
         """Yield those of the keys that the store has, with their blocks u8[n]. Stops soon after `is_over` has begun to
