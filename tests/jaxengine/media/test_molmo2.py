@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_halves_are_rounded_to_even():
     assert stretched(shown, 2, 4)[..., 0].tolist() == [[0, 0, 1, 1], [2, 3, 4, 5]]
     assert stretched(shown, 1, 1)[0, 0].tolist() == [2] * 3, "the mean of four"
     assert stretched(shown[:, :1], 3, 1)[:, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_long_lines_are_not_widened():
+    """Resizing takes memory for the result's pixels, not for all columns of the lines that it reads."""
+    shown = np.zeros((40, 8000, 3), np.uint8)
+    tracemalloc.start()
+    try:
+        stretched(shown, 30, 20)
+        assert tracemalloc.get_traced_memory()[1] < shown.nbytes / 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_refused(tmp_path):
