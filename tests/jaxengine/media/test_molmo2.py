@@ -123,6 +123,9 @@ def test_all_images_are_one_unit(tmp_path):
         RequestError, match=r"first image of a prompt to the last at once: .* at most 55 tokens, got 56"
     ):
         pages([11, 12, 13], 3)
-    config.max_num_batched_tokens, config.max_encoder_patches = 60, 95
+    config.max_num_batched_tokens, config.long_prefill_token_threshold = 60, 50
+    with pytest.raises(RequestError, match=r"at most 50 tokens, got 56 \(raise long_prefill_token_threshold\)"):
+        pages([11, 12, 13], 3)
+    config.long_prefill_token_threshold, config.max_encoder_patches = 0, 95
     with pytest.raises(RequestError, match="encodes all images of a prompt at once: 96 patches, where at most 95"):
         pages([11, 12, 13], 3)
