@@ -376,8 +376,8 @@ def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     )
     down, across = down[:, None, None], across[:, None]
     upper, lower = (
-        line[:, left] * (2 * width - across) + line[:, right] * across
-        for line in (picture[rows].astype(np.int64) for rows in (above, below))
+        picture[rows, left] * (2 * width - across) + picture[rows, right] * across
+        for rows in (above[:, None], below[:, None])
     )
     unit = 4 * height * width
     whole, rest = np.divmod(upper * (2 * height - down) + lower * down, unit)

@@ -198,13 +198,16 @@ class MediaInputs:
             return None, b""
         first, count = int(joint[0]), int(joint[-1] + 1 - joint[0])
         step = config.max_num_batched_tokens - config.max_num_seqs
-        most = min(tower.whole_prompt or step, step, config.long_prefill_token_threshold or step)
+        most, advice = min(
+            (step, "raise max_num_batched_tokens"),
+            (config.long_prefill_token_threshold or step + 1, "raise long_prefill_token_threshold"),
+            (tower.whole_prompt or step + 1, "it has windows"),
+        )
         if count > most and not tower.by_place:
             what = (
                 "all from the first image of a prompt to the last" if tower.attends_across else "a prompt with images"
             )
             problem = f"this model computes {what} at once: it must have at most {most} tokens, got {count}"
-            advice = "it has windows" if most == tower.whole_prompt else "raise max_num_batched_tokens"
             raise RequestError(f"{problem} ({advice})", param="prompt", value=count)
         patches = sum({item.digest: item.num_patches for item in items}.values())
         if patches > config.max_encoder_patches:

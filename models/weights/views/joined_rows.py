@@ -25,7 +25,8 @@ class JoinedRowsSource(WrappedSource):
     If the model has the joined tensor itself, it takes the place of its parts.
 
     names: rules that say which tensors are joined. shapes: shapes of the model's tensors by name. Raises ModelFileError
-    for a joined tensor with another number of rows than its parts have, and for a part that the checkpoint has twice.
+    for a joined tensor with another number of rows than its parts have, for a part that the checkpoint has twice, and
+    for parts of a tensor of the model whose rows have another shape.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames, shapes: Mapping[str, tuple[int, ...]]):
@@ -52,6 +53,10 @@ class JoinedRowsSource(WrappedSource):
                         self._spans |= _cut(self._whole(parts), parts, shapes)
         for name in shapes.keys() - self._spans.keys():
             if (parts := names.parts_of_rows(name)) and all(self._spans.get(part, ()) is None for part in parts):
+                for part in parts:
+                    if not source.shape(part) or source.shape(part)[1:] != shapes[name][1:]:
+                        text = f"must be rows of {name} {shapes[name]}, got shape {source.shape(part)}"
+                        raise ModelFileError(source.path, text, part)
                 self._spans = {other: spans for other, spans in self._spans.items() if other not in parts}
                 self._spans[name] = self._whole(parts)
 

@@ -29,8 +29,8 @@ MODES = {
 # Whose pictures come as embeddings, too. Videos frame by frame; heads that turn, and chunks; patches that are not
 # joined; tiles and embeddings for lines; neighbours that turn together, before latent attention.
 EMBEDDED = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vision", "kimi_vl_vision")
-# What these models are too small for: a tower of three heads or with an odd MLP, and parts of pictures for both of two
-# layers.
+# What these models are too small for: a tower of an odd number of heads or with an odd MLP, and parts of pictures for
+# both of two layers.
 REFUSED = {
     ("gemma4_both_ways_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     **dict.fromkeys(
@@ -43,6 +43,7 @@ REFUSED = {
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("janus_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("exaone4_5_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
+    ("blip2_odd_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of images, but the first stage has 1",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,17 @@ def test_halves_are_rounded_to_even():
     assert stretched(shown[:, :1], 3, 1)[:, 0, 0].tolist() == [0, 1, 2]
 
 
+def test_long_lines_are_not_widened():
+    """Resizing takes memory for the result's pixels, not for all columns of the lines that it reads."""
+    shown = np.zeros((40, 8000, 3), np.uint8)
+    tracemalloc.start()
+    try:
+        stretched(shown, 30, 20)
+        assert tracemalloc.get_traced_memory()[1] < shown.nbytes / 2
+    finally:
+        tracemalloc.stop()
+
+
 def test_what_is_refused(tmp_path):
     made: Any = processor(tmp_path, NAME)
     image, video = made.process("image", picture(1, 20, 30), {}), made.process("video", frames(2, 3, 8, 9), {})
@@ -111,6 +123,9 @@ def test_all_images_are_one_unit(tmp_path):
         RequestError, match=r"first image of a prompt to the last at once: .* at most 55 tokens, got 56"
     ):
         pages([11, 12, 13], 3)
-    config.max_num_batched_tokens, config.max_encoder_patches = 60, 95
+    config.max_num_batched_tokens, config.long_prefill_token_threshold = 60, 50
+    with pytest.raises(RequestError, match=r"at most 50 tokens, got 56 \(raise long_prefill_token_threshold\)"):
+        pages([11, 12, 13], 3)
+    config.long_prefill_token_threshold, config.max_encoder_patches = 0, 95
     with pytest.raises(RequestError, match="encodes all images of a prompt at once: 96 patches, where at most 95"):
         pages([11, 12, 13], 3)

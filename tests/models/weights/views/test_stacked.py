@@ -311,6 +311,12 @@ def test_joined_rows_that_do_not_fit():
     ):
         with pytest.raises(ModelFileError, match=message):
             JoinedRowsSource(ArraySource(held), names, shapes)
+    whole = {"a.conv.weight": (6, 3)}
+    held = {"a.q_conv.weight": rows[:4], "a.k_conv.weight": rows[4:]}
+    np.testing.assert_array_equal(JoinedRowsSource(ArraySource(held), names, whole).read("a.conv.weight"), rows)
+    for part in (rows[4:, :2], np.float32(1)):
+        with pytest.raises(ModelFileError, match=r"must be rows of a.conv.weight \(6, 3\), got .* a.k_conv"):
+            JoinedRowsSource(ArraySource(held | {"a.k_conv.weight": np.asarray(part)}), names, whole)
 
 
 def test_joined_rows_that_were_cut_elsewhere():
