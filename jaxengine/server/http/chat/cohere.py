@@ -1,4 +1,7 @@
-"""POST /cohere/v2/chat: Cohere's endpoint over chat completions, without citations."""
+"""POST /cohere/v2/chat: Cohere's endpoint over chat completions, without citations.
+
+As from vLLM's reasoning models, reasoning before a call is a block of the content, never `tool_plan`.
+"""
 
 from __future__ import annotations
 
