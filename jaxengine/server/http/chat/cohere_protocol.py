@@ -156,7 +156,7 @@ class CohereChatRequest(ConversationRequest):
             yield "thinking.token_budget"
         found: dict[str, None] = {}
         for message in self.messages:
-            other = message.keys() - _MESSAGE_KEYS - _ROLE_KEYS.get(message.get("role"), frozenset())
+            other = message.keys() - _MESSAGE_KEYS - _ROLE_KEYS.get(str(message.get("role")), frozenset())
             found |= dict.fromkeys(f"messages.{key}" for key in sorted(other) if message[key] is not None)
         for document in self.documents or ():
             other = () if isinstance(document, str) else document.keys() - _DOCUMENT_KEYS
