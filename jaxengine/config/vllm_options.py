@@ -53,7 +53,6 @@ HARMLESS: dict[str, str] = {
     "use_tqdm_on_load": "disable_log_stats switches progress bars off",
     "watchdog_config": "the server watches its engine: jaxengine serve --engine-hang-timeout",
     # Of the server.
-    "cohere_is_reasoning_model": "there are no Cohere endpoints",
     "disable_access_log_for_endpoints": _LOGGED,
     "disable_uvicorn_access_log": "jaxengine serve --disable-access-log switches it off",
     "enable_log_deltas": "outputs are not logged",
@@ -144,6 +143,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "allowed_methods": (["*"],),
     "chat_template_content_format": ("auto",),
     "cohere_format": ("cmd4",),
+    "cohere_is_reasoning_model": (True,),
     "cpu_offload_gb": (0,),
     "dbo_decode_token_threshold": (32,),
     "dbo_prefill_token_threshold": (512,),
@@ -205,7 +205,7 @@ _HARMLESS_SWITCHES = """
     aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
     disable_log_requests enable_sleep_mode disable_nccl_for_dp_synchronization fail_on_environ_validation
     jit_monitor_verbose trust_remote_code use_tqdm_on_load use_v2_block_manager
-    cohere_is_reasoning_model disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
+    disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
     enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_scale_out
     enable_server_load_tracking log_error_stack trust_request_mm_kwargs
 """

@@ -55,14 +55,14 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
 
     A missing content is None for templates that test for it, otherwise a missing key, since they would print "None"; a
     further variant has "". Arguments of earlier calls are objects, or, in a further variant, the text that the model
-    wrote. Instructions vary as in `_instructed`. If an answer has calls, reasoning and a content, all variants follow
-    once more without the key THINKING in such answers.
+    wrote. Instructions vary as in `_instructed`. If an answer has calls, reasoning and a content, and `template` has
+    the word THINKING, all variants follow once more without this key in such answers.
     """
     for placed in _instructed(messages, template):
         yield from _ways_to_write(placed, template)
         # gpt-oss's template refuses such an answer.
         full = [THINKING in each and "tool_calls" in each and bool(each.get("content")) for each in placed]
-        if any(full):
+        if THINKING in template and any(full):
             fewer = [
                 {key: value for key, value in each.items() if key != THINKING or not found}
                 for each, found in zip(placed, full, strict=True)

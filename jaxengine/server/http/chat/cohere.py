@@ -1,4 +1,7 @@
-"""POST /cohere/v2/chat: Cohere's endpoint over chat completions, without citations."""
+"""POST /cohere/v2/chat: Cohere's endpoint over chat completions, without citations.
+
+As from vLLM's reasoning models, reasoning before a call is a block of the content, never `tool_plan`.
+"""
 
 from __future__ import annotations
 
@@ -128,6 +131,11 @@ class CohereWriter:
         yield from self._close()
         yield {"type": "message-end", "id": self._name, "delta": self._end}
 
+    def fail(self, message: str) -> Iterator[dict[str, Any]]:
+        """Yield the last events of an answer that ends with an error."""
+        yield from self._close()
+        yield {"type": "message-end", "id": self._name, "delta": {"error": message, "finish_reason": "ERROR"}}
+
     def _text(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         """Yield the events for more text of a block of type `kind`, which is opened if another is open or none."""
         if self._kind != kind:
@@ -214,11 +222,11 @@ def _as_asked(body: CohereChatRequest) -> Iterator[None]:
         raise body.as_asked(error) from None
 
 
-async def _events(chat: ChatAnswer, body: CohereChatRequest) -> AsyncGenerator[bytes, None]:
+async def _events(chat: ChatAnswer, writer: CohereWriter, body: CohereChatRequest) -> AsyncGenerator[bytes, None]:
     """Run a request and yield the answer as server-sent events, without [DONE]; an item may be b"". Call it after
     `chat.prepare`. Raises the errors of ChatRun.pieces.
     """
-    writer, begun = CohereWriter(chat.head["id"]), False
+    begun = False
     async with contextlib.aclosing(chat.chunks()) as found:
         with _as_asked(body):
             async for chunks in found:
@@ -227,12 +235,6 @@ async def _events(chat: ChatAnswer, body: CohereChatRequest) -> AsyncGenerator[b
                     begun, said = True, [writer.start(), *said]
                 yield b"".join(map(event, said))
     yield b"".join(map(event, writer.end()))
-
-
-def _failed(error: ApiError) -> bytes:
-    """Return the event that ends a stream with an error, encoded."""
-    delta = {"error": cohere_error_body(error)["message"], "finish_reason": "ERROR"}
-    return event({"type": "message-end", "delta": delta})
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -259,8 +261,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             with _as_asked(body):
                 return json_response(cohere_body(await chat.body()))
 
+        writer = CohereWriter(name)
+
+        def failed(error: ApiError) -> bytes:
+            """Return the events that end the stream with an error, encoded."""
+            return b"".join(map(event, writer.fail(cohere_error_body(error)["message"])))
+
         if body.stream:
-            return await stream_events(request, _events(chat, body), config, failed=_failed)
+            return await stream_events(request, _events(chat, writer, body), config, failed=failed)
         return await answer(request, whole())
 
     return routes

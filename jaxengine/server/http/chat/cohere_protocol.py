@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_DOCUMENTS, MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages
@@ -27,6 +27,10 @@ _NAMES = {
 # Fields that become variables of the chat template.
 VARIABLES = ("documents", "safety_mode", "citation_options")
 _CHOICES = {"REQUIRED": "required", "NONE": "none"}
+# Keys of messages and documents that are read; those of messages by role, in addition to the first ones.
+_MESSAGE_KEYS = frozenset(("role", "content"))
+_ROLE_KEYS = {"assistant": frozenset(("tool_plan", "tool_calls")), "tool": frozenset(("tool_call_id",))}
+_DOCUMENT_KEYS = frozenset(("data", "id"))
 
 
 class CohereFunction(RequestModel):
@@ -45,10 +49,18 @@ class CohereTool(RequestModel):
 
 
 class CohereFormat(RequestModel):
-    """Form of the text. json_schema: with type "json_object"; None for any object."""
+    """Form of the text. json_schema: with type "json_object" only; None or {} for any object."""
 
     type: Literal["text", "json_object"]
     json_schema: JsonObject | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Return this form. Raises RequestError for a schema with type "text", which would have no effect."""
+        if self.json_schema is not None and self.type == "text":
+            problem = "response_format.json_schema is only allowed with the type json_object"
+            raise RequestError(problem, param="response_format", value=self.type)
+        return self
 
 
 class CohereThinking(RequestModel):
@@ -113,8 +125,11 @@ class CohereChatRequest(ConversationRequest):
             fields["stream_options"] = {"include_usage": True}
         if self.thinking is not None:
             fields["thinking"] = self.thinking.type == "enabled"
-            if limits_thinking and self.thinking_token_budget is None:
-                fields["thinking_token_budget"] = self.thinking.token_budget
+            if (budget := self.thinking.token_budget) is not None and self.thinking_token_budget is not None:
+                problem = "thinking.token_budget and thinking_token_budget are the same; give one"
+                raise RequestError(problem, param="thinking")
+            if limits_thinking and budget is not None:
+                fields["thinking_token_budget"] = budget
         variables = {**self.variables, **(self.chat_template_kwargs or {})}
         try:
             return ChatRequest.of({**fields, "chat_template_kwargs": variables or None})
@@ -126,20 +141,27 @@ class CohereChatRequest(ConversationRequest):
         """Variables of the chat template by name, those of VARIABLES that the request has. Raises RequestError for a
         document without `data`.
         """
-        documents = None if self.documents is None else [_document(*each) for each in enumerate(self.documents)]
+        documents = [_document(*each) for each in enumerate(self.documents)] if self.documents else None
         mode = None if self.safety_mode is None else self.safety_mode.lower()
         found = dict(zip(VARIABLES, (documents, mode, self.citation_options), strict=True))
         return {name: value for name, value in found.items() if value is not None}
 
     def ignored_parts(self, template: str, *, limits_thinking: bool) -> Iterator[str]:
         """Yield the names of what has no effect: variables that the text of the chat template does not use, a budget of
-        the reasoning without `limits_thinking` (see `chat_request`), and citations of earlier answers.
+        the reasoning without `limits_thinking` (see `chat_request`), and once each "messages.KEY" and "documents.KEY"
+        for further keys of messages, such as citations of earlier answers, and of documents.
         """
         yield from (name for name in self.variables if name not in template)
         if self.thinking is not None and self.thinking.token_budget is not None and not limits_thinking:
             yield "thinking.token_budget"
-        if any(message.get("citations") for message in self.messages):
-            yield "messages.citations"
+        found: dict[str, None] = {}
+        for message in self.messages:
+            other = message.keys() - _MESSAGE_KEYS - _ROLE_KEYS.get(str(message.get("role")), frozenset())
+            found |= dict.fromkeys(f"messages.{key}" for key in sorted(other) if message[key] is not None)
+        for document in self.documents or ():
+            other = () if isinstance(document, str) else document.keys() - _DOCUMENT_KEYS
+            found |= dict.fromkeys(f"documents.{key}" for key in sorted(other))
+        yield from found
 
     def as_asked(self, error: RequestError) -> RequestError:
         """Return an error of the chat request with the name of this request's field; the error itself if its name is
@@ -165,7 +187,7 @@ class CohereChatRequest(ConversationRequest):
         asked = self.response_format
         if asked is None or asked.type == "text":
             return None
-        if asked.json_schema is None:
+        if not asked.json_schema:
             return {"type": "json_object"}
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": asked.json_schema}}
 
@@ -231,13 +253,12 @@ def _texts(message: dict[str, Any], where: str, allowed: Sequence[str]) -> dict[
 
 
 def _user_content(message: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a user's message: a text if it has nothing else, or parts of a chat request, whose images
-    are not checked here. Raises RequestError for other blocks.
+    """Return the content of a user's message: a text as it is, blocks as parts of a chat request, whose texts and
+    images are not checked here. Raises RequestError for other blocks.
     """
-    blocks = list(_blocks(message, where, ("text", "image_url")))
-    if all(kind == "text" for kind, _, _ in blocks):
-        return "".join(_texts(message, where, ("text",))["text"])
-    return [{"type": kind, kind: block.get(kind)} for kind, block, _ in blocks]
+    blocks = _blocks(message, where, ("text", "image_url"))
+    parts = [{"type": kind, kind: block.get(kind)} for kind, block, _ in blocks]
+    return message["content"] if isinstance(message["content"], str) else parts
 
 
 def _tool_content(message: dict[str, Any], where: str) -> str:

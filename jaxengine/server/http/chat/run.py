@@ -1,6 +1,6 @@
 """A conversation in progress: the request to the engine, and the parsing of its outputs.
 
-Shared by chat completions, responses and messages.
+Shared by chat completions, responses, messages and Cohere's chat.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Error responses, in OpenAI's format or, for Anthropic's endpoints, in Anthropic's, with one status for each kind of
-error.
+"""Error responses, in OpenAI's format or, for Anthropic's and Cohere's endpoints, in theirs, with one status for each
+kind of error.
 
 Internals of the server are not disclosed. All responses other than success are made here.
 """

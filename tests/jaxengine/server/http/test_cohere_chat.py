@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
@@ -100,6 +101,7 @@ def test_what_messages_become():
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "s"}, {"type": "text", "text": "t"}]},
             {"role": "user", "content": [{"type": "text", "text": "e"}, image]},
+            {"role": "user", "content": [{"type": "text", "text": each} for each in "uv"]},
             {"role": "assistant", "content": blocks, "tool_plan": "p", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": documents},
             {"role": "assistant", "tool_calls": [{**call, "function": {"name": "now"}}]},
@@ -120,6 +122,7 @@ def test_what_messages_become():
     assert chat.messages == [
         {"role": "system", "content": "st"},
         {"role": "user", "content": [{"type": "text", "text": "e"}, image]},
+        {"role": "user", "content": [{"type": "text", "text": each} for each in "uv"]},  # joined by a line break
         {"role": "assistant", "content": "b", "reasoning": "ap", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": 'c\n{"id": "d", "data": {"x": "y"}}'},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -133,7 +136,12 @@ def test_what_messages_become():
     assert (chat.tool_choice, [tool.function.strict for tool in chat.tools or ()]) == ("required", [True, True])
     assert (chat.max_completion_tokens, chat.stop, chat.top_k, chat.top_p) == (5, ["z"], 3, 0.5)
     assert (chat.thinks, chat.thinking_token_budget) == (True, 7)
-    for given, wanted in (({}, "json_object"), ({"json_schema": CITY}, "json_schema"), (None, None)):
+    for given, wanted in (
+        ({}, "json_object"),
+        ({"json_schema": {}}, "json_object"),
+        ({"json_schema": CITY}, "json_schema"),
+        (None, None),
+    ):
         form = None if given is None else {"type": "json_object", **given}
         made = asked(response_format=form).chat_request().response_format
         assert (made and made.type) == wanted
@@ -155,13 +163,25 @@ async def test_errors_ends_and_what_has_no_effect(scripted):
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, "messages[0].content[0].type"),
         ({"messages": [{"role": "tool", "content": "a"}]}, 400, "tool_call_id"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
         ({"documents": [{"id": "a"}]}, 400, "documents[0]"),
+        ({"response_format": {"type": "text", "json_schema": CITY}}, 400, "response_format.json_schema is only"),
+        (
+            {"thinking": {"type": "enabled", "token_budget": 5}, "thinking_token_budget": 4},
+            400,
+            "thinking.token_budget and thinking_token_budget are the same",
+        ),
     ):
         wrong = await post(app, PATH, **{"model": "tiny", "messages": HI, **fields})
         assert (wrong.status, list(wrong.json)) == (status, ["message"]) and about in wrong.json["message"], wrong.body
-    given = {"documents": ["a"], "safety_mode": "OFF", "thinking": {"type": "enabled", "token_budget": 5}}
+    given = {
+        "documents": [{"data": "a", "snippet": "b"}],
+        "safety_mode": "OFF",
+        "thinking": {"type": "enabled", "token_budget": 5},
+    }
     named = await post(app, PATH, model="tiny", messages=[{**HI[0], "citations": [1]}], **given)
-    wanted = ["documents", "safety_mode", "thinking.token_budget", "messages.citations", "thinking"]
+    wanted = ["documents", "safety_mode", "thinking.token_budget", "messages.citations", "documents.snippet"]
+    wanted.append("thinking")
     assert named.headers["x-ignored-fields"].split(", ") == wanted
     app, engine = scripted("All", "{{ documents[0].data.text }} {{ safety_mode }}", chat_template_kwargs_allowed=False)
     refused = await post(app, PATH, model="tiny", messages=HI, **given)
@@ -174,3 +194,20 @@ async def test_errors_ends_and_what_has_no_effect(scripted):
     assert rendered.json()["token_ids"] == engine.calls[-1][0]["prompt_token_ids"]
     with pytest.raises(RequestError, match="k must be"):
         asked(k=-5).chat_request().sampling_params(engine.inputs, ServerConfig())
+
+
+async def test_a_stream_that_fails_ends_its_block(scripted, monkeypatch):
+    app, engine = scripted("All is well.")
+    run = engine.stream
+
+    async def breaks(*arguments, **options):
+        async for output in run(*arguments, **options):
+            yield output
+            raise EngineDeadError("gone")
+
+    monkeypatch.setattr(engine, "stream", breaks)
+    answer = await post(app, PATH, model="tiny", messages=HI, stream=True)
+    first, *_, closed, last = events_of(answer.body)
+    assert (first["type"], closed) == ("message-start", {"type": "content-end", "index": 0})
+    assert (last["type"], last["id"], last["delta"]["finish_reason"]) == ("message-end", first["id"], "ERROR")
+    assert "cannot answer" in last["delta"]["error"]
