@@ -43,7 +43,7 @@ from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from jaxengine.models.weights.pooled import with_own_files
-from jaxengine.models.weights.views.mistral import with_usual_names
+from jaxengine.models.weights.views.mistral import under_transformers_names
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -306,7 +306,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     source = ModelSource(path=path, config=model, generation_defaults=defaults, pooling=pooling, weights=weights)
     with source.closing_on_error():
         if isinstance(weights, SafetensorsCheckpoint):
-            weights = with_usual_names(weights, model)
+            weights = under_transformers_names(weights, model)
         model = with_stored_head(model, raw, weights)
         model = with_stored_frequencies(with_stored_experts(model, weights), weights)
         if pooling is not None and weights is not None and not isinstance(weights, Path):

@@ -23,7 +23,7 @@ from jaxengine.models.layers.pictures import Pictures
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.models.weights.views.mistral import with_usual_names
+from jaxengine.models.weights.views.mistral import under_transformers_names
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER as CHECKPOINTS
@@ -38,7 +38,7 @@ NUM_SLOTS = 4  # of states; those of sequences, and what nobody has written, hol
 def load_recorded(name: str) -> SimpleNamespace:
     raw = read_config_json(CHECKPOINTS / name)
     source = SafetensorsCheckpoint(checkpoint(WEIGHTS_OF.get(name, name)))
-    source = with_usual_names(source, read_hf(raw))
+    source = under_transformers_names(source, read_hf(raw))
     config = with_stored_head(read_hf(raw), raw, source)
     config = config.up_to(config.max_position_embeddings)
     model = build_model(config, Build("float32"))

@@ -235,8 +235,9 @@ def split_stages(
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
     """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else split so that the largest
-    stage has the fewest bytes of weights. In the latter case, no stage needs what only an earlier one has (see
-    `_needs_earlier`), unless there are too few layers at which such stages may begin.
+    stage has the fewest bytes of weights, where those of a layer that runs several times count for each run: every run
+    reads them, and each stage with a run holds them. In the latter case, no stage needs what only an earlier one has
+    (see `_needs_earlier`), unless there are too few layers at which such stages may begin.
 
     For several stages without `pipeline_layers`, raises the errors of `build_split`, and ValueError for more stages
     than layers.
@@ -250,6 +251,8 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
     for param in declared_params(build_split(model_config, config, layout, Stage(0, num_layers))):
         if param.layer is not None:
             sizes[param.layer] += param.num_bytes
+    stored = [model_config.stored_layer(layer) for layer in range(num_layers)]
+    sizes = [sizes[stored.index(number)] for number in stored]  # the model has weights in the first run alone
     for end in (Stage(0, 1, is_last=False), Stage(num_layers - 1, num_layers, is_first=False)):
         held = declared_params(_abstract(model_config, config, layout, end))
         beside.append(sum(param.num_bytes for param in held if param.layer is None))

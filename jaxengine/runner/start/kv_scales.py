@@ -203,9 +203,10 @@ def read_largest(path: Path, shape: KVShape) -> KVScales:
 
 
 def _shape(config: ModelConfig) -> KVShape:
-    """Return the KVShape of a model's scales: its number of layers, the layers with pages, its number of KV heads, and
-    whether values lie in keys in all of these layers.
+    """Return the KVShape of a model's scales: its number of layers, the layers with pages, its number of KV heads,
+    whether values lie in keys in all of these layers, and the checkpoint's number of each layer.
     """
     paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.has_pages)
     in_keys = all(config.attention[layer].values_in_keys for layer in paged)
-    return KVShape(config.num_layers, paged, config.num_kv_heads, in_keys)
+    stored = tuple(map(config.stored_layer, range(config.num_layers)))
+    return KVShape(config.num_layers, paged, config.num_kv_heads, in_keys, stored)

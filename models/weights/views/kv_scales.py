@@ -86,12 +86,19 @@ class KVShape(NamedTuple):
       paged: numbers of the layers with pages.
       num_heads: number of kv heads of a layer.
       values_in_keys: whether values are parts of keys, and have no scales of their own.
+      stored: the checkpoint's number of each layer; several have the same one, and so its scales, where a layer of the
+        checkpoint runs several times. Empty if each has its own number.
     """
 
     num_layers: int
     paged: tuple[int, ...]
     num_heads: int
     values_in_keys: bool
+    stored: tuple[int, ...] = ()
+
+    def stored_layer(self, layer: int) -> int:
+        """Return the checkpoint's number of layer number `layer`."""
+        return self.stored[layer] if self.stored else layer
 
 
 def to_object(largest: KVScales) -> dict[str, Any]:
@@ -139,7 +146,7 @@ def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
     for kind, scales in zip(kinds, found, strict=True):
         if scales is None:
             text = "a scale of cached keys and values is missing, though the checkpoint has others"
-            raise ModelFileError(source.path, text, _name(shape.paged[0], kind[0]))
+            raise ModelFileError(source.path, text, _name(shape.stored_layer(shape.paged[0]), kind[0]))
     k, *v = (scales for scales in found if scales is not None)
     return KVScales(k, v[0] if v else None)
 
@@ -150,17 +157,18 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
 
     names: all names of the source. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
     """
-    stored = {
-        layer: [name for each in kind for name in (_name(layer, each), _paired(layer, each)) if name in names]
-        for layer in shape.paged
-    }
+    stored = {}
+    for layer in shape.paged:
+        number = shape.stored_layer(layer)
+        own = (name for each in kind for name in (_name(number, each), _paired(number, each)))
+        stored[layer] = [name for name in own if name in names]
     if not any(stored.values()):
         return None
     scales = np.ones((shape.num_layers, shape.num_heads), np.float32)
     for layer, candidates in stored.items():
         if not candidates:
             text = "a scale of cached keys and values is missing, though other layers have theirs"
-            raise ModelFileError(source.path, text, _name(layer, kind[0]))
+            raise ModelFileError(source.path, text, _name(shape.stored_layer(layer), kind[0]))
         values = source.read(candidates[0]).astype(np.float32).ravel()
         if values.size not in (1, shape.num_heads):
             text = f"must hold one scale or one for each of {shape.num_heads} kv heads, got {values.size}"

@@ -46,13 +46,14 @@ _OUTER = {
     "patch_merger.merging_layer": "multi_modal_projector.patch_merger.merging_layer",
     "pre_mm_projector_norm": "multi_modal_projector.norm",
 }
-# Ends of names: scales of fp8 weights, and of cached keys and values; factors of queries by their positions.
+# Ends of names: of the scales of fp8 weights and of their inputs, and of the factors of queries by their positions.
 _ENDS = {"qscale_weight": "weight_scale", "qscale_act": "input_scale", "s": "scale", "b": "bias"}
 _CACHED = re.compile(r"layers\.(\d+)\.attention\.(kv|[qkv])_fake_quantizer\.qscale_act")
 _IN_LAYER = re.compile(r"(vision_encoder\.transformer\.)?layers\.(\d+)\.(.+)")
 _ROUTER, _EXPERT = re.compile(r"(?:feed_forward\.)?gate"), re.compile(r"(?:feed_forward\.)?experts\.(\d+)\.(w[123])")
 TOWER = "vision_tower."
-_TABLE = "tok_embeddings.weight"
+# A tensor that only files with Mistral AI's names have. InternLM's, whose other names are the same, have wqkv.
+_QUERIES = re.compile(r"(language_model\.)?layers\.\d+\.attention\.wq(_a)?\.\w+")
 
 
 def renamed(stored: str, *, latent: bool = False) -> str:
@@ -99,11 +100,13 @@ def heads_in_pairs(config: ModelConfig) -> tuple[dict[str, int], bool]:
     return {**text, **tower}, first.latent is not None
 
 
-def with_usual_names(source: WeightSource, config: ModelConfig) -> WeightSource:
-    """Return a checkpoint under transformers' names: a MistralSource if it has Mistral AI's, which transformers also
-    writes for some classes, otherwise the source itself. Raises the errors of MistralSource.
+def under_transformers_names(source: WeightSource, config: ModelConfig) -> WeightSource:
+    """Return a MistralSource of a checkpoint with Mistral AI's names, and any other checkpoint as it is.
+
+    Names decide, not the file's: transformers, too, writes those of Mistral AI for a class whose published checkpoints
+    have them (Mistral Large 4). config: the model. Raises the errors of MistralSource.
     """
-    return MistralSource(source, *heads_in_pairs(config)) if _TABLE in source.names() else source
+    return MistralSource(source, *heads_in_pairs(config)) if any(map(_QUERIES.fullmatch, source.names())) else source
 
 
 class MistralSource(NamedSource):

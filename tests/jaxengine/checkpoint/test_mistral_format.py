@@ -21,8 +21,9 @@ from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.mistral import config_of_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_folder, read_hf
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import check_headers
-from jaxengine.models.weights.views.mistral import renamed
+from jaxengine.models.weights.views.mistral import renamed, under_transformers_names
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.mistral_chats import tekken
 from tests.tables import each_row
@@ -331,6 +332,23 @@ def test_options_choose_a_format(tmp_path):
         opened(load_format="mistral")
     with pytest.raises(ConfigError, match="config_format is 'gguf'; allowed: auto, hf, mistral"):
         EngineConfig(config_format="gguf")
+
+
+def test_names_decide_whether_a_checkpoint_is_in_this_format(tmp_path):
+    """Some prefix all of the text model's names; those of InternLM's base model are the same but for wqkv."""
+    config = read_folder(checkpoint("mistral"))
+
+    def has_this_format(*names: str) -> bool:
+        save_file({f"{name}.weight": np.zeros((64, 64), np.float32) for name in names}, tmp_path / "model.safetensors")
+        source = SafetensorsCheckpoint(tmp_path)
+        found = under_transformers_names(source, config)
+        source.close()
+        return found is not source
+
+    assert has_this_format("tok_embeddings", "layers.0.attention.wq")
+    assert has_this_format("language_model.tok_embeddings", "language_model.layers.0.attention.wq")
+    assert not has_this_format("tok_embeddings", "layers.0.attention.wqkv", "layers.0.attention.wo")
+    assert not has_this_format("model.embed_tokens", "model.layers.0.self_attn.q_proj")
 
 
 PLAIN = {"dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 80, "vocab_size": 128, "norm_eps": 1e-5}

@@ -20,12 +20,14 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.quantization.base.rules import LINEAR, Quantization
 from jaxengine.models.quantization.base.stored import Activation
 from jaxengine.models.quantization.schemes.eight_bits import BLOCK, EightBits
+from jaxengine.models.registry import read_folder
 from jaxengine.models.vision.base.vit import VitConfig
 from jaxengine.models.vision.llava import LlavaTowerConfig
 from jaxengine.runner.start.devices import build_split, choose_devices, choose_stages
 from jaxengine.sharding.layout import MESH_AXES, RAGGED, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage
+from tests.fixtures.drawn_weights import FOLDER
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -144,6 +146,13 @@ def test_layers_are_split_by_bytes_unless_said_otherwise():
     assert [len(stage.layers) for stage in choose_stages(SEES, resolved, MeshLayout())] == [1, 3]
     resolved = config(pipeline_parallel_size=3, pipeline_layers=[1, 1, 2])
     assert [len(stage.layers) for stage in choose_stages(MODEL, resolved, MeshLayout())] == [1, 1, 2]
+
+
+def test_runs_of_a_layer_count_as_layers_when_stages_are_chosen():
+    """A stage with later runs alone has the weights of the layer, too."""
+    looped, resolved = read_folder(FOLDER / "dory"), config(pipeline_parallel_size=3)
+    assert looped.loops is not None and looped.loops.stored == (0, 1, 2, 1, 2, 3)
+    assert [len(stage.layers) for stage in choose_stages(looped, resolved, MeshLayout())] == [2, 2, 2]
 
 
 def test_a_stage_has_what_its_layers_share():

@@ -23,7 +23,7 @@ from jaxengine.models.layers.pictures import Pictures
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.models.weights.views.mistral import with_usual_names
+from jaxengine.models.weights.views.mistral import under_transformers_names
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def load(name: str, folder: Path) -> SimpleNamespace:
     """A recorded model: config, model (loaded, float32), processor, tokenizer, and what transformers makes of it."""
     folder = whole_checkpoint(name, folder)
     raw = read_config_json(folder)
-    source = with_usual_names(SafetensorsCheckpoint(folder), read_folder(folder, raw))
+    source = under_transformers_names(SafetensorsCheckpoint(folder), read_folder(folder, raw))
     config = with_stored_head(read_folder(folder, raw), raw, source)
     model = build_model(config, Build("float32"))
     nnx.update(model, load_params(model, source))

@@ -71,6 +71,14 @@ def test_layers_without_pages_have_none():
     assert found is not None and found.k.tolist() == [[1, 1], [3, 3]]
 
 
+def test_runs_of_a_layer_have_the_scales_of_that_layer():
+    runs = SHAPE._replace(num_layers=4, paged=(0, 1, 2, 3), stored=(0, 1, 0, 1))
+    found = read_scales(Tensors(both("k_scale", "v_scale")), runs)
+    assert found is not None and found.k[:, 0].tolist() == [0.5, 1.0, 0.5, 1.0]
+    with pytest.raises(ModelFileError, match="though other layers have theirs .at model.layers.2.self_attn.k_scale"):
+        read_scales(Tensors(both("k_scale", "v_scale")), runs._replace(stored=(0, 1, 1, 2)))
+
+
 def test_none_is_no_fault():
     assert read_scales(Tensors({}), SHAPE) is None
 
