@@ -49,7 +49,8 @@ class DiskTier:
       num_failed: number of blocks that could not be written.
     """
 
-    is_far, address = False, None
+    is_far = False
+    address: str | None = None
 
     def __init__(self, folder: Path, capacity: int | None = None, most_bytes: int | None = None):
         """Open a folder, which is created if it does not exist, scan it for blocks, and start the thread that writes.
