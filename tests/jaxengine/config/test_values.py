@@ -93,7 +93,10 @@ def test_what_torch_compiles_changes_nothing_here(caplog):
     given = {"cudagraph_mode": "FULL_DECODE_ONLY", "pass_config": {"fuse_norm_quant": True}, "prefill_sizes": [8]}
     given["fast_moe_cold_start"] = True
     assert EngineConfig(compilation_config=given).compilation_config == CompilationConfig(prefill_sizes=(8,))
-    assert "compilation_config.cudagraph_mode='FULL_DECODE_ONLY', compilation_config.fast_moe_cold_start=True" in caplog.text
+    assert (
+        "compilation_config.cudagraph_mode='FULL_DECODE_ONLY', compilation_config.fast_moe_cold_start=True"
+        in caplog.text
+    )
 
 
 def test_a_token_is_shown_to_nobody():
