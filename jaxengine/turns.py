@@ -106,6 +106,12 @@ class _Work:
         else:
             self.future.set_result(result)
 
+    def fail(self, error: Exception) -> None:
+        """Set the exception of the future instead of making the call, unless it was cancelled."""
+        self._call = None
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
 
 class FairThreads:
     """Threads that serve owners in turn (see Turns), at most `num_threads` at once; each call has a thread of its own.
@@ -148,10 +154,19 @@ class FairThreads:
         return work.future
 
     def _start(self) -> None:
-        """Start the threads of all queued calls that may run now; none if the process is ending."""
+        """Start the threads of all queued calls that may run now; none if the process is ending. A call for which the
+        system has no thread fails with its RuntimeError.
+        """
+        failed: list[tuple[_Work, RuntimeError]] = []
         with self._lock:
             while threading.main_thread().is_alive() and (turn := self._turns.start()) is not None:
-                threading.Thread(target=self._run, args=turn, name=self._name).start()
+                try:
+                    threading.Thread(target=self._run, args=turn, name=self._name).start()
+                except RuntimeError as error:
+                    self._turns.end(turn[0])
+                    failed.append((turn[1], error))
+        for work, error in failed:  # not under the lock, as callbacks of futures may submit calls
+            work.fail(error)
 
     def _run(self, owner: str | None, work: _Work) -> None:
         """Run one queued call on this thread, free its owner's place, and start the calls that may run then."""

@@ -301,8 +301,8 @@ ROOMS = {
     ),
     "plan": (
         "sharding models.params models.config models models:registry models.weights scheduler.batches "
-        "scheduler.pages jaxengine:base sampling config.base config checkpoint runner.base runner.executables "
-        "runner.programs runner.extensions.pictures runner.extensions:build runner runner.start "
+        "scheduler.pages jaxengine:base sampling config.base config.execution config checkpoint runner.base "
+        "runner.executables runner.programs runner.extensions.pictures runner.extensions:build runner runner.start "
         "check.model:roofline check.model check"
     ),
     "api": (

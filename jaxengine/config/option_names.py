@@ -46,5 +46,9 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
         raise ConfigError.because("calculate_kv_scales", problem, "give one of them")
     if sizes := {name: options[name] for name in CAPTURE_SIZES if options.get(name) is not None}:
         shapes = CompilationConfig.read(chosen.get("compilation_config"))
+        for name in sizes:
+            if getattr(shapes, name) is not None:
+                problem = f"both {name} and compilation_config.{name} are given"
+                raise ConfigError.because(name, problem, "give one of them")
         chosen["compilation_config"] = dataclasses.replace(shapes, **sizes)
     return chosen

@@ -12,6 +12,7 @@ from jaxengine.config.base.lengths import AUTO_LENGTH
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.engine_flags import MODEL, add_engine_options, add_model
+from jaxengine.config.execution.placement import PLAIN
 from jaxengine.plan.chips import CHIPS, Chips, read_chips
 
 
@@ -72,6 +73,8 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
     for name in ("enforce_eager", "fit", "record_steps"):
         if getattr(config, name):
             raise ConfigError(name, getattr(config, name), "not given: a bundle has no steps of its kind")
+    if config.attention_backend == PLAIN:
+        raise ConfigError("attention_backend", PLAIN, "not given: a bundle has the platform's own kernels")
     if config.max_model_len == AUTO_LENGTH:
         raise ConfigError("max_model_len", "auto", "a number, which the engine is then given too: see `jaxengine plan`")
     if config.nnodes > 1:
@@ -128,7 +131,7 @@ class _Stages:
         from jaxengine.runner.stage_runner import memory_needs
         from jaxengine.runner.start.devices import shape_runner
 
-        self.stages = [shape_runner(stage, self._bundle) for stage in stages]
+        self.stages = [shape_runner(stage, config, self._bundle) for stage in stages]
         return memory_needs(self.stages, config)
 
 

@@ -12,6 +12,7 @@ import jax
 from jaxengine.check.children import environment, replies, tail
 from jaxengine.check.targets import Target, find_target, require_compiler
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.config.execution.placement import PLAIN
 from jaxengine.plan.chips import Chips
 from jaxengine.plan.plan import PARALLEL, CompiledNeeds, Split
 from jaxengine.runner.base.memory import StageNeeds
@@ -72,7 +73,7 @@ class OnCpu:
 
         Nothing is compiled if options fix the number of pages, except with enforce_eager.
         """
-        return memory_needs([shape_runner(stage, config.compile_cache_dir) for stage in stages], config)
+        return memory_needs([shape_runner(stage, config, config.compile_cache_dir) for stage in stages], config)
 
 
 class Elsewhere:
@@ -93,9 +94,12 @@ class Elsewhere:
         """Compile in a separate process with the target's compiler, wait for it, and return the StageNeeds of each
         stage.
 
-        Raises ConfigError if the process refuses the model or fails, BrokenPipeError if it ends before it has read the
-        request.
+        Raises ConfigError if the process refuses the model or fails, and for attention_backend "XLA", since the process
+        compiles the target's own kernels; BrokenPipeError if it ends before it has read the request.
         """
+        if config.attention_backend == PLAIN:
+            problem = f"attention_backend is {PLAIN}, but --compile has the kernels of {self._target.name}"
+            raise ConfigError.because("attention_backend", problem, "leave one of them out")
         parallel = {name: getattr(config, name) for name in PARALLEL}
         options = {**self._options, **parallel, "max_model_len": config.max_model_len}
         with tempfile.TemporaryDirectory(prefix="jaxengine-plan-") as folder:

@@ -60,6 +60,10 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
     """
     if mesh is not None:
         raise ConfigError("fit", True, "False with a mesh, which says how the model is split")
+    if config.numa_bind:  # before jax starts its threads, as in open_resolved
+        from jaxengine.runner.start.numa import bind_process
+
+        bind_process(config.numa_bind_nodes, config.numa_bind_cpus)
     claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
     chips = chips_of(jax.devices() if devices is None else list(devices))
     config = replace(config, fit=False)

@@ -7,7 +7,7 @@ import importlib.metadata
 from typing import Any
 
 from jaxengine.config.execution.recording import replayed_options
-from jaxengine.models.kernel_rows import kernel_rows
+from jaxengine.models.kernel_rows import kernel_rows, without_rows
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.version import __version__
 
@@ -16,11 +16,13 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"
 
 def about_engine(runner: ModelRunner) -> dict[str, Any]:
     """Return a description of a runner's engine as plain JSON values: "versions" by package, "platform", "device",
-    "options", "model" (its architecture, sizes and digest), "kernels" and "products" (the forms of products of
-    weights).
+    "options", "model" (its architecture, sizes and digest), "kernels" (without those that it does not use) and
+    "products" (the forms of products of weights).
     """
     config, programs = runner.config, runner.last.programs
     model = programs.model.config
+    with without_rows(runner.last.executables.unused):
+        kernels = kernel_rows(programs.platform)
     return {
         "versions": {"jaxengine": __version__, **_versions()},
         "platform": programs.platform,
@@ -33,7 +35,7 @@ def about_engine(runner: ModelRunner) -> dict[str, Any]:
             "vocab_size": model.vocab_size,
             "digest": model_digest(model),
         },
-        "kernels": kernel_rows(programs.platform),
+        "kernels": kernels,
         "products": [{name: str(value) for name, value in row.items()} for row in runner.weight_rows],
     }
 

@@ -113,6 +113,19 @@ def test_a_call_sees_that_the_process_is_ending():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_call_without_a_thread_fails_and_holds_no_place(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = FairThreads(1, "some")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="start new thread"):
+                submitted(threads, "a", divmod, 7, 2).result(60)
+    assert submitted(threads, "a", divmod, 7, 2).result(60) == (3, 1)
+
+
 def test_an_error_is_the_callers_and_ends_the_turn():
     threads = FairThreads(1, "some")
     for _ in range(3):

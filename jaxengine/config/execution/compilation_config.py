@@ -21,7 +21,7 @@ _OF_TORCH = """
     cudagraph_copy_inputs cudagraph_decoder_replay cudagraph_mm_encoder cudagraph_mode cudagraph_num_of_warmups
     cudagraph_specialize_lora custom_ops debug_dump_path decoder_replay_cudagraph_capture_sizes
     decoder_replay_trim_threshold dynamic_shapes_config encoder_cudagraph_max_frames_per_batch
-    encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_token_budgets full_cuda_graph
+    encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_token_budgets fast_moe_cold_start full_cuda_graph
     inductor_compile_config inductor_passes ir_enable_torch_wrap pass_config splitting_ops use_cudagraph use_inductor
     use_inductor_graph_partition
 """

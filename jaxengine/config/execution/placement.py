@@ -50,13 +50,15 @@ def read_attention_backend(value: Any) -> str:
 
 def with_attention_config(options: dict[str, Any]) -> dict[str, Any]:
     """Return options by name, in which vLLM's attention_config that has nothing but a `backend` is attention_backend.
-    Raises ConfigError if both are given and differ.
+    Raises ConfigError if both are given.
     """
     config = options.get("attention_config")
     if not isinstance(config, Mapping) or set(config) != {"backend"}:
         return options
     kept = {name: value for name, value in options.items() if name != "attention_config"}
-    if kept.get("attention_backend") not in (None, config["backend"]):
+    if config["backend"] is None:
+        return kept
+    if kept.get("attention_backend") is not None:
         problem = f"attention_config.backend is {config['backend']!r}, attention_backend {kept['attention_backend']!r}"
         raise ConfigError.because("attention_config", problem, "give one of them")
     return {**kept, "attention_backend": config["backend"]}

@@ -176,7 +176,8 @@ class Extensions:
                 try:
                     found.attach(self._loop)
                 except BaseException:
-                    found.shutdown()
+                    with contextlib.suppress(Exception):  # the first error is the one to raise
+                        found.shutdown()
                     raise
             self.by_name[name] = found
         if found not in self.active:

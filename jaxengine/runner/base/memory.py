@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ class MemoryPlan:
       max_model_len: that of the configuration.
       by_need: whether the pool is only as large as default requests need, although the budget has room for more.
       extensions: bytes that optional capabilities hold, by purpose.
+      most_page_bytes: bytes of a page in the pipeline stage where it is largest; None if that is this one.
     """
 
     total: int
@@ -83,6 +84,7 @@ class MemoryPlan:
     max_model_len: int
     by_need: bool
     extensions: Mapping[str, int] = field(default_factory=dict)
+    most_page_bytes: int | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -115,7 +117,7 @@ class MemoryPlan:
 
     def table(self) -> str:
         """Return the plan as text of several lines: MiB by purpose, the number of pages and of longest requests that
-        fit, and a note if the pool is sized by need.
+        fit, the kv_cache_memory_bytes that give as many pages, and a note if the pool is sized by need.
         """
         rows = [
             ("weights", self.weights),
@@ -133,7 +135,8 @@ class MemoryPlan:
             f"  {self.num_pages:,} pages of {self.page_size} tokens; "
             f"{self.num_requests:.1f} requests of {self.max_model_len:,} tokens at once"
         )
-        lines.append(f"  kv_cache_memory_bytes={self.kv_bytes} gives the pool this size without measuring")
+        if pool := self.num_pages * (self.page_bytes if self.most_page_bytes is None else self.most_page_bytes):
+            lines.append(f"  kv_cache_memory_bytes={pool} gives the pool this size without measuring")
         if self.by_need:
             lines.append("  sized by need; kv_cache_memory_bytes or gpu_memory_utilization make it larger")
         return "\n".join(lines)
@@ -267,7 +270,8 @@ def plan_stages(
         plan_memory(config, **sizes._asdict(), needs=needed, windows=windows, shared=shared)
         for sizes, needed in zip(stages, needs, strict=True)
     ]
-    return min(plans, key=lambda plan: plan.num_pages)
+    most = max(plan.page_bytes for plan in plans)
+    return replace(min(plans, key=lambda plan: plan.num_pages), most_page_bytes=most)
 
 
 def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:

@@ -311,8 +311,7 @@ class StepPrograms:
     def largest(self, kv: KVPages) -> Program:
         """Return the program (pool) -> largest magnitudes of keys and of values, each f32[replicas, layers with pages,
         heads]. The latter is None if values are stored within keys in all layers, and 0 for such layers among others.
-        The heads are those of the pool, in which a KV head
-        may be stored several times. kv: result of `kv_shapes`.
+        The heads are those of the pool, in which a KV head may be stored several times. kv: result of `kv_shapes`.
         """
         locations = layer_locations(self.groups)
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))

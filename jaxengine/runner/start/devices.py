@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.execution.placement import PLAIN
 from jaxengine.config.kv.offload import memory_option
 from jaxengine.models.build import Build
 from jaxengine.models.causal_lm import CausalLM
@@ -21,6 +22,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.tower import TOWER
+from jaxengine.models.kernel_rows import attention_kernels
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, tensor_sizes
@@ -167,7 +169,7 @@ def open_stages(
                 draft, part = stage.draft, _part_of(progress, done, total)
                 weights = load_weights(draft.source, draft.programs.model, programs.mesh, config, part)
                 own = [Drafter(draft.programs, weights, place)]
-            runners.append(StageRunner(programs, params, place, own))
+            runners.append(_choosing_kernels(StageRunner(programs, params, place, own), config))
         return runners
 
 
@@ -184,19 +186,20 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
     for draft in [stage.draft for stage in stages if stage.draft is not None]:
         if draft.source.path != source.path:  # else its weights are in the model's own files, which stay open
             draft.source.close()
-    runners = [shape_runner(stage, config.compile_cache_dir) for stage in stages]
+    runners = [shape_runner(stage, config, config.compile_cache_dir) for stage in stages]
     needs = memory_needs(runners, config)
     shared = jax.local_device_count() if devices[0].platform == "cpu" else 0
     windows = runners[0].programs.windows
     return plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)
 
 
-def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
+def shape_runner(stage: SplitStage, config: ResolvedConfig, place: Place) -> StageRunner:
     """Return a StageRunner that has abstract leaves in place of weights, so that it can compile programs and not run
     them.
 
-    Its state changes are compiled or loaded here. place: where its programs are stored (a folder, a Bundle, or None for
-    the user's cache folder). Raises ConfigError if this place cannot be used.
+    Its state changes are compiled or loaded here. config: its attention_backend chooses kernels. place: where its
+    programs are stored (a folder, a Bundle, or None for the user's cache folder). Raises ConfigError if this place
+    cannot be used.
     """
     mesh, own = stage.programs.mesh, []
     if stage.draft is not None:
@@ -205,7 +208,15 @@ def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
         leaves = [leaf for _, leaf in abstract_leaves(stage.draft.programs.model, mesh)]
         own = [Drafter(stage.draft.programs, leaves, place)]
     leaves = [leaf for _, leaf in abstract_leaves(stage.programs.model, mesh)]
-    return StageRunner(stage.programs, leaves, place, own)
+    return _choosing_kernels(StageRunner(stage.programs, leaves, place, own), config)
+
+
+def _choosing_kernels(runner: StageRunner, config: ResolvedConfig) -> StageRunner:
+    """Return the runner; its caches leave out the attention kernels of its platform if attention_backend is PLAIN."""
+    if config.attention_backend == PLAIN:
+        for cache in runner.caches:
+            cache.unused = attention_kernels(runner.programs.platform)
+    return runner
 
 
 def split_stages(

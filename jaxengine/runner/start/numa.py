@@ -7,6 +7,7 @@ those that are started later inherit it. Facts come from Linux' /sys; memory is 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import platform
@@ -20,10 +21,13 @@ logger = logging.getLogger(__name__)
 
 SYSTEM = Path("/sys")
 _THREADS = Path("/proc/self/task")
-# Vendors' ids on the PCI bus, and the classes of their devices that compute: displays, 3D controllers and processing
-# accelerators.
-_VENDORS = {"0x10de": "CUDA_VISIBLE_DEVICES", "0x1ae0": "TPU_VISIBLE_CHIPS"}
+# Vendors' ids on the PCI bus.
+_NVIDIA, _GOOGLE = "0x10de", "0x1ae0"
+_VENDORS = {_NVIDIA: "CUDA_VISIBLE_DEVICES", _GOOGLE: "TPU_VISIBLE_CHIPS"}
+# Classes of GPUs: displays, 3D controllers and processing accelerators.
 _CLASSES = ("0x0300", "0x0302", "0x1200")
+# Google's ids of TPUs, v2 to v7x, which are known by them and not by a class, as in jax.
+_TPUS = frozenset(("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"))
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_BIND = 2
 
@@ -79,10 +83,14 @@ def device_nodes(system: Path) -> list[int]:
 
 
 def _pci_nodes(system: Path, vendor: str) -> list[int]:
-    """Return the NUMA node of each device of a vendor in the order of the PCI bus; -1 for a node that is not known."""
+    """Return the NUMA node of each GPU or TPU of a vendor in the order of the PCI bus; -1 for a node that is not
+    known.
+    """
     nodes = []
     for device in sorted((system / "bus/pci/devices").glob("*")):
-        if _line(device / "vendor") == vendor and _line(device / "class").startswith(_CLASSES):
+        if _line(device / "vendor") != vendor:
+            continue
+        if _line(device / "device") in _TPUS if vendor == _GOOGLE else _line(device / "class").startswith(_CLASSES):
             nodes.append(int(_line(device / "numa_node") or -1))
     return nodes
 
@@ -116,7 +124,7 @@ def _bind_thread(thread: int, cpus: Iterable[int]) -> None:
 
 def _bind_memory(nodes: Sequence[int]) -> None:
     """Make this thread, and those that it starts, allocate memory on these nodes alone. Raises ConfigError if the
-    system refuses, as containers without the capability SYS_NICE do.
+    system refuses: containers without the capability SYS_NICE do, and all do for nodes without memory.
     """
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
@@ -127,5 +135,7 @@ def _bind_memory(nodes: Sequence[int]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     # The kernel reads one bit less than it is told.
     if libc.syscall(number, _MPOL_BIND, words, ctypes.c_ulong(64 * len(words) + 1)):
-        problem = f"numa_bind: memory cannot be bound: {os.strerror(ctypes.get_errno())}"
-        raise ConfigError.because("numa_bind", problem, "containers need `--cap-add SYS_NICE`")
+        error = ctypes.get_errno()
+        problem = f"numa_bind: memory cannot be bound: {os.strerror(error)}"
+        advice = "containers need `--cap-add SYS_NICE`" if error == errno.EPERM else "give other numa_bind_nodes"
+        raise ConfigError.because("numa_bind", problem, advice)

@@ -185,17 +185,15 @@ def proven(
     stages: Sequence[StageRunner], config: ResolvedConfig, platform: Platform, show: bool
 ) -> frozenset[tuple[str, str]]:
     """Prove the kernels of the stages' programs (`prove_kernels`, whose errors are raised), and return the rows
-    (operation, kind) that programs must be compiled without, among them those of attention if attention_backend is
-    PLAIN; the stages' caches then leave them out. Nothing is proven if kernel_proof is "off" or the platform has no
+    (operation, kind) that programs must be compiled without, among them those that the stages' caches leave out
+    already; the caches then leave out all of them. Nothing is proven if kernel_proof is "off" or the platform has no
     kernels.
 
     show: whether to show a progress bar.
     """
-    left_out = attention_kernels(platform.name) if config.attention_backend == PLAIN else frozenset()
+    left_out = stages[0].executables.unused
     platforms = {platform.name, product_platform_of(stages[0].programs.mesh.local_devices[0])}
     if config.kernel_proof == "off" or not any(map(has_kernels, platforms)):
-        for cache in [cache for stage in stages for cache in stage.caches]:
-            cache.unused = left_out
         return left_out
     from jaxengine.runner.start.kernel_proof import prove_kernels
 

@@ -182,6 +182,9 @@ def test_pages_follow_from_memory():
     # 63 pages hold 1,000 tokens.
     assert "8,192 pages of 16 tokens; 130.0 requests of 1,000 tokens at once" in quarter.table()
     assert f"kv_cache_memory_bytes={quarter.kv_bytes} gives the pool this size" in quarter.table()
+    uneven = dataclasses.replace(quarter, most_page_bytes=2 * quarter.page_bytes)  # in another pipeline stage
+    assert f"kv_cache_memory_bytes={2 * quarter.kv_bytes} gives" in uneven.table()
+    assert "kv_cache_memory_bytes" not in dataclasses.replace(quarter, page_bytes=0).table()
 
 
 def test_a_cpu_is_not_filled_unless_that_is_asked_for():

@@ -12,6 +12,8 @@ from tests.jaxengine.config.test_engine_config import CPU, MODEL
 def test_attention_backends_in_all_spellings():
     for options in ({"attention_backend": "xla"}, {"attention_config": {"backend": "XLA"}}):
         assert EngineConfig.from_options(**options).attention_backend == "XLA"
+    nothing = {"attention_backend": "XLA", "attention_config": {"backend": None}}
+    assert EngineConfig.from_options(**nothing).attention_backend == "XLA"
     both = {"attention_backend": "XLA", "attention_config": {"backend": "PALLAS"}}
     for options, message in (
         ({"attention_backend": "FLASH_ATTN"}, "attention_backend is 'FLASH_ATTN'; allowed: auto, PALLAS, XLA"),

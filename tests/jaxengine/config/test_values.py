@@ -83,13 +83,20 @@ def test_capture_sizes_may_stand_beside_the_other_options():
     config = EngineConfig.from_options(max_cudagraph_capture_size=4, max_num_seqs=9)
     assert config.compilation_config == CompilationConfig(max_cudagraph_capture_size=4)
     assert config.compilation_config.divided(2) == CompilationConfig(max_cudagraph_capture_size=2)
+    for name, value in (("cudagraph_capture_sizes", [1]), ("max_cudagraph_capture_size", 4)):
+        with pytest.raises(ConfigError, match=f"both {name} and compilation_config.{name} are given; give one of them"):
+            EngineConfig.from_options(**{name: value, "compilation_config": {name: value}})
 
 
 def test_what_torch_compiles_changes_nothing_here(caplog):
     caplog.set_level("INFO")
     given = {"cudagraph_mode": "FULL_DECODE_ONLY", "pass_config": {"fuse_norm_quant": True}, "prefill_sizes": [8]}
+    given["fast_moe_cold_start"] = True
     assert EngineConfig(compilation_config=given).compilation_config == CompilationConfig(prefill_sizes=(8,))
-    assert "compilation_config.cudagraph_mode='FULL_DECODE_ONLY', compilation_config.pass_config=" in caplog.text
+    assert (
+        "compilation_config.cudagraph_mode='FULL_DECODE_ONLY', compilation_config.fast_moe_cold_start=True"
+        in caplog.text
+    )
 
 
 def test_a_token_is_shown_to_nobody():

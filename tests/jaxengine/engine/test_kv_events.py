@@ -188,6 +188,9 @@ def test_an_extension_that_cannot_be_made_or_begin_shuts_down_those_before_it(mo
         with pytest.raises(ConfigError, match="another address"):
             extensions.require("kv_events")
         assert ended[-1] == "trace" and "kv_events" not in extensions.by_name and recording not in extensions.active
+    recording.shutdown = partial(divmod, 1, 0)
+    with pytest.raises(ConfigError, match="another address"):
+        extensions.require("kv_events")
 
 
 def test_all_extensions_are_shut_down_and_the_first_error_is_raised():

@@ -95,7 +95,12 @@ class Silent(page_loads.Place):
 
 
 def test_loads_from_engines_that_do_not_answer(monkeypatch):
-    """One address holds half of the threads at most, and a request that has ended holds none."""
+    """One address holds half of the threads at most, and a request that has ended holds none. A load for which the
+    system has no thread ends.
+    """
+
+    def without_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     def wait_for(holds: Any) -> None:
         end = time.monotonic() + 20
@@ -105,7 +110,7 @@ def test_loads_from_engines_that_do_not_answer(monkeypatch):
 
     mover: Any = SimpleNamespace(page_bytes=8, send=lambda rank, pages: SimpleNamespace(keys=pages))
     loads, reading = page_loads.PageLoads(mover, threading.Event()), list[str]()
-    orders: list[Any] = [SimpleNamespace(request=object(), rank=0) for _ in range(12)]
+    orders: list[Any] = [SimpleNamespace(request=object(), rank=0) for _ in range(13)]
     for order in orders[:10]:
         loads.start(order, {b"a": Silent("silent:1", reading)}, 0)
     loads.start(orders[10], {b"a": Silent("silent:2", reading)}, 0)
@@ -118,6 +123,10 @@ def test_loads_from_engines_that_do_not_answer(monkeypatch):
     loads.start(orders[11], {b"a": Silent("silent:3", reading)}, 0)
     wait_for(lambda: [each.num_parts for each in loads._loading].count(0) == 1)
     assert "silent:3" not in reading
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", without_threads)
+        loads.start(orders[12], {b"a": Silent("silent:4", reading)}, 0)
+    assert isinstance(loads._loading[-1].error, RuntimeError) and loads._loading[-1].num_parts == 0
     loads.shutdown()
     assert all(each.future.done() for each in loads._loading)
 

@@ -100,8 +100,8 @@ def test_what_is_broken_off_has_the_calls_before(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_output(name, thorough):
-    """A megabyte, or 20 kB, of an argument, of a text, and of whatever the format is made of; anything quadratic
-    takes minutes."""
+    """20 kB of an argument, of a text, and of whatever the format is made of; with --thorough a megabyte, for which
+    anything quadratic takes minutes."""
     count = 125_000 if thorough else 2500
     big = ("weather", {"city": "x < y\n é" * count})
     message = parse(name, cut(FORMATS[name].write([big]), range(0, 8 * count, 250)))

@@ -139,7 +139,7 @@ def _bare(text: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_output(name, thorough):
-    """Megabytes, or a hundred kilobytes; anything quadratic takes minutes."""
+    """A hundred kilobytes; with --thorough megabytes, for which anything quadratic takes minutes."""
     thoughts, words = (200_000, 10_000) if thorough else (20_000, 1000)
     row = REASONING_PARSERS[name].format
     begin, end = (

@@ -312,7 +312,10 @@ def test_what_another_compiler_is_asked_is_a_request(monkeypatch):
     programs = SimpleNamespace(memory=lambda further: {"of": len(further)})
     drafts = (None, SimpleNamespace(programs=None))
     stages: Any = [SimpleNamespace(programs=programs, draft=draft) for draft in drafts]
-    config: Any = SimpleNamespace(**dict.fromkeys(PARALLEL, 1), max_model_len=128)
+    config: Any = SimpleNamespace(**dict.fromkeys(PARALLEL, 1), max_model_len=128, attention_backend="auto")
     assert source.needs(stages, config) == [StageNeeds(1, 2, {"of": 0}), StageNeeds(3, 4, {"of": 1})]
     assert asked[0].needs_only and asked[0].kernels is None
     assert asked[0].options == {"dtype": "bfloat16", **dict.fromkeys(PARALLEL, 1), "max_model_len": 128}
+    config.attention_backend = "XLA"
+    with pytest.raises(ConfigError, match="attention_backend is XLA, but --compile has the kernels of v6e"):
+        source.needs(stages, config)

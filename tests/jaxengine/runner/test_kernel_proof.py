@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -20,7 +22,8 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.kernel_proof import Trial, Verdict
 from jaxengine.runner.executables import verdicts
 from jaxengine.runner.executables.verdicts import Verdicts
-from jaxengine.runner.start import kernel_proof
+from jaxengine.runner.recorded_engine import about_engine
+from jaxengine.runner.start import devices, kernel_proof
 from jaxengine.runner.start.ends import ends_heard
 from jaxengine.runner.start.open import proven
 from tests.jaxengine.runner.planted_kernels import plant
@@ -93,6 +96,21 @@ def test_attention_in_plain_xla_where_that_is_chosen(served, make_llm, monkeypat
     assert not any("ragged_paged_attention" in line for line in errors)
     monkeypatch.setattr(kernel_proof, "recorded_calls", None)  # a warm start looks for no calls
     assert served(attention_backend="XLA") == (want, unused, [])
+
+
+def test_every_runner_leaves_out_attention_kernels_where_that_is_chosen(make_llm, monkeypatch):
+    """Also one that measures or plans only; and what a record says ran is what ran."""
+    for backend, rows in (("XLA", {("ragged_paged_attention", "hopper")}), ("auto", set()), ("PALLAS", set())):
+        caches = [SimpleNamespace(unused=frozenset()) for _ in range(2)]
+        runner: Any = SimpleNamespace(caches=caches, programs=SimpleNamespace(platform="gpu"))
+        config: Any = SimpleNamespace(attention_backend=backend)
+        assert devices._choosing_kernels(runner, config) is runner
+        assert [each.unused for each in caches] == [rows, rows]
+    runner = make_llm()._core.engine.runner
+    plant(monkeypatch)
+    assert about_engine(runner)["kernels"]["ragged_paged_attention"] == "planted"
+    monkeypatch.setattr(runner.last.executables, "unused", frozenset({("ragged_paged_attention", "planted")}))
+    assert about_engine(runner)["kernels"]["ragged_paged_attention"] == "attention.xla.attend"
 
 
 def test_a_proof_that_was_cut_off_twice_has_failed(make_llm, monkeypatch, tmp_path, caplog):

@@ -7,11 +7,12 @@ import sys
 import threading
 
 import pytest
+from jax._src import hardware_utils
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.runner.start import numa
 
-# Two GPUs on each of two nodes, a network card, and a TPU whose node is not known.
+# Two GPUs on each of two nodes, a network card, and a bridge.
 DEVICES = {
     "0000:1b:00.0": ("0x10de", "0x030200", "0"),
     "0000:2b:00.0": ("0x10de", "0x030200", "0"),
@@ -43,6 +44,21 @@ def test_nodes_are_those_of_visible_devices(host, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
         with pytest.raises(ConfigError, match=f"no device for CUDA_VISIBLE_DEVICES={listed}; give numa_bind_nodes"):
             numa.device_nodes(host)
+
+
+def test_tpus_are_known_by_their_ids(host, monkeypatch):
+    """Whatever their class is. Google's network cards and disks are no TPUs."""
+    assert {*hardware_utils._TPU_PCI_DEVICE_IDS} == numa._TPUS and hardware_utils._GOOGLE_PCI_VENDOR_ID == numa._GOOGLE
+    for name, (device, kind, node) in enumerate(
+        (("0x0042", "0x020000", "5"), ("0x0063", "0xff0000", "6"), ("0x0063", "0x120000", "7"))
+    ):
+        folder = host / f"bus/pci/devices/0001:00:0{name}.0"
+        folder.mkdir()
+        for file, text in (("vendor", "0x1ae0"), ("device", device), ("class", kind), ("numa_node", node)):
+            (folder / file).write_text(f"{text}\n")
+    assert numa.device_nodes(host) == [0, 1, 6, 7]
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "1")
+    assert numa.device_nodes(host) == [0, 1, 7]
 
 
 def test_nodes_that_are_not_known_must_be_given(host):
@@ -102,7 +118,7 @@ def test_memory_is_bound_by_the_system(monkeypatch):
         thread.join()
     refused = "numa_bind: memory cannot be bound: "
     assert found[0] == "bound" or found[0].startswith(f"{refused}Operation not permitted"), found
-    assert found[1].startswith(refused)
+    assert found[1].startswith(refused) and ("SYS_NICE" in found[1]) == ("not permitted" in found[1])
     monkeypatch.setattr(numa.platform, "machine", lambda: "s390x")
     with pytest.raises(ConfigError, match="numa_bind is True; allowed: False on s390x"):
         numa._bind_memory([0])

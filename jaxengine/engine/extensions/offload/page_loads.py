@@ -109,15 +109,14 @@ class PageLoads:
         else:
             address, end = cast(Place, far).address, loading.start + _QUEUE_SECONDS
             loading.future = self._far.submit_for(address, self._run, loading, found, end)
+        loading.future.add_done_callback(partial(self._end_unless_run, loading))
 
     def give_up(self, request: Request) -> None:
         """End the loads of a request that no longer needs them: at once if they have not begun, else soon."""
         for loading in self._loading:
             if loading.load.request is request:
                 loading.is_given_up = True
-                if loading.future.cancel():
-                    loading.num_parts = 0
-                    self._something.set()
+                loading.future.cancel()
 
     def take_parts(self) -> Iterator[tuple[Loading, Coming, int]]:
         """Yield and remove each part that is on the devices, as (its load, the part, its number of bytes). Each makes
@@ -140,6 +139,12 @@ class PageLoads:
         """End the loads, and wait for those that have begun; none completes any more."""
         self._is_closing = True
         wait([each.future for each in self._loading if not each.future.cancel()])
+
+    def _end_unless_run(self, loading: Loading, call: Future[None]) -> None:
+        """End a load without parts if its call, which has ended, was cancelled or got no thread; `_run` ends others."""
+        if call.cancelled() or call.exception() is not None:
+            loading.error, loading.num_parts = None if call.cancelled() else call.exception(), 0
+            self._something.set()
 
     def _run(self, loading: Loading, found: Mapping[bytes, Block], begin: float) -> None:
         """Read and send all parts of a load, on one of the threads; an exception ends the load and is stored in its

@@ -227,6 +227,7 @@ def test_options_that_contradict_it(built, tmp_path, capsys):
         (("--enforce-eager",), "enforce_eager"),
         (("--max-model-len", "auto"), "max_model_len is 'auto'"),
         (("--nnodes", "2"), "nnodes is 2"),
+        (("--attention-backend", "xla"), "attention_backend is 'XLA'"),
     ):
         assert main([*words, *more]) != 0
         assert said in capsys.readouterr().err
