@@ -45,6 +45,11 @@ def rounded(value):
     return json.loads(json.dumps(value), parse_float=lambda number: round(float(number), 3))
 
 
+def counted(answer):
+    """The numbers of tokens; whether some were cached depends on what the engine was asked before."""
+    return without(answer["usage"], "prompt_tokens_details")
+
+
 async def test_rendered_generated_and_derendered_is_what_the_route_answers(app):
     """With log-probabilities, n, and stop strings; of chats and completions, whole and as streams."""
     chat = {"messages": MESSAGES, **SAMPLED, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
@@ -53,7 +58,7 @@ async def test_rendered_generated_and_derendered_is_what_the_route_answers(app):
     generated = (await post(app, GENERATE, **asked)).json
     found = (await post(app, f"{CHAT}/derender", generate_response=generated, chat_request=chat)).json
     assert rounded(without(found, "id", "created", "usage")) == rounded(without(direct, "id", "created", "usage"))
-    assert found["usage"]["completion_tokens"] == 12 and found["usage"] == direct["usage"]
+    assert found["usage"]["completion_tokens"] == 12 and counted(found) == counted(direct)
     # Without the request, in which case all is listed; the prompt's number is as given.
     plain = (await post(app, f"{CHAT}/derender", generate_response=generated, prompt_tokens=3)).json
     assert [each["message"] for each in plain["choices"]] == [each["message"] for each in direct["choices"]]
@@ -67,7 +72,7 @@ async def test_rendered_generated_and_derendered_is_what_the_route_answers(app):
     ids = [each["token_ids"] for each in asked]
     body = {"generate_responses": generated, "completion_request": prompts, "prompt_token_ids": ids}
     found = (await post(app, f"{COMPLETIONS}/derender", **body)).json
-    assert rounded(found["choices"]) == rounded(direct["choices"]) and found["usage"] == direct["usage"]
+    assert rounded(found["choices"]) == rounded(direct["choices"]) and counted(found) == counted(direct)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
