@@ -19,14 +19,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_BINS, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.sound.gemma4 import neighbours, shifted
 from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
-from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer
+from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer, read_query_config
 from jaxengine.models.vision.base.vit import linear, table
 
 TOWER, PROJECTOR = "encoder", "projector"
@@ -192,17 +191,7 @@ def _read_queries(fields: ConfigFields, size: int, num_states: int) -> QueryConf
     if own.integer("encoder_hidden_size") != size * num_states:
         times = "" if num_states == 1 else f", {num_states} times"
         raise own.fail("encoder_hidden_size", f"hidden_dim of encoder_config, {size}{times}")
-    return QueryConfig(
-        hidden_size=width,
-        num_layers=own.integer("num_hidden_layers"),
-        num_heads=heads,
-        intermediate_size=own.integer("intermediate_size"),
-        activation=read_activation(own, "hidden_act"),
-        norm_eps=own.number("layer_norm_eps"),
-        cross_every=own.integer("cross_attention_frequency"),
-        window=window,
-        num_queries=window // joined,
-    )
+    return read_query_config(own, width, heads, window, window // joined)
 
 
 class BlockAttention(nnx.Module):

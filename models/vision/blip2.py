@@ -13,10 +13,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv
-from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer
+from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer, read_query_config
 from jaxengine.models.vision.base.vit import (
     VitAttention,
     VitConfig,
@@ -93,17 +92,7 @@ def read_blip2(fields: ConfigFields) -> Blip2TowerConfig:
         merge=merge,
         unit=merge * count,
         vit=vit,
-        queries=QueryConfig(
-            hidden_size=size,
-            num_layers=own.integer("num_hidden_layers"),
-            num_heads=heads,
-            intermediate_size=own.integer("intermediate_size"),
-            activation=read_activation(own, "hidden_act"),
-            norm_eps=own.number("layer_norm_eps"),
-            cross_every=own.integer("cross_attention_frequency"),
-            window=vit.num_positions,
-            num_queries=count,
-        ),
+        queries=read_query_config(own, size, heads, vit.num_positions, count),
     )
 
 

@@ -17,11 +17,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer
+from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer, read_query_config
 from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index, table
 from jaxengine.models.vision.llava import NEWLINE, TOWER, read_llava
 
@@ -182,17 +181,7 @@ def _read_queries(fields: ConfigFields, size: int, num_queries: int, window: int
     if not heads or size % heads:
         allowed = "64 or more and divisible by hidden_size // 64, its heads, for qformer_config"
         raise fields.part("vision_config").fail("hidden_size", allowed)
-    return QueryConfig(
-        hidden_size=size,
-        num_layers=own.integer("num_hidden_layers"),
-        num_heads=heads,
-        intermediate_size=own.integer("intermediate_size"),
-        activation=read_activation(own, "hidden_act"),
-        norm_eps=own.number("layer_norm_eps"),
-        cross_every=own.integer("cross_attention_frequency"),
-        window=window,
-        num_queries=num_queries,
-    )
+    return read_query_config(own, size, heads, window, num_queries)
 
 
 def _in_windows(x: jax.Array, window: int) -> jax.Array:

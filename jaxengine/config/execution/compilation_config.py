@@ -157,7 +157,7 @@ class CompilationConfig:
         """
         decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
         if decode is None:
-            most = max_num_seqs - 1 if self.max_cudagraph_capture_size is None else self.max_cudagraph_capture_size
+            most = self.max_cudagraph_capture_size or max_num_seqs
             decode = tuple(size for size in platform.decode_sizes if size <= most and size < max_num_seqs)
         if prefill is None:
             prefill = tuple(size for size in platform.prefill_sizes if size < max_num_batched_tokens)

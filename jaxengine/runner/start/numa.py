@@ -133,7 +133,7 @@ def _bind_memory(nodes: Sequence[int]) -> None:
     for node in nodes:
         words[node // 64] |= 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than the number that it gets.
     if libc.syscall(number, _MPOL_BIND, words, ctypes.c_ulong(64 * len(words) + 1)):
         error = ctypes.get_errno()
         problem = f"numa_bind: memory cannot be bound: {os.strerror(error)}"

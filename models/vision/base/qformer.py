@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import Source
@@ -39,6 +40,26 @@ class QueryConfig:
     cross_every: int
     window: int
     num_queries: int
+
+
+def read_query_config(
+    own: ConfigFields, hidden_size: int, num_heads: int, window: int, num_queries: int
+) -> QueryConfig:
+    """Return the QueryConfig of a Q-Former from its own configuration, `own`, with transformers' names. The other
+    arguments are fields of QueryConfig, which families check or read elsewhere. Raises ModelConfigError for wrong
+    fields.
+    """
+    return QueryConfig(
+        hidden_size=hidden_size,
+        num_layers=own.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        intermediate_size=own.integer("intermediate_size"),
+        activation=read_activation(own, "hidden_act"),
+        norm_eps=own.number("layer_norm_eps"),
+        cross_every=own.integer("cross_attention_frequency"),
+        window=window,
+        num_queries=num_queries,
+    )
 
 
 class QueryAttention(nnx.Module):

@@ -62,7 +62,7 @@ def test_refused(tmp_path):
 
 
 def test_images_of_blip2_begin_a_prompt(tmp_path):
-    """With or without placeholders; behind them comes the token that begins sequences."""
+    """Placeholders are optional; the token that begins sequences comes after them."""
     made: Any = processor(tmp_path, "blip2_vision")
     item = made.process("image", picture(1, 20, 30), {})
     own = [127] * 4

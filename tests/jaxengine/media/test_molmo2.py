@@ -42,7 +42,7 @@ def test_tokens(tmp_path):
 
 
 def test_crops(tmp_path):
-    """Of at most as many as a request or an engine says; a largest image has the most embeddings of any."""
+    """An image has at most as many crops as a request or an engine says; none has more embeddings than the largest."""
     made: Any = processor(tmp_path, NAME)
     for (height, width), crops in (((30, 75), 3), ((90, 40), 3), ((11, 13), 1), ((24, 24), 1), ((13, 12), 1)):
         assert made.num_units(height, width, {}) == 1 + crops
@@ -99,7 +99,7 @@ def test_what_is_refused(tmp_path):
 
 
 def test_all_images_are_one_unit(tmp_path):
-    """What comes before the first image may be known; the images may not, if one is added, or a word between them."""
+    """A known prefix ends before the first image if an image is added, or a word between images."""
     made: Any = processor(tmp_path, NAME)
     options = {"mm_processor_kwargs": None, "max_model_len": 256, "mm_processor_cache_bytes": 0}
     limits = {"max_encoder_patches": 96, "num_encoder_rows": 40, "max_num_batched_tokens": 60, "max_num_seqs": 4}

@@ -20,7 +20,7 @@ def changed(part: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_defaults():
-    """Of transformers' classes, also where a field is null; the wrapper's and an old name of the tower's fields."""
+    """Absent and null fields have transformers' defaults; fields of the wrapper and old names are read."""
     small: Any = {"architectures": [NAME], "image_patch_id": 151938, "adapter_config": {"text_hidden_size": 4096}}
     nothing = {"vision_config": None, "text_config": {"num_key_value_heads": None, "additional_vocab_size": None}}
     for raw in (small, small | nothing, small | {"vit_config": {"num_hidden_layers": 27, "image_num_pos": None}}):
@@ -39,7 +39,7 @@ def test_defaults():
 
 
 def test_names():
-    """Of published files, of transformers in memory, and of quantised modules, which end without a point."""
+    """Names of published files and of transformers in memory are mapped, and those of quantised modules."""
     names = model_for_hf(NAME).checkpoint_names
     resblock = "model.vision_backbone.image_vit.transformer.resblocks.0"
     for stored, own in (

@@ -18,7 +18,7 @@ DOCLING, BLIP2 = (
 
 
 def test_defaults():
-    """Of transformers' classes, for files without any field."""
+    """A file without any field has the defaults of transformers' classes."""
     config = read_hf({key: DOCLING[key] for key in ("architectures", "model_type")})
     tower: Any = config.tower
     assert (config.hidden_size, config.num_layers, config.vocab_size, config.max_position_embeddings) == (

@@ -241,7 +241,7 @@ def test_a_prefix_is_computed_at_once():
 
 
 def test_images_with_text_between_them_are_computed_at_once():
-    """What is before and after them is not; nor is what is known of them again."""
+    """Tokens before and after them may be in other steps, and those of a known prefix are not computed again."""
     rows, items = EncoderRows(20, 16, whole=True), (item("a", range(5, 9)), item("b", range(12, 16)))
     joint = np.asarray([*range(4, 9), *range(11, 17)])
     media = Media(items, joint=joint, joint_digest=b"one")

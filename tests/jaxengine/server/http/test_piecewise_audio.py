@@ -45,7 +45,7 @@ def test_texts_of_pieces_are_joined_and_white_space_waits_for_text():
                 closed.append(number)
 
     told = [["", " a", " ", "", "b", " "], [" ", ""], ["\n", "c ", "\n", " d\n"], []]
-    # A piece that was cut short is told, though the last one is not.
+    # A piece that was cut short is reported, though the last one is not.
     ends, closed = ["stop", "length", "stop"], list[int]()
     for separator in (" ", ""):
         transcript = Told.__new__(Told)
