@@ -216,6 +216,7 @@ _MODULES = {
     "Phi4MultimodalForCausalLM": "phi4_multimodal",
     "KimiVLForConditionalGeneration": "kimi_vl",
     "KimiK25ForConditionalGeneration": "kimi_k25",
+    "KimiK3ForConditionalGeneration": "kimi_k3",
     "LightOnOcrForConditionalGeneration": "lighton_ocr",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
     "GlmOcrForConditionalGeneration": "glm_ocr",

@@ -27,6 +27,7 @@ from jaxengine.models.config.fields import (
     ModelConfigError,
     check_size,
 )
+from jaxengine.models.config.kimi_k3 import KimiK3Parts
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.tower import TowerConfig
 
@@ -73,9 +74,9 @@ class ModelConfig:
     decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer without one;
     empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
     every token in addition to the hidden state; 0 for none. `layer_input_rows` is the number of tokens in the table of
-    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips`, `shared_blocks` and `loops` are for
-    families with several hidden states per token; None for one. `declared` is for families that are rows of a table
-    (jaxengine.models.families.declared_rows).
+    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips`, `shared_blocks`, `loops` and `kimi_k3`
+    are for families with several hidden states per token; None for one. `declared` is for families that are rows of a
+    table (jaxengine.models.families.declared_rows).
     """
 
     architecture: str
@@ -113,6 +114,7 @@ class ModelConfig:
     skips: BlockSkips | None = None
     shared_blocks: SharedBlocks | None = None
     loops: LoopedLayers | None = None
+    kimi_k3: KimiK3Parts | None = None
     declared: DeclaredForm | None = None
 
     def __post_init__(self) -> None:
@@ -228,7 +230,7 @@ class ModelConfig:
         """Number of hidden states of a token. Experts' output that is added in a later layer counts as one."""
         if self.experts is not None and self.experts.shortcut:
             return 2
-        streams = self.altup or self.hyper_connections or self.skips or self.shared_blocks or self.loops
+        streams = self.altup or self.hyper_connections or self.skips or self.shared_blocks or self.loops or self.kimi_k3
         return 1 if streams is None else streams.num_streams
 
     @property

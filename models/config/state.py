@@ -92,6 +92,7 @@ class GatedDelta:
         the output; otherwise there is one decay per head, and a SiLU gates the output.
       rank: size of the low-rank intermediate from which decays and gates are projected; None if they are projected
         directly from the hidden state.
+      whole_gates: whether gates are projected directly from the hidden state although `rank` is set.
       lower_bound: lower bound of the logarithm of a token's decay, approached by a sigmoid; None for no bound.
       beta_scale: factor of the sigmoid that gives a token's step towards its value. With 2.0 steps may overshoot, which
         changes the sign of the state's component along the key.
@@ -104,6 +105,7 @@ class GatedDelta:
     conv_kernel: int
     by_element: bool = False
     rank: int | None = None
+    whole_gates: bool = False
     lower_bound: float | None = None
     beta_scale: float = 1.0
 

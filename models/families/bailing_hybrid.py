@@ -20,7 +20,7 @@ from jaxengine.models.config.readers.hf import FULL, predicting
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.families.kimi_linear import LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds
+from jaxengine.models.families.kimi_linear import LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds, read_lower_bound
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention
@@ -67,9 +67,7 @@ def _lower_bound(fields: ConfigFields) -> float | None:
     """
     if not fields.boolean("kda_safe_gate", True):
         return None
-    if type(bound := fields.value("kda_lower_bound", -5.0)) not in (int, float) or not -MAX_FLOAT <= bound < 0:
-        raise fields.fail("kda_lower_bound", "a number < 0")
-    return float(bound)
+    return read_lower_bound(fields, "kda_lower_bound", -5.0)
 
 
 def _limits(fields: ConfigFields) -> tuple[tuple[float | None, float | None], ...]:

@@ -14,13 +14,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex, LayerAttention
 from jaxengine.models.config.compressed import HyperConnections
-from jaxengine.models.config.fields import MAX_FLOAT, ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, read_each_layer, text_fields
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM
+from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM, read_lower_bound
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
@@ -173,9 +173,7 @@ def _read_delta(fields: ConfigFields) -> GatedDelta:
     bound = raw.get(_BOUND, -5.0)
     if bound is None and inner is not None and ConfigFields(dict(inner)).boolean("safe_gate", True):
         bound = -5.0
-    if bound is not None and (type(bound) not in (int, float) or not -MAX_FLOAT <= bound < 0):
-        raise ConfigFields(raw).fail(_BOUND, "a number < 0, or null")
-    sizes = ConfigFields(raw)
+    sizes = ConfigFields({**raw, _BOUND: bound})
     return GatedDelta(
         num_k_heads=(heads := sizes.integer("linear_num_heads", 64)),
         num_v_heads=heads,
@@ -184,5 +182,5 @@ def _read_delta(fields: ConfigFields) -> GatedDelta:
         conv_kernel=sizes.integer("linear_conv_kernel_dim", 4),
         by_element=True,
         rank=head_dim,
-        lower_bound=None if bound is None else float(bound),
+        lower_bound=read_lower_bound(sizes, _BOUND, None),
     )

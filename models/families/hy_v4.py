@@ -20,6 +20,7 @@ from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.attention.mla import times_gate
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import ClampedSilu
@@ -80,8 +81,7 @@ class HYV4Attention(SparseLatentAttention):
         """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates of the layer's input x [T, D], one for
         each element. Computed in float32; returned in the dtype of o.
         """
-        gate = jax.nn.sigmoid(self.gate(x, step.rows, out_dtype=jnp.float32))
-        return (o.astype(jnp.float32) * gate).astype(o.dtype)
+        return times_gate(o, self.gate(x, step.rows, out_dtype=jnp.float32))
 
 
 class HYV4ForCausalLM(GlmMoeDsaForCausalLM):

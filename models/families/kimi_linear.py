@@ -8,17 +8,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import MAX_LAYERS, ConfigFields
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import MAX_FLOAT, MAX_LAYERS, ConfigFields
+from jaxengine.models.config.kimi_k3 import KimiK3Parts
 from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.base.mlp import SiluThenClamped
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.attention.mla import LatentAttention, times_gate
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import GatedMLP, SiluThenClamped, Situ
+from jaxengine.models.layers.block_residuals import BlockResidualLayer, StreamMix
+from jaxengine.models.layers.experts.latent_experts import LatentExperts
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
 from jaxengine.models.params.declare import Source
@@ -43,7 +53,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         squeezed=(*CONVS, *JOINED),
-        raveled=(".A_log",),
+        raveled=(".A_log", "_res_proj.weight"),
         stacked_experts=StackedExperts(modules=("w1", "w3", "w2")),
         joined=JOINED,
         parts=(
@@ -62,12 +72,10 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = usual_names(fields)
         fields.require(mla_use_nope=True, moe_layer_freq=1, attention_bias=False)
-        # Of Kimi K3, whose text_config names this class.
-        fields.require(attn_res_block_size=None, mla_use_output_gate=False, routed_expert_hidden_size=None)
-        if fields.has("linear_attn_config"):
-            fields.part("linear_attn_config").require(gate_lower_bound=None, use_full_rank_gate=False)
-        # No layer has rope, so that its scaling has no effect.
-        shared = hf_latent_fields(ConfigFields({**fields.raw, "rope_parameters": None, "rope_scaling": None}))
+        parts, linear = read_parts(fields), ConfigFields(fields.mapping("linear_attn_config") or {})
+        # No layer has rope, so that its scaling has no effect. The activation is one of `parts`.
+        plain = {"rope_parameters": None, "rope_scaling": None} | ({} if parts.situ is None else {"hidden_act": "silu"})
+        shared = hf_latent_fields(ConfigFields({**fields.raw, **plain}))
         state = GatedDelta(
             num_k_heads=(heads := fields.integer("linear_num_heads")),
             num_v_heads=heads,
@@ -76,41 +84,140 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
             conv_kernel=fields.integer("linear_conv_kernel_dim", 4),
             by_element=True,
             rank=head_dim,
+            whole_gates=linear.boolean("use_full_rank_gate", False),
+            lower_bound=read_lower_bound(linear, "gate_lower_bound", None),
         )
         layers = zip(shared["attention"], mixer_kinds(fields), strict=True)
         attention = (replace(each, rope=None, state=state if kind == LINEAR else None) for each, kind in layers)
-        return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields)}
+        experts = replace(sigmoid_experts(fields), latent_size=fields.integer("routed_expert_hidden_size", None))
+        return shared | {"attention": tuple(attention), "experts": experts, "kimi_k3": parts}
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        parts = self.config.kimi_k3
+        if parts is None or parts.layers_per_block is None:
+            return super().make_layer(layer, build)
+        modules = self.make_attention(layer, build), self.make_mlp(layer, build), build
+        return BlockResidualLayer(self.config, *modules, layer=layer)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        parts = self.config.kimi_k3
+        if parts is None or parts.layers_per_block is None:
+            return super().make_norm(build)
+        count = 1 + parts.num_finished(self.config.num_layers)
+        return StreamMix(self.config, count, name="model.output_attn_res", norm="model.norm", build=build)
+
+    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Return a step's embeddings x [T, D] as hidden states [T, A * D]: the first of a token, beside zeros."""
+        return jnp.pad(x, ((0, 0), (0, self.config.stream_size - x.shape[1])))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
-        config, state = self.config, self.config.attention[layer].state
-        if not isinstance(state, GatedDelta):
-            return super().make_attention(layer, build)
+        config, state, parts = self.config, self.config.attention[layer].state, self.config.kimi_k3
         size, source = config.hidden_size, f"{LAYER}.self_attn"
+        if not isinstance(state, GatedDelta):
+            if parts is not None and parts.output_gate:
+                sizes, eps = (config.attention[layer], size), config.rms_norm_eps
+                return GatedLatentAttention(*sizes, source=source, build=build, eps=eps)
+            return super().make_attention(layer, build)
         inputs = self.delta_inputs(state, source)
         return GatedDeltaNet(
             state, size, eps=config.rms_norm_eps, source=source, build=build, inputs=inputs, names=APART
         )
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        """Return the sources of q, k, v and beta, in this order. source: name of the delta net's module in the
-        checkpoint.
+        """Return the sources of q, k and v, of the gates if they are whole, and of beta, in this order. source: name of
+        the delta net's module in the checkpoint.
         """
         sizes = {"q_proj": state.key_size, "k_proj": state.key_size, "v_proj": state.value_size}
+        if state.whole_gates:
+            sizes["g_proj"] = state.value_size
         return [Source(f"{source}.{name}", size) for name, size in {**sizes, "b_proj": state.num_v_heads}.items()]
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         assert self.config.experts is not None
+        parts = self.config.kimi_k3
+        situ = None if parts is None or parts.situ is None else Situ(*parts.situ)
         if layer in self.config.experts.dense_layers:
-            return super().make_mlp(layer, build)
+            if situ is None:
+                return super().make_mlp(layer, build)
+            sizes = self.config.hidden_size, self.config.intermediate_size
+            return GatedMLP(*sizes, source=f"{LAYER}.mlp", clamped=situ, build=build)
         source, names = self.experts_module
         options: dict[str, Any] = {"router_dtype": "float32", "build": build}
+        if situ is not None:
+            options["activation"] = situ
+        if self.config.experts.latent_size is not None:
+            return self._latent_experts(source, names, situ, options)
         limits = self.config.experts.limits
         of_experts, of_mlp = limits[layer] if layer < len(limits) else (None, None)
         if of_experts is not None:
             options["activation"] = SiluThenClamped(of_experts)
         if of_mlp is not None:
             options["shared"] = {"clamped": SiluThenClamped(of_mlp)}
+        if situ is not None:
+            options["shared"] = {"clamped": situ}
         return MixtureOfExperts(self.config, source=source, names=names, **options)
+
+    def _latent_experts(
+        self, source: str, names: ExpertNames, situ: Situ | None, options: dict[str, Any]
+    ) -> LatentExperts:
+        """Return the experts of a layer that are smaller than the hidden state, with a shared MLP that is not.
+
+        source, names: as in `experts_module`. situ: their activation; None for silu(gate) * up. options: of
+        MixtureOfExperts.
+        """
+        config, experts, build = self.config, self.config.experts, options["build"]
+        assert experts is not None and config.kimi_k3 is not None
+        ffn, beside = experts.shared_intermediate_size, f"{source}.{names.shared}"
+        shared = GatedMLP(config.hidden_size, ffn, source=beside, clamped=situ, build=build) if ffn else None
+        latent = f"{source}.routed_expert_down_proj", f"{source}.routed_expert_up_proj"
+        norm = f"{source}.routed_expert_norm" if config.kimi_k3.latent_norm else None
+        return LatentExperts(config, shared, source=source, names=names, latent=latent, norm=norm, **options)
+
+
+class GatedLatentAttention(LatentAttention):
+    """Latent attention in which each element of the heads' outputs is multiplied by a sigmoid gate."""
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, **options: Any):
+        super().__init__(attention, hidden_size, source=source, build=build, **options)
+        value = self.latent.v_head_dim
+        gate = Source(f"{source}.g_proj", attention.num_heads * value, group=value)
+        self.gate = Linear(hidden_size, (gate,), axes=("embed", "heads"), build=build)
+
+    def gated(self, o: jax.Array, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the heads' outputs o [T, N * Hv] multiplied by the gates, which are projected from x [T, D]. Computed
+        in float32; returned in the dtype of o.
+        """
+        return times_gate(o, self.gate(x, step.rows, out_dtype=jnp.float32))
+
+
+def read_parts(fields: ConfigFields) -> KimiK3Parts:
+    """Return what the layers have of Kimi K3, whose text_config names this class. Raises ModelConfigError for wrong
+    fields, and for a `hidden_act` other than situ and silu.
+    """
+    situ = None
+    if fields.text("hidden_act", "silu") == "situ":
+        # A bound of 0 is none, as in vLLM.
+        bound = fields.number("activation_situ_beta", None) or 1.0
+        situ = bound, fields.number("activation_situ_linear_beta", None)
+    return KimiK3Parts(
+        num_layers=fields.integer("num_hidden_layers"),
+        layers_per_block=fields.integer("attn_res_block_size", None),
+        output_gate=fields.boolean("mla_use_output_gate", False),
+        situ=situ,
+        latent_norm=fields.boolean("latent_moe_use_norm", False),
+    )
+
+
+def read_lower_bound(fields: ConfigFields, name: str, default: float | None) -> float | None:
+    """Return GatedDelta.lower_bound from the field `name`; the default if it is absent or null. Raises ModelConfigError
+    unless it is a number < 0 that is finite in float32.
+    """
+    bound = fields.value(name, default)
+    if bound is None:
+        return None
+    if type(bound) not in (int, float) or not -MAX_FLOAT <= bound < 0:
+        raise fields.fail(name, "a number < 0")
+    return float(bound)
 
 
 def usual_names(fields: ConfigFields) -> ConfigFields:

@@ -19,14 +19,12 @@ from jaxengine.models.config.readers.hf import FULL, Activation, hf_fields
 from jaxengine.models.config.state import StateSpace, read_dt_limits
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
-from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import MLP, relu_squared
 from jaxengine.models.layers.base.norm import RMSNorm
-from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.latent_experts import LatentExperts
+from jaxengine.models.layers.experts.moe import ExpertNames
 from jaxengine.models.layers.states.mamba2 import Mamba2
-from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS = "mamba", "attention", "mlp", "moe"
@@ -54,42 +52,6 @@ class MixerLayer(nnx.Module):
                 return x + self.mixer(normed, step.rows), kv
             mixed, kv = self.mixer(normed, kv, pages, step)
             return x + mixed, kv
-
-
-class LatentExperts(nnx.Module):
-    """Experts without gates, and an MLP that is applied to every token in addition. In some models the experts have a
-    smaller input and output, which are projected from and to the hidden state.
-    """
-
-    def __init__(self, config: ModelConfig, build: Build):
-        """Create the experts, the shared MLP and, with a latent size, the projections to and from it."""
-        assert config.experts is not None
-        size, latent = config.hidden_size, config.experts.latent_size
-        own = replace(config, hidden_size=latent or size, experts=replace(config.experts, shared_intermediate_size=0))
-        activation, bias = relu_squared, config.mlp_bias
-        router: dict[str, Any] = {"names": ExpertNames(gate=""), "router_dtype": jnp.float32, "router_size": size}
-        self.experts = MixtureOfExperts(own, source=SOURCE, activation=activation, build=build, **router)
-        axes, into, back = ("embed", "latent"), f"{SOURCE}.fc1_latent_proj", f"{SOURCE}.fc2_latent_proj"
-        whole: dict[str, Any] | None = None if latent is None else {"axes": axes, "bias": bias, "build": build}
-        self.into = None if whole is None else Linear(size, (Source(into, own.hidden_size),), **whole)
-        self.back = None if whole is None else Linear(own.hidden_size, (Source(back, size),), **whole)
-        ffn, shared = config.experts.shared_intermediate_size, f"{SOURCE}.shared_experts"
-        self.shared = MLP(size, ffn, source=shared, activation=activation, bias=bias, build=build)
-
-    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Return experts(x) + shared(x) or, with a latent size, back(experts(into(x))) + shared(x), [T, D] -> [T, D].
-        The router always gets the hidden state x.
-        """
-        if self.into is None or self.back is None:
-            mixed = self.experts(x, rows)
-        else:
-            with jax.named_scope("latent"):
-                latent = self.into(x, rows)
-            mixed = self.experts(latent, rows, routed_by=x)
-            with jax.named_scope("latent"):
-                mixed = self.back(mixed, rows)
-        with jax.named_scope("shared"):
-            return mixed + self.shared(x, rows)
 
 
 class NemotronHForCausalLM(Decoder):
@@ -142,9 +104,20 @@ class NemotronHForCausalLM(Decoder):
         if isinstance(own.state, StateSpace):
             return MixerLayer(config, Mamba2(own.state, size, eps=eps, source=SOURCE, build=build), MAMBA, build)
         if config.experts is not None and layer not in config.experts.dense_layers:
-            return MixerLayer(config, LatentExperts(config, build), EXPERTS, build)
+            return MixerLayer(config, self._make_experts(build), EXPERTS, build)
         options: dict[str, Any] = {"activation": relu_squared, "bias": config.mlp_bias, "build": build}
         return MixerLayer(config, MLP(size, config.intermediate_size, source=SOURCE, **options), FEED_FORWARD, build)
+
+    def _make_experts(self, build: Build) -> LatentExperts:
+        """Return a new module of a layer's experts, which have no gates, and its shared MLP."""
+        config, experts, bias = self.config, self.config.experts, self.config.mlp_bias
+        assert experts is not None
+        options: dict[str, Any] = {"activation": relu_squared, "bias": bias, "build": build}
+        sizes = config.hidden_size, experts.shared_intermediate_size
+        shared = MLP(*sizes, source=f"{SOURCE}.shared_experts", **options)
+        latent = f"{SOURCE}.fc1_latent_proj", f"{SOURCE}.fc2_latent_proj"
+        router = {"names": ExpertNames(gate=""), "router_dtype": jnp.float32}
+        return LatentExperts(config, shared, source=SOURCE, latent=latent, **options, **router)
 
 
 def layer_kinds(fields: ConfigFields) -> list[str]:

@@ -34,6 +34,11 @@ from jaxengine.pallas_kernels.kv.update import kv_cache_update
 LATENT_EPS = 1e-6
 
 
+def times_gate(o: jax.Array, gate: jax.Array) -> jax.Array:
+    """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid(gate), gate f32[T, N * Hv], in the dtype of o."""
+    return (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(o.dtype)
+
+
 class LatentAttention(nnx.Module):
     """Multi-head latent attention, configured by a LayerAttention, which must have a Latent (ModelConfigError).
 

@@ -78,6 +78,21 @@ class SiluThenClamped:
 
 
 @dataclass(frozen=True)
+class Situ:
+    """Activation silu(gate) * up in which gate and up are bounded smoothly, as in Kimi K3: bounded(gate, bound) *
+    sigmoid(gate) * bounded(up, linear_bound), where bounded(x, b) is b * tanh(x / b), and x without a bound. Objects
+    with equal bounds are equal, so that layers share a trace.
+    """
+
+    bound: float
+    linear_bound: float | None = None
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = self.bound * jnp.tanh(gate / self.bound) * jax.nn.sigmoid(gate)
+        return gate * (up if self.linear_bound is None else self.linear_bound * jnp.tanh(up / self.linear_bound))
+
+
+@dataclass(frozen=True)
 class SparseGelu:
     """Activation gelu_tanh(max(x - c, 0)), where c is the mean of a token's gates plus `deviations` times their
     standard deviation. Objects with equal numbers are equal, so that layers share a trace.

@@ -64,9 +64,9 @@ class GatedDeltaNet(nnx.Module):
     variants.
 
     Heads are split over devices, each head of keys together with the heads of values that it serves. inputs: the
-    checkpoint modules of q, k, v, z, beta and decay; without z and decay if these have a rank. They form one product,
-    or two if beta and decay are stored in another format: a checkpoint that quantises the others may leave them plain.
-    names: names of the other modules within `source`.
+    checkpoint modules of q, k, v, z, beta and decay; if these have a rank, without decay and, unless gates are whole,
+    without z. They form one product, or two if beta and decay are stored in another format: a checkpoint that quantises
+    the others may leave them plain. names: names of the other modules within `source`.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class GatedDeltaNet(nnx.Module):
         self.state = state
         values, decays = per_key * state.v_head_dim, per_key * (state.k_head_dim if state.by_element else 1)
         groups = (state.k_head_dim, state.k_head_dim, values, values, per_key, decays)
-        groups = groups if state.rank is None else (*groups[:3], per_key)
+        if state.rank is not None:
+            groups = (*groups[: 4 if state.whole_gates else 3], per_key)
         inputs = [part._replace(group=group) for part, group in zip(inputs, groups, strict=True)]
         self.ends = tuple(np.cumsum([part.rows // devices for part in inputs]).tolist())
         self.num_k_heads, self.num_v_heads = state.num_k_heads // devices, state.num_v_heads // devices
@@ -94,6 +95,8 @@ class GatedDeltaNet(nnx.Module):
         self.gates = Linear(hidden_size, apart, axes=("embed", "heads"), build=build) if apart else None
         num_decays = decays * state.num_k_heads
         sizes = {"decay": num_decays, "gate": state.value_size} if state.rank else {}
+        if state.whole_gates:
+            sizes.pop("gate", None)
         down = [Source(f"{source}.{getattr(names, kind)[0]}", state.rank or 0) for kind in sizes]
         self.down = Linear(hidden_size, down, axes=("embed", "latent"), build=build) if sizes else None
         ups = {kind: (Source(f"{source}.{getattr(names, kind)[1]}", size),) for kind, size in sizes.items()}
@@ -153,9 +156,10 @@ class GatedDeltaNet(nnx.Module):
         if self.down is None:
             mixed, z, beta, decay = jnp.split(inputs, self.ends[2:5], axis=1)
             return mixed, z, beta, decay
-        mixed, beta = jnp.split(inputs, self.ends[2:3], axis=1)
-        parts = zip(self.ups, jnp.split(self.down(x, step.rows), 2, axis=1), strict=True)
-        decay, z = (up(part, step.rows) for up, part in parts)
+        mixed, *whole, beta = jnp.split(inputs, self.ends[2:-1], axis=1)
+        parts = zip(self.ups, jnp.split(self.down(x, step.rows), len(self.ups), axis=1), strict=True)
+        decay, *gates = (up(part, step.rows) for up, part in parts)
+        (z,) = (*whole, *gates)
         return mixed, z, beta, decay
 
     def _decays(self, inputs: jax.Array) -> jax.Array:

@@ -71,7 +71,7 @@ def test_glm_5_3_has_selected_groups_of_keys_and_delta_nets():
             "indexer_types must be full for each layer of indexed_att",
         ),
         ({"index_topk_freq": 2}, "index_topk_freq must be 1 or absent"),
-        ({"linear_lower_bound": 1}, "linear_lower_bound must be a number < 0, or null, got 1"),
+        ({"linear_lower_bound": 1}, "linear_lower_bound must be a number < 0, got 1"),
         ({"layer_types": ["linear_attention"] * 44}, "layer_types must be a list of 45 of linear_attention, indexed"),
     ):
         with pytest.raises(ModelConfigError, match=message):

@@ -1,0 +1,42 @@
+"""Kimi K3 (Kimi Team 2026), served as text: Kimi Linear with attention residuals over blocks of layers, gated latent
+attention, whole gates of delta nets, and experts that are smaller than the hidden state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+
+# Defaults of the published configuration where they are not those of Kimi Linear in transformers.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 163840,
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 1.0,
+    "num_shared_experts": 0,
+    "first_k_dense_replace": 0,
+    "max_position_embeddings": 4096,
+}
+
+
+class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
+    """The text model of Kimi K3. Its layers are those of KimiLinearForCausalLM with a `kimi_k3`."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = KimiLinearForCausalLM.checkpoint_names._replace(
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("language_model.layers.", "model.layers."),
+        ),
+        unused=("vision_tower.", "mm_projector."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields)
+        if text.text("model_type", "kimi_linear") != "kimi_linear":
+            raise text.fail("model_type", "kimi_linear in text_config")
+        return super().read_hf(text.with_defaults(**_DEFAULTS))
