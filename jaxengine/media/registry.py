@@ -44,6 +44,7 @@ PROCESSORS = {
     "Glm4vMoeForConditionalGeneration": "glm4v:Glm4vProcessor",
     "KimiVLForConditionalGeneration": "kimi_vl:KimiVLProcessor",
     "KimiK25ForConditionalGeneration": "kimi_k25:KimiK25Processor",
+    "KimiK3ForConditionalGeneration": "kimi_k3:KimiK3Processor",
     "LightOnOcrForConditionalGeneration": "lighton_ocr:LightOnOcrProcessor",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl:PaddleOcrVLProcessor",
     "GlmOcrForConditionalGeneration": "glm4v:GlmOcrProcessor",

@@ -1,5 +1,5 @@
-"""Kimi K3 (Kimi Team 2026), served as text: Kimi Linear with attention residuals over blocks of layers, gated latent
-attention, whole gates of delta nets, and experts that are smaller than the hidden state.
+"""Kimi K3 (Kimi Team 2026): Kimi Linear with attention residuals over blocks of layers, gated latent attention, whole
+gates of delta nets, experts that are smaller than the hidden state, and a tower for images.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.moonvit import POSITIONS, TOWER, read_kimi_k3
 
 # Defaults of the published configuration where they are not those of Kimi Linear in transformers.
 _DEFAULTS: dict[str, Any] = {
@@ -23,7 +24,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
-    """The text model of Kimi K3. Its layers are those of KimiLinearForCausalLM with a `kimi_k3`."""
+    """Kimi Linear with what `kimi_k3` adds to its layers, and a tower that reads images."""
 
     checkpoint_names: ClassVar[CheckpointNames] = KimiLinearForCausalLM.checkpoint_names._replace(
         prefixes=(
@@ -31,7 +32,10 @@ class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
             ("language_model.lm_head.", "lm_head."),
             ("language_model.layers.", "model.layers."),
         ),
-        unused=("vision_tower.", "mm_projector."),
+        # Nothing of these is quantised, whatever the configuration lists.
+        plain=(TOWER, "mm_projector", "routed_expert_down_proj", "routed_expert_up_proj"),
+        tower=(f"{TOWER}.", "mm_projector."),
+        flattened=(".patch_embed.proj.weight", POSITIONS),
     )
 
     @classmethod
@@ -39,4 +43,4 @@ class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
         text = text_fields(fields)
         if text.text("model_type", "kimi_linear") != "kimi_linear":
             raise text.fail("model_type", "kimi_linear in text_config")
-        return super().read_hf(text.with_defaults(**_DEFAULTS))
+        return super().read_hf(text.with_defaults(**_DEFAULTS)) | {"tower": read_kimi_k3(fields)}

@@ -196,9 +196,7 @@ def read_parts(fields: ConfigFields) -> KimiK3Parts:
     """
     situ = None
     if fields.text("hidden_act", "silu") == "situ":
-        # A bound of 0 is none, as in vLLM.
-        bound = fields.number("activation_situ_beta", None) or 1.0
-        situ = bound, fields.number("activation_situ_linear_beta", None)
+        situ = fields.number("activation_situ_beta", 1.0), fields.number("activation_situ_linear_beta", None)
     return KimiK3Parts(
         num_layers=fields.integer("num_hidden_layers"),
         layers_per_block=fields.integer("attn_res_block_size", None),

@@ -1,5 +1,5 @@
-"""MoonViT, the vision tower of Kimi-VL (Kimi Team 2025, arXiv:2504.07491) and, with an axis for time, of Kimi K2.5
-(Kimi Team 2026).
+"""MoonViT, the vision tower of Kimi-VL (Kimi Team 2025, arXiv:2504.07491), of Kimi K3 and, with an axis for time,
+of Kimi K2.5 (Kimi Team 2026).
 
 Learned positions are stretched to an image's size, queries and keys are rotated by column and row, patches attend to
 those of the same image, and a square of them becomes one embedding. In Kimi K2.5 patches attend to those of a few
@@ -21,7 +21,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.mlp import gelu_tanh
-from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.layers.base.norm import Identity, LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
@@ -42,6 +42,7 @@ POSITIONS = f"{TOWER}.patch_embed.pos_emb.weight"
 LAYER = f"{TOWER}.encoder.blocks.{{layer}}"
 # torch's epsilon of norms, and MoonViT's base of rope.
 EPS, THETA = 1e-5, 10000.0
+RMS_EPS = float(np.finfo(np.float32).eps)  # of torch's RMS norm where none is given
 _MOST_PLACES, _MOST_FRAMES = 1024, 16
 # Names in files of Kimi K2.5, as published and as transformers writes them, of the sizes of Kimi-VL's tower.
 _NAMES = {
@@ -63,6 +64,10 @@ class MoonVitTowerConfig(TowerConfig):
       projector: names of the projector's norm and its two products.
       projector_eps: epsilon of this norm.
       most_frames: the most frames that attend to each other and become one; 1 for images alone.
+      attention_size: elements of all heads of a patch; None for hidden_size.
+      rms: whether norms are RMS norms, and the projector's one is of its results instead of its inputs.
+      biases: whether the embedding of patches, attention, and MLPs have biases. The projector has them unless `rms`.
+      linear: whether positions are interpolated linearly instead of by cubic convolution.
     """
 
     hidden_size: int
@@ -76,6 +81,15 @@ class MoonVitTowerConfig(TowerConfig):
     projector_eps: float = EPS
     most_frames: int = 1
     temporal_patch_size: int = 1
+    attention_size: int | None = None
+    rms: bool = False
+    biases: tuple[bool, bool, bool] = (True, True, True)
+    linear: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head of a patch."""
+        return (self.attention_size or self.hidden_size) // self.num_heads
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return MoonVitTower(self, hidden_size, build)
@@ -128,12 +142,52 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
     )
 
 
-def _read_sizes(vision: ConfigFields) -> MoonVitTowerConfig:
+def read_kimi_k3(fields: ConfigFields) -> MoonVitTowerConfig:
+    """Return the configuration of Kimi K3's tower, for images alone, from its config.json. Raises ModelConfigError for
+    wrong fields, and for a setting that the tower does not have.
+    """
+    given = fields.mapping("vision_config") or {}
+    raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
+    vision = ConfigFields({**given, **raw}).with_defaults(
+        hidden_size=1024, intermediate_size=4096, num_attention_heads=12
+    )
+    vision.require(
+        activation_func="gelu_pytorch_tanh",
+        projector_hidden_act="gelu",
+        merge_type="sd2_tpool",
+        mlp_type="mlp2",
+        mm_projector_type="patchmergerv2",
+        norm_type="rmsnorm",
+        pos_emb_interpolation_mode="bilinear",
+        pos_emb_type="divided_fixed",
+        video_attn_type="spatial_temporal",
+    )
+    inner, heads = vision.integer("qkv_hidden_size", 1536), vision.integer("num_attention_heads")
+    if inner % heads or inner // heads % 4:
+        raise vision.fail("qkv_hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
+    sizes = _read_sizes(vision, inner)
+    if vision.integer("mm_hidden_size", sizes.hidden_size) != sizes.hidden_size:
+        raise vision.fail("mm_hidden_size", f"{sizes.hidden_size}, hidden_size of vision_config")
+    patches, attention, mlp = (
+        vision.boolean(name, False) for name in ("patch_embed_proj_bias", "attn_bias", "linear_bias")
+    )
+    return replace(
+        sizes,
+        attention_size=inner,
+        rms=True,
+        biases=(patches, attention, mlp),
+        linear=True,
+        projector=tuple(f"mm_projector.{name}" for name in ("post_norm", "proj.0", "proj.2")),
+        projector_eps=vision.number("projector_ln_eps", EPS),
+    )
+
+
+def _read_sizes(vision: ConfigFields, attention_size: int | None = None) -> MoonVitTowerConfig:
     """Return the configuration of a tower for images from a vision_config, with Kimi-VL's defaults for absent fields.
-    Raises ModelConfigError for wrong fields.
+    attention_size: elements of all heads; None for hidden_size. Raises ModelConfigError for wrong fields.
     """
     size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
-    if size % heads or size // heads % 4:
+    if attention_size is None and (size % heads or size // heads % 4):
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
     merge = vision.value("merge_kernel_size", [2, 2])
     # By their kinds as well: 2.0 and true are equal to integers.
@@ -161,7 +215,7 @@ def _read_sizes(vision: ConfigFields) -> MoonVitTowerConfig:
 
 
 class MoonVitTower(nnx.Module):
-    """MoonViT: learned positions, layers with layer norms and MLPs of two matrices, biases everywhere, and a projector.
+    """MoonViT: learned positions, layers with norms and MLPs of two matrices, and a projector.
 
     Queries and keys are rotated by column and row.
     """
@@ -169,36 +223,57 @@ class MoonVitTower(nnx.Module):
     def __init__(self, config: MoonVitTowerConfig, hidden_size: int, build: Build):
         self.config = config
         size, source = config.hidden_size, f"{TOWER}.patch_embed.proj"
-        self.patches = PatchEmbedding(config.num_features, size, source=source, bias=True, build=build)
+        self.patches = PatchEmbedding(config.num_features, size, source=source, bias=config.biases[0], build=build)
         # A row of positions is a row of the matrix.
         height, width = config.sides
         decl = ParamDecl((None, None), (Source(POSITIONS, height),), init_std=0.02)
         self.positions = declare((height, width * size), build.dtype, decl)
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
-        self.last_norm = LayerNorm(size, EPS, source=f"{TOWER}.encoder.final_layernorm", build=build)
+        self.last_norm = self._make_norm(f"{TOWER}.encoder.final_layernorm", build)
         norm, *products = config.projector
+        eps = config.projector_eps
         self.projector = PatchMerger(
             size,
             config.merge,
             hidden_size,
-            norm=LayerNorm(size, config.projector_eps, source=norm, build=build),
+            norm=Identity() if config.rms else LayerNorm(size, eps, source=norm, build=build),
             joined=False,
             names=(products[0], products[1]),
+            bias=not config.rms,
             build=build,
         )
+        self.projected_norm = RMSNorm(hidden_size, eps, source=norm, build=build) if config.rms else Identity()
+
+    def _make_norm(self, source: str, build: Build) -> nnx.Module:
+        """Return a new norm of patches, the checkpoint's module `source`."""
+        size = self.config.hidden_size
+        if self.config.rms:
+            return RMSNorm(size, RMS_EPS, source=source, build=build)
+        return LayerNorm(size, EPS, source=source, build=build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
         """Return a new layer, number `build.layer` of the tower."""
         config, size = self.config, self.config.hidden_size
-        before_attention, before_mlp = (LayerNorm(size, EPS, source=f"{LAYER}.norm{n}", build=build) for n in (0, 1))
-        qkv = joined_qkv(f"{LAYER}.wqkv", size)
-        attention = TowerAttention(size, config.num_heads, qkv=qkv, out=f"{LAYER}.wo", interleaved=True, build=build)
+        before_attention, before_mlp = (self._make_norm(f"{LAYER}.norm{n}", build) for n in (0, 1))
+        _, of_attention, of_mlp = config.biases
+        attention = TowerAttention(
+            size,
+            config.num_heads,
+            qkv=joined_qkv(f"{LAYER}.wqkv", config.attention_size or size),
+            out=f"{LAYER}.wo",
+            bias=of_attention,
+            out_bias=of_attention,
+            interleaved=True,
+            inner=config.attention_size,
+            build=build,
+        )
         mlp = TowerMLP(
             size,
             config.intermediate_size,
             up=[f"{LAYER}.mlp.fc0"],
             down=f"{LAYER}.mlp.fc1",
             activation=gelu_tanh,
+            bias=of_mlp,
             build=build,
         )
         return TowerLayer((before_attention, before_mlp), attention, mlp)
@@ -209,8 +284,7 @@ class MoonVitTower(nnx.Module):
         columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         segment, row, column, height, width, *times = columns
-        config = self.config
-        head_dim = config.hidden_size // config.num_heads
+        config, head_dim = self.config, self.config.head_dim
         with jax.named_scope("rope_table"):
             # Pairs take turns: one by the column, the next by the row, with the same frequency.
             freqs = rope_frequencies(head_dim // 2, THETA)
@@ -222,7 +296,7 @@ class MoonVitTower(nnx.Module):
             x = self.patches(patches)
         with jax.named_scope("positions"):
             table = self.positions[...].reshape(-1, config.hidden_size)
-            added = stretched(table, config.sides, (row, height), (column, width))
+            added = stretched(table, config.sides, (row, height), (column, width), linear=config.linear)
             if times:
                 # Row 0 is for images, which have no time.
                 moments = np.pad(sinusoids(config.most_frames, config.hidden_size), ((1, 0), (0, 0)))
@@ -237,7 +311,7 @@ class MoonVitTower(nnx.Module):
             with jax.named_scope("mean_of_frames"):
                 x = self._mean_of_frames(x, times[1])
         with jax.named_scope("projector"):
-            return self.projector(x)
+            return self.projected_norm(self.projector(x))
 
     def _mean_of_frames(self, x: jax.Array, frames: jax.Array) -> jax.Array:
         """Return x [P, D] with the first of the squares of patches at one place in successive frames replaced by the

@@ -19,6 +19,7 @@ class Processed(NamedTuple):
       grid: size in patches before merging: time, height, width.
       seconds: for videos of families that use it, the time of each temporal step of the grid; empty otherwise.
       crops: for images that are cut into crops of several sizes, (height, width) of each in patches; empty otherwise.
+      size: (height, width) of an image as it was given, in pixels, for families whose prompts state it; None otherwise.
     """
 
     patches: np.ndarray
@@ -28,6 +29,7 @@ class Processed(NamedTuple):
     grid: tuple[int, int, int]
     seconds: tuple[float, ...] = ()
     crops: tuple[tuple[int, int], ...] = ()
+    size: tuple[int, int] | None = None
 
 
 class Expanded(NamedTuple):

@@ -33,9 +33,65 @@ _IMAGE, _FRAME, _SIDE = 16384, 4096, 512
 _DAY = 24 * 60 * 60
 
 
-class KimiK25Processor(KimiVLProcessor):
-    """Processor of KimiK25ForConditionalGeneration. Settings are those of the published processor, `media_proc_cfg`, or
-    of transformers'.
+class KimiMediaProcessor(KimiVLProcessor):
+    """Processor whose settings are those of the published processors of Kimi K2.5 and K3, `media_proc_cfg`, or of
+    transformers', and that scales images with a side that is too long down.
+    """
+
+    option = "max_patches"
+    most_side = _SIDE
+
+    def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
+        """Return the pixel transform and the limit of patches of an image from the settings `found`, and set most_side.
+
+        Raises ModelConfigError for invalid settings and those that do not fit the tower.
+        """
+        fields, side = self._settings(found)
+        self.most_side = side
+        name = "in_patch_limit" if fields.has("in_patch_limit") else self.option
+        return Pixels.read(fields), read_limit(fields, name, _IMAGE)
+
+    def _settings(self, found: ConfigFields) -> tuple[ConfigFields, int]:
+        """Return (settings, limit of patches along a side): the settings `found`, or their media_proc_cfg, with
+        defaults.
+
+        Raises ModelConfigError for settings that do not fit the tower.
+        """
+        fields = ConfigFields(found.mapping("media_proc_cfg") or found.raw)
+        fields = fields.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+        merge = self.tower.spatial_merge_size
+        fields.require(
+            patch_size=self.tower.patch_size,
+            merge_size=merge,
+            merge_kernel_size=merge,
+            fixed_output_tokens=None,
+            in_patch_limit_video=None,
+            timestamp_mode="hh:mm:ss.fff",
+        )
+        sides = ConfigFields(fields.mapping("size") or {})
+        side = fields.integer("patch_limit_on_one_side", sides.integer("max_height", _SIDE))
+        if sides.integer("max_width", side) != side or side % merge or not merge <= side <= 4 * _SIDE:
+            raise fields.fail("size", f"equal max_height and max_width, a multiple of {merge} up to {4 * _SIDE}")
+        return fields, side
+
+    def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return ((height, width) after scaling, (height, width) after padding to multiples of `factor`) of an image,
+        in pixels.
+
+        height, width: size of the image. limit: limit of patches, to about which it is scaled down if it has more. An
+        image with a side that is too long is scaled down, not refused. Raises RequestError for an extreme aspect ratio.
+        """
+        check_ratio(height, width)
+        patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size
+        found = max(1, height // patch) * max(1, width // patch)
+        scale = min(1.0, math.sqrt(limit / found), most / height, most / width)
+        height, width = (min(max(1, int(side * scale)), most) for side in (height, width))
+        high, wide = (-(-side // self.factor) * self.factor for side in (height, width))
+        return (height, width), (high, wide)
+
+
+class KimiK25Processor(KimiMediaProcessor):
+    """Processor of KimiK25ForConditionalGeneration.
 
     A video's placeholder is text of which most tokenizers make several tokens, so `encode` replaces it by one token,
     video_token_id, which need not be in the vocabulary: then it does not occur in the expanded prompt.
@@ -47,8 +103,6 @@ class KimiK25Processor(KimiVLProcessor):
     """
 
     modalities = ("image", "video")
-    option = "max_patches"
-    most_side = _SIDE
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings of images and videos. Raises ModelConfigError for invalid token ids,
@@ -60,7 +114,7 @@ class KimiK25Processor(KimiVLProcessor):
             self.frame_pixels, self.frame_limit = self.read_frames(found)
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
-        self.settings += f" {self.frame_pixels!r} {self.frame_limit} {self.most_side}"
+        self.settings += f" {self.frame_pixels!r} {self.frame_limit}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
         """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`, in which a video's
@@ -87,16 +141,6 @@ class KimiK25Processor(KimiVLProcessor):
             problem = f"image_token_id must be below vocab_size {model_config.vocab_size}"
             raise ModelConfigError(f"{problem}, got {self.token_ids['image']}")
 
-    def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Return the pixel transform and the limit of patches of an image from the settings `found`, and set most_side.
-
-        Raises ModelConfigError for invalid settings and those that do not fit the tower.
-        """
-        fields, side = self._settings(found)
-        self.most_side = side
-        name = "in_patch_limit" if fields.has("in_patch_limit") else self.option
-        return Pixels.read(fields), read_limit(fields, name, _IMAGE)
-
     def read_frames(self, found: ConfigFields) -> tuple[Pixels, int]:
         """Return the pixel transform and the limit of patches of a frame from the settings of videos, `found`.
 
@@ -110,29 +154,6 @@ class KimiK25Processor(KimiVLProcessor):
         name = "in_patch_limit_each_frame"
         default = fields.integer("in_patch_limit", _FRAME) if found.has("media_proc_cfg") else _FRAME
         return Pixels.read(fields), read_limit(fields, name if fields.has(name) else self.option, default)
-
-    def _settings(self, found: ConfigFields) -> tuple[ConfigFields, int]:
-        """Return (settings, limit of patches along a side): the settings `found`, or their media_proc_cfg, with
-        defaults.
-
-        Raises ModelConfigError for settings that do not fit the tower.
-        """
-        fields = ConfigFields(found.mapping("media_proc_cfg") or found.raw)
-        fields = fields.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3)
-        merge = self.tower.spatial_merge_size
-        fields.require(
-            patch_size=self.tower.patch_size,
-            merge_size=merge,
-            merge_kernel_size=merge,
-            fixed_output_tokens=None,
-            in_patch_limit_video=None,
-            timestamp_mode="hh:mm:ss.fff",
-        )
-        sides = ConfigFields(fields.mapping("size") or {})
-        side = fields.integer("patch_limit_on_one_side", sides.integer("max_height", _SIDE))
-        if sides.integer("max_width", side) != side or side % merge or not merge <= side <= 4 * _SIDE:
-            raise fields.fail("size", f"equal max_height and max_width, a multiple of {merge} up to {4 * _SIDE}")
-        return fields, side
 
     def encode(self, text: str, token_ids: Sequence[int] = ()) -> list[int]:
         """Return the token ids of a prompt, with video_token_id for each placeholder of a video in the text. token_ids:
@@ -262,21 +283,6 @@ class KimiK25Processor(KimiVLProcessor):
     def _encoded(self, text: str) -> np.ndarray:
         """Return the token ids of a text, i64[n]."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
-
-    def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return ((height, width) after scaling, (height, width) after padding to multiples of `factor`) of an image,
-        in pixels.
-
-        height, width: size of the image. limit: limit of patches, to about which it is scaled down if it has more. An
-        image with a side that is too long is scaled down, not refused. Raises RequestError for an extreme aspect ratio.
-        """
-        check_ratio(height, width)
-        patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size
-        found = max(1, height // patch) * max(1, width // patch)
-        scale = min(1.0, math.sqrt(limit / found), most / height, most / width)
-        height, width = (min(max(1, int(side * scale)), most) for side in (height, width))
-        high, wide = (-(-side // self.factor) * self.factor for side in (height, width))
-        return (height, width), (high, wide)
 
 
 def _clock(seconds: float) -> str:

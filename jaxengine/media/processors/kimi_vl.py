@@ -63,7 +63,7 @@ class KimiVLProcessor(GridProcessor):
             self.pixels, self.limit = self.read_images(found)
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
-        self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.tower!r}"
+        self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.most_side} {self.tower!r}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
         """Read the placeholder from a config.json (`fields`) and set token_ids. Raises ModelConfigError for an invalid

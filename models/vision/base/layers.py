@@ -183,6 +183,7 @@ class TowerAttention(nnx.Module):
       bias, out_bias: whether the projections have biases.
       interleaved: whether rope rotates neighbouring elements, instead of halves of a head.
       norms: norms over each head of q and of k, before rope; None without.
+      inner: elements of all heads; None for `size`.
     """
 
     def __init__(
@@ -197,15 +198,17 @@ class TowerAttention(nnx.Module):
         out_bias: bool = True,
         interleaved: bool = False,
         norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
+        inner: int | None = None,
     ):
         self.interleaved = interleaved
         self.q_norm, self.k_norm = norms
-        self.head_dim = size // num_heads
+        inner = inner or size
+        self.head_dim = inner // num_heads
         heads = tower_axis("heads", build)
         parts = tuple(part._replace(group=self.head_dim) for part in qkv)
         self.group = parts[0].rows // parts[1].rows  # heads of q for each of k and v
         self.qkv = Linear(size, parts, axes=("embed", heads), bias=bias, build=build)
-        self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
+        self.out = Linear(inner, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array] | None, attend: Attend) -> jax.Array:
         """Return out(attend(q, k, v)) for x [P, D], [P, D], with q and k normed and rotated.

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.kimi_k3 import KimiK3Parts
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.config.state import GatedDelta, SelectiveScan, StateSpace
 from jaxengine.models.registry import read_hf
+from jaxengine.models.vision.moonvit import MoonVitTowerConfig
 from tests.models.conftest import CHECKPOINTS
 
 INFINITY = float("inf")
@@ -60,6 +62,35 @@ def test_kimi_linear():
     config = read("kimi_linear_long")
     assert config.experts is not None and config.experts.dense_layers == (0, 1)
     assert [layer.attends for layer in config.attention] == [True, False, False]
+
+
+def test_kimi_k3():
+    config = read("kimi_k3_vision")
+    parts = KimiK3Parts(5, 2, output_gate=True, situ=(1.5, 2.5), latent_norm=True)
+    assert config.kimi_k3 == parts and config.num_streams == 4 and config.stream_size == 4 * 64
+    assert [parts.num_finished(layer) for layer in range(6)] == [0, 1, 1, 2, 2, 3]
+    assert config.attention[0].state == GatedDelta(
+        4, 4, 12, 12, 4, by_element=True, rank=12, whole_gates=True, lower_bound=-5.0
+    )
+    assert config.experts is not None and (config.experts.latent_size, config.experts.dense_layers) == (36, (0,))
+    # A text model alone, and the parts that it lacks.
+    odd = read("kimi_k3_odd", activation_situ_beta=None, mla_use_output_gate=None, attn_res_block_size=None)
+    assert odd.kimi_k3 == KimiK3Parts(4, situ=(1.0, None)) and odd.num_streams == 1
+    text = read_config_json(CHECKPOINTS / "kimi_k3_vision")["text_config"]
+    bare = read("kimi_k3_vision", vision_config=None, text_config={**text, "routed_scaling_factor": None})
+    assert bare.experts is not None and bare.experts.routed_scaling_factor == 1.0
+    tower = bare.tower
+    assert isinstance(tower, MoonVitTowerConfig) and (tower.num_heads, tower.head_dim, tower.biases) == (
+        *(12, 128),
+        (False, False, False),
+    )
+    for changes, problem in (
+        ({"qkv_hidden_size": 26}, "qkv_hidden_size must be a multiple of 4"),
+        ({"mm_projector_type": "patchmerger"}, "mm_projector_type"),
+        ({"norm_type": "layernorm"}, "norm_type"),
+    ):
+        with pytest.raises(ModelConfigError, match=problem):
+            read("kimi_k3_vision", vision_config=changes)
 
 
 def test_olmo_hybrid():
@@ -145,12 +176,11 @@ def test_limits_of_time_steps(written, limits):
             "linear_attn_config must be full_attn_layers and",
         ),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be true"),
-        ("kimi_linear", {"attn_res_block_size": 12}, "attn_res_block_size must be absent"),
-        (
-            "kimi_linear",
-            {"linear_attn_config": KDA | {"gate_lower_bound": -5.0}},
-            "linear_attn_config.gate_lower_bound must be absent",
-        ),
+        ("kimi_linear", {"attn_res_block_size": 0}, "attn_res_block_size must be an integer >= 1"),
+        ("kimi_linear", {"hidden_act": "situ", "activation_situ_beta": -1.0}, "activation_situ_beta must be"),
+        ("kimi_linear", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("kimi_linear", {"routed_expert_hidden_size": 0}, "routed_expert_hidden_size must be an integer >= 1"),
+        ("kimi_linear", {"linear_attn_config": KDA | {"gate_lower_bound": 5.0}}, "gate_lower_bound must be a number"),
         ("kimi_linear_long", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types must be a list"),
         ("kimi_linear_long", {"layer_types": ["kda"] * 3}, "layer_types must be a list of 3"),
         ("kimi_linear_long", {"linear_head_dim": 0}, "linear_head_dim must"),

@@ -70,7 +70,9 @@ def prepared(case: Any, prompt: Prompt) -> tuple[Expanded, dict[str, list[Proces
         value = picture(*about) if kind == "image" else video(*about)
         items[kind].append(case.processor.process(kind, value, {}))
         text += case.processor.placeholder(kind)
-    return case.processor.expand(case.tokenizer.encode(text), items), items
+    ids = case.tokenizer.encode(text)
+    encode = getattr(case.processor, "encode", None)  # of families whose placeholders are no tokens
+    return case.processor.expand(ids if encode is None else encode(text, ids), items), items
 
 
 def packed(config: Any, items: list[Processed], *, align: int = 1) -> tuple[np.ndarray, np.ndarray, list[int]]:
