@@ -25,7 +25,8 @@ class LatentExperts(nnx.Module):
       shared: the MLP, a module of (x [T, D], rows); None for none.
       source: the checkpoint's module of experts and router.
       latent: checkpoint modules of the projections to and from the latent size.
-      norm: checkpoint module of the norm of the experts' sum before it is projected to the hidden state; None for none.
+      norm: checkpoint module of the norm of the experts' sum before it is projected to the hidden state; None for none,
+        and without a latent size.
       bias: whether the projections have biases.
       options: of MixtureOfExperts.
     """
@@ -50,8 +51,8 @@ class LatentExperts(nnx.Module):
         whole: dict[str, Any] = {"axes": ("embed", "latent"), "bias": bias, "build": build}
         self.into = None if own_size is None else Linear(size, (Source(latent[0], own_size),), **whole)
         self.back = None if own_size is None else Linear(own_size, (Source(latent[1], size),), **whole)
-        is_normed = own_size is not None and norm is not None
-        self.norm = RMSNorm(own_size, config.rms_norm_eps, source=norm, build=build) if is_normed else None
+        eps = config.rms_norm_eps
+        self.norm = None if norm is None else RMSNorm(own_size or size, eps, source=norm, build=build)
         self.shared = shared
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
