@@ -111,7 +111,8 @@ class AdapterTargets:
 
     def stored_names(self, module: str) -> list[str]:
         """Return the names that an adapter's file may have for a module of the model, its own name first."""
-        names = [module, *(f"{module}.weight".replace(own, part)[: -len(".weight")] for part, own in self.names.parts)]
+        parts = self.names.parts_of(module)
+        names = [module, *(f"{module}.weight".replace(own, part)[: -len(".weight")] for part, own in parts)]
         ends = [(old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in self.names.suffixes]
         names += [module.removesuffix(new) + old for old, new in ends if module.endswith(new)]
         return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
