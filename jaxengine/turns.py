@@ -148,9 +148,7 @@ class FairThreads:
         """
         return self.submit_for(OWNER.get(), function, *args, **kwargs)
 
-    def submit_for(
-        self, owner: Owner, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> Future[_T]:
+    def submit_for(self, owner: Owner, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Do as `submit`, with the queue of another owner than the context's."""
         context = contextvars.copy_context()
         work = _Work(lambda: context.run(function, *args, **kwargs))

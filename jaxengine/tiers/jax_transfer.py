@@ -112,7 +112,8 @@ class JaxTransport(TcpTransport):
 
     def _have_come(self, arrays: Sequence[Any], is_over: Callable[[], bool]) -> bool:
         """Wait until all jax arrays in `arrays` have come or failed, and return True; False if `is_over` returned True
-        first. Raises TimeoutError after `patience` seconds. jax's own wait has no end if nothing listens at the address.
+        first. Raises TimeoutError after `patience` seconds. jax's own wait has no end if nothing listens at the
+        address.
         """
         end = time.monotonic() + self.patience
         while not all(array.is_ready() for array in arrays):

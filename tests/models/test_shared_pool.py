@@ -145,9 +145,8 @@ def test_codes_of_a_model_with_such_layers_are_rounded_keys_and_values(monkeypat
         update = module.kv_cache_update
 
         def rounding(kv, k, v, slots, *, schedule, update=update):
-            k, v = (
-                None if x is None else jnp.round(jnp.clip(x / s, -127, 127)) * s for x, s in ((k, k_scale), (v, v_scale))
-            )
+            k = jnp.round(jnp.clip(k / k_scale, -127, 127)) * k_scale
+            v = None if v is None else jnp.round(jnp.clip(v / v_scale, -127, 127)) * v_scale
             return update(kv, k, v, slots, schedule=schedule)
 
         monkeypatch.setattr(module, "kv_cache_update", rounding)

@@ -55,7 +55,7 @@ def test_adapters_of_zamba_have_the_names_of_transformers():
 
 
 def test_what_is_no_module_of_its_own_is_refused_as_not_supported(tmp_path):
-    """Experts of JetMoE's attention are one parameter in transformers; a head is refused once, whatever it is tied to."""
+    """Experts of JetMoE's attention are one parameter in transformers. A head is refused once, tied or not."""
     targets = targets_of([build_model(read_hf(recorded("jetmoe")), Build("float32", lora=LoraSpec(1, 8)))])
     for name, wanted in (
         ("model.layers.0.self_attention.experts.input_linear", {"target_parameters": ["experts.input_linear.weight"]}),
