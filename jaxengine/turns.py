@@ -2,7 +2,8 @@
 delay that of another.
 
 An owner is the holder of an API key; all requests with that key share one queue. Work without an owner (from Python, or
-from a server with one key) may use all threads.
+from a server with one key) may use all threads. An owner may also be a pair of names, the second of which tells apart
+what the first one has: a client, and the machine that its work waits for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 # Owner of the request that the current task or thread works for.
 OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
 
+Owner = str | None | tuple[str | None, str | None]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -33,20 +35,23 @@ class Turns(Generic[_T]):
     """Waiting items, in one queue per owner, and the number of running items of each owner. At most `num_places` items
     run at once. Must be used by one thread at a time.
 
-    Owners are served in turn. An owner that has as many running items as `share_of` allows is skipped.
+    Owners are served in turn. An owner that has as many running items as `share_of` allows is skipped. Owners that are
+    pairs have queues of their own, and take turns by their first names, then by their second; the running items of all
+    owners with the same first name, or with the same second name, count together against the share of that name.
     """
 
     def __init__(self, num_places: int):
-        self._num_places = num_places
+        self._num_places, self._num_running = num_places, 0
         # Queues that are not empty; the owner to be served next comes first.
-        self._queues: OrderedDict[str | None, deque[_T]] = OrderedDict()
-        self._running: Counter[str | None] = Counter()
+        self._queues: OrderedDict[Owner, deque[_T]] = OrderedDict()
+        # By the index of a name in its owner, and the name.
+        self._running: Counter[tuple[int, str | None]] = Counter()
 
-    def push(self, owner: str | None, item: _T) -> None:
+    def push(self, owner: Owner, item: _T) -> None:
         """Append an item to its owner's queue."""
         self._queues.setdefault(owner, deque()).append(item)
 
-    def remove(self, owner: str | None, item: _T) -> None:
+    def remove(self, owner: Owner, item: _T) -> None:
         """Remove an item from its owner's queue, if it is still there."""
         queue = self._queues.get(owner, deque())
         if item in queue:
@@ -54,34 +59,43 @@ class Turns(Generic[_T]):
             if not queue:
                 del self._queues[owner]
 
-    def start(self) -> tuple[str | None, _T] | None:
+    def start(self) -> tuple[Owner, _T] | None:
         """Remove the next item that may run from its queue, count it as running, and return (owner, item). Returns None
         if all places are occupied or no waiting item may run.
         """
-        if self._running.total() >= self._num_places:
+        if self._num_running >= self._num_places:
             return None
-        free = (owner for owner in self._queues if self._running[owner] < share_of(owner, self._num_places))
-        for owner in free:
-            return owner, self._take(owner)
+        for owner in self._queues:
+            names = _names(owner)
+            if all(self._running[each] < share_of(each[1], self._num_places) for each in names):
+                return owner, self._take(owner)
         return None
 
-    def _take(self, owner: str | None) -> _T:
-        """Remove and return the first item of an owner's queue, count it as running, and move the owner behind the
-        others.
+    def _take(self, owner: Owner) -> _T:
+        """Remove and return the first item of an owner's queue, count it as running, and move the queues of its first
+        name behind the others, its own last.
         """
-        queue = self._queues[owner]
-        item = queue.popleft()
-        self._running[owner] += 1
-        self._queues.move_to_end(owner)
-        if not queue:
+        item, names = self._queues[owner].popleft(), _names(owner)
+        self._num_running += 1
+        self._running.update(names)
+        for each in [*(each for each in self._queues if _names(each)[0] == names[0] and each != owner), owner]:
+            self._queues.move_to_end(each)
+        if not self._queues[owner]:
             del self._queues[owner]
         return item
 
-    def end(self, owner: str | None) -> None:
+    def end(self, owner: Owner) -> None:
         """Record that an item of this owner has ended, which frees its place."""
-        self._running[owner] -= 1
-        if not self._running[owner]:
-            del self._running[owner]
+        self._num_running -= 1
+        for each in _names(owner):
+            self._running[each] -= 1
+            if not self._running[each]:
+                del self._running[each]
+
+
+def _names(owner: Owner) -> list[tuple[int, str | None]]:
+    """Return the names of an owner, each after its index in a pair; 0 for a single name."""
+    return list(enumerate(owner if isinstance(owner, tuple) else (owner,)))
 
 
 class _Work:
@@ -134,9 +148,7 @@ class FairThreads:
         """
         return self.submit_for(OWNER.get(), function, *args, **kwargs)
 
-    def submit_for(
-        self, owner: str | None, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> Future[_T]:
+    def submit_for(self, owner: Owner, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Do as `submit`, with the queue of another owner than the context's."""
         context = contextvars.copy_context()
         work = _Work(lambda: context.run(function, *args, **kwargs))
@@ -168,7 +180,7 @@ class FairThreads:
         for work, error in failed:  # not under the lock, as callbacks of futures may submit calls
             work.fail(error)
 
-    def _run(self, owner: str | None, work: _Work) -> None:
+    def _run(self, owner: Owner, work: _Work) -> None:
         """Run one queued call on this thread, free its owner's place, and start the calls that may run then."""
         try:
             work.run()

@@ -129,7 +129,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_base(names))
     if isinstance(stored, Mapping) and fields.has("expert_dtype"):  # as DeepSeek-V4 has it
         stored = {"expert_dtype": fields.text("expert_dtype"), **stored}
-    quantization = read_quantization(stored, prefixes, names.ends_of_modules(), names.parts)
+    parts = (*names.parts, *(names.tower_parts or ()))
+    quantization = read_quantization(stored, prefixes, names.ends_of_modules(), parts)
     if quantization is not None and names.plain:
         quantization = replace(quantization, listed=(*quantization.listed, *names.plain))
     shape = _with_ids_of_tokens(model.read_hf(fields.with_defaults(**left_out(hf_architecture(fields)))))

@@ -15,6 +15,7 @@ import inspect
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from jaxengine.checkpoint.custom_models import is_custom
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import class_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import hf_architecture, with_usual_fields
 from jaxengine.models.families import declared
 from jaxengine.models.model_classes import MODELS
-from jaxengine.models.registry import read_hf
+from jaxengine.models.registry import model_for_hf, read_hf
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import _RULES, SamplingParams
@@ -45,6 +48,7 @@ from scripts.model_names import read_names
 TOP_PACKAGES = ("jaxengine", "scheduler", "models", "sharding", "pallas_kernels")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _MEASURED = DOCS.parent / "benchmarks" / "results" / "families.json"
+_RECORDED = DOCS.parent / "tests" / "fixtures" / "models"
 _FIELDS = dataclasses.fields(SamplingParams)
 
 _OPTIONS = """# Options
@@ -186,9 +190,10 @@ Each family is compared with Hugging Face transformers in float32, on tiny check
 tokens. "Error" is the largest difference divided by the largest logit; tests allow 1e-4
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
 benchmarks/results/families.json` measures it and also serves checkpoints from whole engines: alone, in batches, in
-chunks, preempted, with prefix hits, on two devices. The file says for which checkpoints that was done. It has none for
-architectures with 0 checkpoints: tests alone compare those, of models with sounds in
-`tests/jaxengine/engine/test_sounds.py` and `test_prompt_sounds.py`.
+chunks, preempted, with prefix hits, on two devices. The file says for which checkpoints that was done; for
+architectures without an error here, it was done for none. Tests compare all of them, and whole engines with images in
+`tests/jaxengine/engine/test_pictures.py`, with sounds in `test_sounds.py` and `test_prompt_sounds.py` there.
+"Checkpoints" counts the recorded ones.
 
 The repositories are examples that publish a configuration and weights in bfloat16, float16 or float32 safetensors
 (gpt-oss: MXFP4). Fine-tunes of them work as well. They were not downloaded for this table: the comparison is of the
@@ -373,9 +378,16 @@ def _sampling_fields() -> Iterator[str]:
             yield f"| `{field.name}` | {_default(field)} | {' | '.join(map(_cell, cells))} |"
 
 
+def _recorded() -> Counter[str]:
+    """Return the number of recorded checkpoints of each class, by the class's name."""
+    files = (config.read_text() for config in _RECORDED.glob("*/config.json"))
+    fields = (ConfigFields(with_usual_fields(json.loads(file))) for file in files)
+    return Counter(model_for_hf(hf_architecture(each)).__name__ for each in fields)
+
+
 def _models() -> Iterator[str]:
     """Yield a table row for each architecture of MODELS, except those that a user registered."""
-    errors: dict[str, list[float]] = {}
+    errors, recorded = dict[str, list[float]](), _recorded()
     for row in json.loads(_MEASURED.read_text()).values():
         errors.setdefault(row["architecture"], []).append(row["error"])
     for name, model in MODELS.items():
@@ -384,7 +396,7 @@ def _models() -> Iterator[str]:
         gguf, found = model.gguf_architecture, errors.get(name, [])
         module = inspect.getmodule(model)
         about = (inspect.getdoc(model if module is declared else module) or "").partition("\n\n")[0]
-        measured = f"{len(found)} | {max(found):.0e}" if found else "0 | "
+        measured = f"{recorded[name]} | {f'{max(found):.0e}' if found else ''}"
         repositories = "<br>".join(f"`{repository}`" for repository in HUB_IDS.get(name, ()))
         yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {repositories} | {measured} | {_cell(about)} |"
 

@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 
@@ -73,10 +73,12 @@ class JaxTransport(TcpTransport):
         about = [b"" if block is None else _PAGE.pack(len(block), _digest(block)) for block in blocks]
         return [*about, _OFFER.pack(number) + self._own_address]
 
-    def blocks(self, keys: Sequence[bytes], frames: Sequence[Any], source: Source) -> dict[bytes, np.ndarray]:
+    def blocks(
+        self, keys: Sequence[bytes], frames: Sequence[Any], source: Source, is_over: Callable[[], bool]
+    ) -> dict[bytes, np.ndarray]:
         """Pull the blocks that an answer of `source` offers from the address in it, and return those whose digest is
-        the answer's, by key. Raises ConnectionError, and records that the source failed, if they do not come within
-        `patience` seconds.
+        the answer's, by key; {} soon after `is_over` has begun to return True. Raises ConnectionError, and records that
+        the source failed, if they do not come within `patience` seconds.
         """
         *about, offer = [frame.bytes for frame in frames]
         pages = {key: _PAGE.unpack(own) for key, own in zip(keys, about, strict=False) if own}
@@ -89,7 +91,8 @@ class JaxTransport(TcpTransport):
             if (connection := self._connections.get(address)) is None:
                 connection = self._connections[address] = self._server.connect(address)
             arrays = connection.pull(number, shapes)
-            self._wait(arrays)
+            if not self._have_come(arrays, is_over):
+                return {}
             found = [np.asarray(array) for array in arrays]
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if not isinstance(error, TimeoutError):  # the connection is broken
@@ -107,15 +110,19 @@ class JaxTransport(TcpTransport):
         is_alone = own.is_loopback and not other.is_loopback
         return f"; if it is on another host, it cannot reach this engine's kv_ip, {own}" if is_alone else ""
 
-    def _wait(self, arrays: Sequence[Any]) -> None:
-        """Wait until all jax arrays in `arrays` have come or failed. Raises TimeoutError after `patience` seconds.
-        jax's own wait has no end if nothing listens at the address.
+    def _have_come(self, arrays: Sequence[Any], is_over: Callable[[], bool]) -> bool:
+        """Wait until all jax arrays in `arrays` have come or failed, and return True; False if `is_over` returned True
+        first. Raises TimeoutError after `patience` seconds. jax's own wait has no end if nothing listens at the
+        address.
         """
         end = time.monotonic() + self.patience
         while not all(array.is_ready() for array in arrays):
             if time.monotonic() > end:
                 raise TimeoutError("the pages that it offered did not come")
+            if is_over():
+                return False
             time.sleep(_LOOK_SECONDS)
+        return True
 
 
 def _digest(block: np.ndarray) -> bytes:

@@ -164,8 +164,8 @@ def write_whole(path: Path, temporary: Path, parts: Iterable[bytes | memoryview]
 
 
 def content(path: Path, most: int | None) -> bytes:
-    """Return the bytes of a file. Returns b"" if the file has more than `most` bytes (None: no limit) or is not a
-    regular file. Raises OSError, also for a symbolic link.
+    """Return the bytes of a file. Returns b"" if the file has more than `most` bytes (None: no limit), even if it grew
+    while it was read, or is not a regular file. Raises OSError, also for a symbolic link.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # does not block if it is a pipe
     try:
@@ -173,7 +173,8 @@ def content(path: Path, most: int | None) -> bytes:
         if not stat.S_ISREG(status.st_mode) or (most is not None and status.st_size > most):
             return b""
         with open(number, "rb", closefd=False) as file:
-            return file.read()
+            read = file.read(-1 if most is None else most + 1)
+        return read if most is None or len(read) <= most else b""
     finally:
         os.close(number)
 

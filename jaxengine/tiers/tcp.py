@@ -191,9 +191,11 @@ class TcpTransport(Transport):
         """
         return [b"" if block is None else block.data for block in blocks]
 
-    def blocks(self, keys: Sequence[bytes], frames: Sequence[zmq.Frame], source: Source) -> dict[bytes, np.ndarray]:
+    def blocks(
+        self, keys: Sequence[bytes], frames: Sequence[zmq.Frame], source: Source, is_over: Callable[[], bool]
+    ) -> dict[bytes, np.ndarray]:
         """Return the blocks in an answer of `source`, by key: read-only views u8[n] of its frames. Keys whose frame is
-        empty or missing are left out.
+        empty or missing are left out. is_over: not used, as nothing is waited for.
         """
         found = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
         return {key: block for key, block in zip(keys, found, strict=False) if len(block)}
@@ -248,7 +250,7 @@ class _TcpReader(Reader):
 
     def read(self, keys: Sequence[bytes], is_over: Callable[[], bool] = never) -> Mapping[bytes, np.ndarray]:
         """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key; {} if `is_over`
-        returned True before it answered. Connects in the first call. Raises ConnectionError if the source does not
+        returned True before they came. Connects in the first call. Raises ConnectionError if the source does not
         answer in time, failed to answer recently, or has an unusable address.
         """
         try:
@@ -259,7 +261,7 @@ class _TcpReader(Reader):
             frames = self._transport.ask(self._socket, self._source, keys, is_over)
         except zmq.ZMQError as error:  # such as a host without an address
             raise ConnectionError(f"{self._source.host}:{self._source.port}: {error}") from None
-        return {} if frames is None else self._transport.blocks(keys, frames, self._source)
+        return {} if frames is None else self._transport.blocks(keys, frames, self._source, is_over)
 
     def close(self) -> None:
         """Release the source's lease and close the connection. Does nothing if `read` has not connected."""

@@ -26,6 +26,18 @@ from jaxengine.models.vision.molmo2 import read_molmo2_tower
 # The part of the name of the norms of queries and keys: each head, or all of them at once.
 _QK_NORMS = {"qwen3": RMS, "olmo": ALL_HEADS}
 _TEXT, _BACKBONE = "model.transformer.", "model.vision_backbone."
+# Names of parts of towers in published files, and in transformers.
+_TOWER_PARTS = (
+    *((f".attention.w{each}", f".self_attn.{each}_proj") for each in "qkvo"),
+    (".feed_forward.w1", ".mlp.fc1"),
+    (".feed_forward.w2", ".mlp.fc2"),
+    (".attention_norm", ".layer_norm1"),
+    (".ffn_norm", ".layer_norm2"),
+    *((f"image_pooling_2d.w{each}", f"image_pooling_2d.{each}_proj") for each in "qkvo"),
+    ("image_projector.w1", "image_projector.gate_proj"),
+    ("image_projector.w2", "image_projector.down_proj"),
+    ("image_projector.w3", "image_projector.up_proj"),
+)
 
 
 def _form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
@@ -93,21 +105,6 @@ _ROW = Row(
         (".ff_norm", ".post_attention_layernorm"),
         (".attn_out", ".o_proj"),
         (".ff_out", ".down_proj"),
-        (".attention.wq", ".self_attn.q_proj"),
-        (".attention.wk", ".self_attn.k_proj"),
-        (".attention.wv", ".self_attn.v_proj"),
-        (".attention.wo", ".self_attn.o_proj"),
-        (".feed_forward.w1", ".mlp.fc1"),
-        (".feed_forward.w2", ".mlp.fc2"),
-        (".attention_norm", ".layer_norm1"),
-        (".ffn_norm", ".layer_norm2"),
-        ("image_pooling_2d.wq", "image_pooling_2d.q_proj"),
-        ("image_pooling_2d.wk", "image_pooling_2d.k_proj"),
-        ("image_pooling_2d.wv", "image_pooling_2d.v_proj"),
-        ("image_pooling_2d.wo", "image_pooling_2d.o_proj"),
-        ("image_projector.w1", "image_projector.gate_proj"),
-        ("image_projector.w2", "image_projector.down_proj"),
-        ("image_projector.w3", "image_projector.up_proj"),
     ),
     divided={
         ".self_attn.att_proj": (".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj"),
@@ -134,6 +131,7 @@ class Molmo2ForConditionalGeneration(_Molmo2):
             *_Molmo2.checkpoint_names.prefixes,
         ),
         tower=(f"{TOWER}.", f"{PROJECTOR}."),
+        tower_parts=_TOWER_PARTS,
         # Tokens of images, which are never chosen, are the last. When it saves the table, transformers halves it.
         joined={"embed_tokens.weight": ("embed_tokens.embedding", "embed_tokens.new_embedding")},
     )

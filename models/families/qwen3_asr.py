@@ -13,22 +13,6 @@ from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.sound.qwen3_asr import read_qwen3_asr
 from jaxengine.models.vision.llava import PROJECTOR
 
-# transformers' defaults of fields of the text part that a file lacks.
-_TEXT: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-}
-
-
 # Names of the first published checkpoints, which are called after a part of Qwen3-Omni.
 _PUBLISHED = (
     ("thinker.model.", "model."),
@@ -53,5 +37,5 @@ class Qwen3ASRForConditionalGeneration(Qwen3ForCausalLM):
         text = fields.mapping("text_config") or {}
         # Sounds have the positions of ordinary tokens, so rope with sections equals plain rope.
         fields = ConfigFields({**fields.raw, "text_config": without_mrope(ConfigFields(text)).raw})
-        text = read_sound_text(fields, _TEXT)
+        text = read_sound_text(fields, {"model_type": "qwen3"})
         return text | {"tower": read_qwen3_asr(fields, text["hidden_size"])}

@@ -67,6 +67,8 @@ class CheckpointNames(NamedTuple):
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       parts: pairs of a part of names that other versions of transformers write, and the model's replacement. The first
         match counts; a name that has the replacement already is not changed.
+      tower_parts: such pairs for the names of towers, to which `parts` then do not apply; None if `parts` are theirs,
+        too.
       halves: the next part of names after a layer's number, and the model's replacement, for even and for odd numbers,
         if a checkpoint counts the two halves of each layer: with ({"mixer": "self_attn"}, {"mixer": "mlp"}),
         layers.4.mixer is layers.2.self_attn and layers.5.mixer is layers.2.mlp. Other names are unchanged.
@@ -95,6 +97,7 @@ class CheckpointNames(NamedTuple):
     further_experts: str = ""
     plain: tuple[str, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    tower_parts: tuple[tuple[str, str], ...] | None = None
     joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     frequencies: str = ""
     divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -140,7 +143,15 @@ class CheckpointNames(NamedTuple):
         if self.halves is not None and (found := _IN_LAYER.search(name)) is not None:
             number, part = int(found[1]), self.halves[int(found[1]) % 2].get(found[2])
             name = name if part is None else f"{name[: found.start()]}layers.{number // 2}.{part}{name[found.end() :]}"
-        return next((name.replace(old, new) for old, new in self.parts if old in name and new not in name), name)
+        parts = self.parts_of(name)
+        return next((name.replace(old, new) for old, new in parts if old in name and new not in name), name)
+
+    def parts_of(self, name: str) -> tuple[tuple[str, str], ...]:
+        """Return the pairs that apply to a tensor or module, by its name with the model's beginning: `tower_parts` for
+        those of towers if they are set, otherwise `parts`.
+        """
+        is_tower = self.tower_parts is not None and name.startswith((*self.tower, *self.sound_tower))
+        return self.tower_parts or () if is_tower else self.parts
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:

@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from contextvars import copy_context
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,32 @@ def test_who_starts(waiting, ended, started):
         turns.end(owner)
     start()
     assert order == started
+
+
+def test_pairs_take_turns_by_their_first_names():
+    """A client with many addresses has half of the places, as has one address of many clients."""
+    turns: Turns[int] = Turns(4)
+
+    def started(*waiting: tuple[str | None, str | None]) -> list[Any]:
+        for owner in waiting:
+            turns.push(owner, 0)
+        return [turn[0] for turn in iter(turns.start, None)]
+
+    many = [("a", f"silent {number}") for number in range(6)]
+    assert started(*many) == many[:2] and started(("b", "x")) == [("b", "x")] and started(("c", "y")) == [("c", "y")]
+    for owner in (*many[:2], ("b", "x"), ("c", "y")):
+        turns.end(owner)
+    assert started() == many[2:4] and started(("b", "z"), ("c", "z"), ("d", "z")) == [("b", "z"), ("c", "z")]
+    for owner in (many[2], ("b", "z")):
+        turns.end(owner)
+    # Without a name of the client, addresses alone share the places.
+    assert started((None, "z"), (None, "p"), (None, "q")) == [many[4], ("d", "z")]
+    for owner in (many[3], many[4], ("c", "z"), ("d", "z")):
+        turns.end(owner)
+    assert started() == [(None, "z"), many[5], (None, "p"), (None, "q")] and turns.start() is None
+    for owner in ((None, "z"), many[5], (None, "p"), (None, "q")):
+        turns.end(owner)
+    assert not turns._queues and not turns._running and not turns._num_running
 
 
 @each_row(("owner", "total", "share"), [(None, 8, 8), ("a", 8, 4), ("a", 3, 1), ("a", 1, 1), (None, 1, 1)])

@@ -20,6 +20,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import (
     KVSpec,
     Paged,
+    as_stored,
     as_viewed,
     first_page,
     group_layers,
@@ -33,15 +34,17 @@ from jaxengine.models.cache import (
     rows_per_page,
 )
 from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import mla, sparse_mla
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.load import is_unread
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from jaxengine.runner.start.devices import build_split
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 from tests.models.config.published import GEMMA3N_E2B, GEMMA4_26B, GEMMA4_31B, GEMMA4_E2B, GEMMA4_E4B
-from tests.models.conftest import CHECKPOINTS
+from tests.models.conftest import CHECKPOINTS, PAGE_SIZE, PAGES_PER_LAYER, PagedRun, load_recorded
 from tests.tables import each_row
 
 NUM_PAGES = 3
@@ -96,6 +99,61 @@ def test_the_largest_magnitudes_are_those_of_a_layer_alone():
             **dict.fromkeys(locations, 0.0),
             3: 7.0,
         }
+
+
+def test_codes_of_layers_that_keep_other_things_have_scales_of_their_own():
+    """Two layers keep latents, in which values are; a third keeps keys of an indexer in the place of values."""
+    latents, both = KVSpec(1, 8, 1, 34, 30, "int8", values_in_keys=True), KVSpec(1, 8, 1, 32, 16, "int8")
+    groups = [Paged((0, 3), 9, (latents,) * 2), Paged((1,), None, (both,))]
+    locations, scales = layer_locations(groups), np.array([[0.5], [0.01], [0.1]], np.float32)
+    pool = alloc(pool_spec(groups, NUM_PAGES), platform="cpu")
+    pool = replace(pool, k_scale=jnp.asarray(scales), v_scale=jnp.asarray(3 * scales))
+    given = {}
+    for index, layer in enumerate(sorted(locations)):
+        own = as_viewed(of_layer(pool, locations[layer], index))
+        first = first_page(own, locations[layer], NUM_PAGES) + row_step(own, locations[layer]) * (layer % NUM_PAGES)
+        drawn = np.random.default_rng(layer).uniform(-127, 127, (2, 8, 1, 34)) * scales[index]
+        k, v = drawn[0, ..., : own.spec.head_dim], 3 * drawn[1, ..., : own.spec.v_head_dim]
+        given[layer] = k, v = np.float32(k), None if own.spec.values_in_keys else np.float32(v)
+        slots = first * 8 + jnp.arange(8, dtype=jnp.int32)
+        pool = replace(pool, data=as_stored(kv_cache_update(own, k, v, slots), pool).data)
+    for index, (layer, (k, v)) in enumerate(sorted(given.items())):
+        own = as_viewed(of_layer(pool, locations[layer], index))
+        first = first_page(own, locations[layer], NUM_PAGES) + row_step(own, locations[layer]) * (layer % NUM_PAGES)
+        codes = np.asarray(own.data[first]).view(np.int8).ravel()
+        for part, stored in ((k, codes[: k.size]), (v, codes[k.size :])):
+            if part is not None:
+                scale = scales[index, 0] * (1 if part is k else 3)
+                np.testing.assert_allclose(stored * scale, part.ravel(), atol=0.501 * scale)
+
+
+@pytest.mark.thorough("compiles a model twice")
+def test_codes_of_a_model_with_such_layers_are_rounded_keys_and_values(monkeypatch):
+    """Dots 3 Note's logits are those of float32 pages that get what codes stand for."""
+    model, prompt = load_recorded("dots3_note").model, np.random.default_rng(0).integers(0, 100, 40)
+    k_scale, v_scale = np.float32(6.5 / 127), np.float32(4.2 / 127)
+
+    def logits(run: PagedRun) -> np.ndarray:
+        return run.step({"a": prompt}, num_tokens=40)["a"]
+
+    coded, exact = PagedRun(model), logits(PagedRun(model))
+    kv = alloc(pool_spec(model.cache_groups(PAGE_SIZE, "int8", hybrid=False), PAGES_PER_LAYER))
+    scales = np.ones((model.config.num_layers, 1), np.float32)
+    coded.kv = replace(kv, k_scale=jnp.asarray(k_scale * scales), v_scale=jnp.asarray(v_scale * scales))
+    found = logits(coded)
+    for module in (mla, sparse_mla):
+        update = module.kv_cache_update
+
+        def rounding(kv, k, v, slots, *, schedule, update=update):
+            k = jnp.round(jnp.clip(k / k_scale, -127, 127)) * k_scale
+            v = None if v is None else jnp.round(jnp.clip(v / v_scale, -127, 127)) * v_scale
+            return update(kv, k, v, slots, schedule=schedule)
+
+        monkeypatch.setattr(module, "kv_cache_update", rounding)
+    jax.clear_caches()  # layers are traced once
+    np.testing.assert_allclose(found, logits(PagedRun(model)), atol=1e-3)
+    jax.clear_caches()
+    assert np.abs(found - exact).max() > 0.1
 
 
 @each_row(

@@ -23,7 +23,7 @@ from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.tower import TOWER
 from jaxengine.models.kernel_rows import attention_kernels
-from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, tensor_sizes
 from jaxengine.models.weights.adapters.pools import abstract_leaves, with_pools
@@ -246,8 +246,9 @@ def split_stages(
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
     """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else split so that the largest
-    stage has the fewest bytes of weights, where those of a layer that runs several times count for each run: every run
-    reads them, and each stage with a run holds them. In the latter case, no stage needs what only an earlier one has
+    stage has the fewest bytes of weights, where those that several layers share (a layer that runs several times, a
+    block of Zamba) count for each of these layers: each reads them, and each stage with one of these layers holds them.
+    In the latter case, no stage needs what only an earlier one has
     (see `_needs_earlier`), unless there are too few layers at which such stages may begin.
 
     For several stages without `pipeline_layers`, raises the errors of `build_split`, and ValueError for more stages
@@ -260,10 +261,8 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
         return stages_of([num_layers])
     sizes, beside = [0] * num_layers, []
     for param in declared_params(build_split(model_config, config, layout, Stage(0, num_layers))):
-        if param.layer is not None:
-            sizes[param.layer] += param.num_bytes
-    stored = [model_config.stored_layer(layer) for layer in range(num_layers)]
-    sizes = [sizes[stored.index(number)] for number in stored]  # the model has weights in the first run alone
+        for layer in _layers_with(model_config, param):
+            sizes[layer] += param.num_bytes
     for end in (Stage(0, 1, is_last=False), Stage(num_layers - 1, num_layers, is_first=False)):
         held = declared_params(_abstract(model_config, config, layout, end))
         beside.append(sum(param.num_bytes for param in held if param.layer is None))
@@ -274,6 +273,18 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
     held = [sum(sizes[begin:end]) for begin, end in zip(first, ends, strict=True)]
     split = split_layers(held, num_stages, before=beside[0], after=beside[1])
     return stages_of([ends[stage.layers[-1]] - first[stage.layers[0]] for stage in split])
+
+
+def _layers_with(model_config: ModelConfig, param: DeclaredParam) -> tuple[int, ...]:
+    """Return the numbers of the layers that multiply by a weight of the full model, which has it in the first of them
+    alone; () for a weight outside of layers.
+    """
+    if param.layer is None:
+        return ()
+    if model_config.shared_blocks is not None and param.decl.sources:
+        return model_config.shared_blocks.having(param.decl.sources[0].name) or (param.layer,)
+    stored = model_config.stored_layer(param.layer)
+    return tuple(layer for layer in range(model_config.num_layers) if model_config.stored_layer(layer) == stored)
 
 
 def _needs_earlier(model_config: ModelConfig, layer: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,14 +161,17 @@ class AdapterConfig:
                 what = "modules_to_save names it, which is not supported: merge the adapter into its model"
                 raise ModelFileError(self.path, what, module)
 
-    def faults_of_modules(self, stored: Mapping[str, str], targets: AdapterTargets) -> Iterator[ModelFileError]:
+    def faults_of_modules(
+        self, stored: Mapping[str, str], held: Collection[str], targets: AdapterTargets
+    ) -> Iterator[ModelFileError]:
         """Yield an error for each module that the file has and the configuration does not name, and then for each
         module of the model that the configuration names and the file lacks.
 
         Names that match no module of this model are ignored, and with "all-linear" the file need not have any. Single
         experts may be missing, because transformers may store them as one parameter, which PEFT does not change by
-        target_modules. stored: for each module in the file, by the model's name, the file's name of it. Raises
-        ModelFileError if expressions take too many steps.
+        target_modules. stored: for each module in the file that may be there, by the model's name, the file's name of
+        it. held: the model's names of all modules in the file. Raises ModelFileError if expressions take too many
+        steps.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -177,7 +180,7 @@ class AdapterConfig:
                 )
         named = "{} names it, but the file has no matrices of it"
         for module in (*targets.shapes, *targets.parts, *sorted(targets.others)):
-            if module in stored or module in targets.experts or targets.is_expert(module):
+            if module in held or module in targets.experts or targets.is_expert(module):
                 continue
             names = targets.stored_names(module)
             if self._targets != _ALL_LINEAR and any(map(self.wants, names)):

@@ -91,7 +91,8 @@ def adapter_of(
     with faults.collect():
         if rank > max_rank:
             raise ModelFileError(config.path, f"rank is {rank}; allowed: at most {max_rank} (max_lora_rank)", "r")
-    for fault in config.faults_of_modules(stored, targets):
+    held = {targets.module(name) for name in tensors.modules}
+    for fault in config.faults_of_modules(stored, held, targets):
         with faults.collect():
             raise fault
     matrices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -202,11 +203,11 @@ def _stored_modules(
 
 def _why_not(module: str, targets: AdapterTargets) -> str:
     """Return why the model takes no adapter of `module`: no such expert or matrix, not supported, or no such module."""
+    if module in targets.others or module in targets.tensors:
+        return "the model has it, but adapters of it are not supported"
     layer, _, rest = module.partition(".experts.")
     if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
         modules = (name for part in sorted(experts.joined, reverse=True) for name in experts.joined[part])
         names = ", ".join(name.rpartition(".")[2] for name in modules)
         return f"experts must be 0 to {experts.num_experts - 1} and their matrices {names}: is it for another model?"
-    if module in targets.others:
-        return "the model has it, but adapters of it are not supported"
     return "the model has no such module: the adapter is for another base model"

@@ -23,6 +23,7 @@ from jaxengine.sharding.rules import named_sharding
 # Module name to A [r, in] and B [out, r], scaled, in a checkpoint's orientation.
 Matrices = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
+_OF_MODULES = (".weight", ".bias")  # ends of the names of a module's tensors
 POOLS = "adapters of"  # prefix of the names of pools
 
 
@@ -63,6 +64,8 @@ class AdapterTargets:
       parts: for each module that only transformers has, the module whose matrix the checkpoint joins from it and
         others, and the slice of its rows.
       blocks: blocks that layers share, whose lists of low-rank products an adapter's file names; None without any.
+      tensors: tensors of the model, other than the weights and biases of modules, that take no adapters under their own
+        names; PEFT may change them as parameters of modules. Among them are the matrices of all experts of a layer.
       unused: modules by whose matrices no layer multiplies, though transformers has them or had them in older releases:
         keys and values of layers that take those of another layer.
     """
@@ -74,6 +77,7 @@ class AdapterTargets:
     parts: Mapping[str, tuple[str, slice]] = field(default_factory=dict)
     blocks: SharedBlocks | None = None
     unused: frozenset[str] = frozenset()
+    tensors: frozenset[str] = frozenset()
 
     def is_unused(self, stored: str) -> bool:
         """Return whether no layer multiplies by the matrix of a module, given its name in an adapter's file: one of
@@ -100,7 +104,7 @@ class AdapterTargets:
         names = [self.names.renamed(f"{stored}.weight").removesuffix(".weight"), self.names.renamed(stored)]
         whole = self.names.base + stored
         names += [self.names.renamed(f"{whole}.weight").removesuffix(".weight"), self.names.renamed(whole)]
-        for known in (self.shapes, self.experts, self.others, self.unused):
+        for known in (self.shapes, self.experts, self.others, self.unused, self.tensors):
             if (found := next((name for name in names if name in known), None)) is not None:
                 return found
         return names[1]
@@ -111,7 +115,8 @@ class AdapterTargets:
 
     def stored_names(self, module: str) -> list[str]:
         """Return the names that an adapter's file may have for a module of the model, its own name first."""
-        names = [module, *(f"{module}.weight".replace(own, part)[: -len(".weight")] for part, own in self.names.parts)]
+        parts = self.names.parts_of(module)
+        names = [module, *(f"{module}.weight".replace(own, part)[: -len(".weight")] for part, own in parts)]
         ends = [(old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in self.names.suffixes]
         names += [module.removesuffix(new) + old for old, new in ends if module.endswith(new)]
         return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
@@ -123,7 +128,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
     """
     shapes: dict[str, tuple[int, int]] = {}
     experts: dict[str, ExpertTargets] = {}
-    tensors: set[str] = set()
+    tensors, singles = set[str](), set[str]()
     parts: dict[str, tuple[str, slice]] = {}
     names, blocks, unused = CheckpointNames(), None, frozenset[str]()
     for model in models:
@@ -138,11 +143,15 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
                     shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows
                 parts |= _divided(pool, names)
         for param in declared_params(model):
-            tensors |= {source.name.rpartition(".")[0] for source in param.decl.sources}
+            own = {source.name for source in param.decl.sources}
+            tensors |= {name.rpartition(".")[0] for name in own}
+            stacks = {name.removesuffix(".weight").replace("{expert}.", "") for name in own if "{expert}." in name}
+            singles |= stacks | {name for name in own if not name.endswith(_OF_MODULES)}
         if model.config.pooler is None:
             tensors.add("lm_head")  # transformers has one even where its weight is the token table
-    others = {name for name in tensors if "{expert}" not in name}
-    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names, parts, blocks, unused)
+    others = frozenset(name for name in tensors - shapes.keys() if "{expert}" not in name)
+    single = frozenset(f"{layer}.{part}" for layer, own in experts.items() for part in own.joined) | singles
+    return AdapterTargets(shapes, experts, others, names, parts, blocks, unused, single)
 
 
 def _divided(pool: DeclaredPool, names: CheckpointNames) -> dict[str, tuple[str, slice]]:

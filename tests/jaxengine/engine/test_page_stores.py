@@ -95,8 +95,8 @@ class Silent(page_loads.Place):
 
 
 def test_loads_from_engines_that_do_not_answer(monkeypatch):
-    """One address holds half of the threads at most, and a request that has ended holds none. A load for which the
-    system has no thread ends.
+    """One address holds half of the threads at most, and so does one client; a request that has ended holds none. A
+    load for which the system has no thread ends.
     """
 
     def without_threads(thread: threading.Thread) -> None:
@@ -110,7 +110,7 @@ def test_loads_from_engines_that_do_not_answer(monkeypatch):
 
     mover: Any = SimpleNamespace(page_bytes=8, send=lambda rank, pages: SimpleNamespace(keys=pages))
     loads, reading = page_loads.PageLoads(mover, threading.Event()), list[str]()
-    orders: list[Any] = [SimpleNamespace(request=object(), rank=0) for _ in range(13)]
+    orders: list[Any] = [SimpleNamespace(request=SimpleNamespace(client=""), rank=0) for _ in range(13)]
     for order in orders[:10]:
         loads.start(order, {b"a": Silent("silent:1", reading)}, 0)
     loads.start(orders[10], {b"a": Silent("silent:2", reading)}, 0)
@@ -127,6 +127,14 @@ def test_loads_from_engines_that_do_not_answer(monkeypatch):
         patch.setattr(threading.Thread, "start", without_threads)
         loads.start(orders[12], {b"a": Silent("silent:4", reading)}, 0)
     assert isinstance(loads._loading[-1].error, RuntimeError) and loads._loading[-1].num_parts == 0
+    monkeypatch.setattr(page_loads, "_QUEUE_SECONDS", 20.0)
+    for number in range(20):
+        order: Any = SimpleNamespace(request=SimpleNamespace(client="many"), rank=0)
+        loads.start(order, {b"a": Silent(f"many:{number}", reading)}, 0)
+    wait_for(lambda: sorted(reading[5:]) == [f"many:{number}" for number in range(4)])
+    other: Any = SimpleNamespace(request=SimpleNamespace(client="other"), rank=0)
+    loads.start(other, {b"a": Silent("other:1", reading)}, 0)
+    wait_for(lambda: reading[-1] == "other:1")
     loads.shutdown()
     assert all(each.future.done() for each in loads._loading)
 

@@ -52,6 +52,7 @@ THOROUGH = {
     **{f"{model}, int8": (model, {"quantization": "int8"}) for model in ("qwen3_moe", "gemma3", "qwen2")},
     **{f"{model}, tp 2": (model, {"tensor_parallel_size": 2}) for model in ("qwen3_moe", "gemma3", "falcon_h1")},
     **{f"{model}, pp 2": (model, {"pipeline_parallel_size": 2}) for model in ("qwen3_moe", "gemma3", "jamba")},
+    **{f"{model}, pp 2": (model, {"pipeline_parallel_size": 2}) for model in ("zamba", "zamba2_shared", "dory")},
     "experts": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "replicas": ("llama", {"data_parallel_size": 2}),
     "tp 2, adapters": ("llama", {"tensor_parallel_size": 2, **LORA}),

@@ -20,7 +20,7 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.quantization.base.rules import LINEAR, Quantization
 from jaxengine.models.quantization.base.stored import Activation
 from jaxengine.models.quantization.schemes.eight_bits import BLOCK, EightBits
-from jaxengine.models.registry import read_folder
+from jaxengine.models.registry import read_folder, read_hf
 from jaxengine.models.vision.base.vit import VitConfig
 from jaxengine.models.vision.llava import LlavaTowerConfig
 from jaxengine.runner.start.devices import build_split, choose_devices, choose_stages
@@ -28,6 +28,7 @@ from jaxengine.sharding.layout import MESH_AXES, RAGGED, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import FOLDER
+from tests.models.config.test_as_transformers import recorded
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -153,6 +154,14 @@ def test_runs_of_a_layer_count_as_layers_when_stages_are_chosen():
     looped, resolved = read_folder(FOLDER / "dory"), config(pipeline_parallel_size=3)
     assert looped.loops is not None and looped.loops.stored == (0, 1, 2, 1, 2, 3)
     assert [len(stage.layers) for stage in choose_stages(looped, resolved, MeshLayout())] == [2, 2, 2]
+
+
+def test_blocks_that_layers_share_count_for_each_stage_that_has_one():
+    block = {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "mamba", "mamba", "hybrid"]}
+    for raw in (recorded("zamba", **block), recorded("zamba2_shared")):
+        shared, resolved = read_hf(raw), config(pipeline_parallel_size=2)
+        half = shared.num_layers // 2
+        assert [len(stage.layers) for stage in choose_stages(shared, resolved, MeshLayout())] == [half, half]
 
 
 def test_a_stage_has_what_its_layers_share():

@@ -146,6 +146,15 @@ def test_what_others_leave_in_the_folder_hides_nothing(make):
     again.shutdown()
 
 
+def test_a_file_that_grows_while_it_is_read_takes_no_more_memory(tmp_path, monkeypatch):
+    path = tmp_path / "page"
+    path.write_bytes(bytes(100))
+    before = path.stat()
+    path.write_bytes(bytes(5000))
+    monkeypatch.setattr("jaxengine.tiers.page_files.os.fstat", lambda number: before)
+    assert [len(page_files.content(path, most)) for most in (100, 4999, 5000)] == [0, 0, 5000]
+
+
 def lowest_descriptor() -> int:
     """The lowest number of a file that is not open."""
     number = os.open(os.devnull, os.O_RDONLY)

@@ -107,8 +107,16 @@ def test_pages_by_jax(monkeypatch):
     assert list(reader.read([key(1)])) == [key(1)]
     producer.frames = forged
     assert reader.read([key(2)]) == {}
+    answered = threading.Event()
+
+    def withdrawn(blocks):
+        answered.set()
+        return [*frames(producer, blocks)[:-1], bytes(8) + frames(producer, blocks)[-1][8:]]
+
+    producer.frames, start = withdrawn, time.monotonic()
+    assert reader.read([key(1)], answered.is_set) == {}  # of a request that has ended
+    assert time.monotonic() - start < JaxTransport.patience / 2
     monkeypatch.setattr(JaxTransport, "patience", 0.2)
-    producer.frames = lambda blocks: [*frames(producer, blocks)[:-1], bytes(8) + frames(producer, blocks)[-1][8:]]
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(ConnectionError, match="did not come"):  # an offer that was withdrawn

@@ -10,8 +10,11 @@ from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.config.state import SelectiveScan
 from jaxengine.models.families.dory import DoryForCausalLM
 from jaxengine.models.families.jetmoe import JetMoeForCausalLM
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights.adapters.folder import read_adapter
 from jaxengine.models.weights.adapters.pools import targets_of
+from tests.fixtures.adapters import write_adapter
 from tests.models.config.test_as_transformers import ABSENT, recorded
 from tests.tables import each_row
 
@@ -49,6 +52,20 @@ def test_adapters_of_zamba_have_the_names_of_transformers():
     for layer in (1, 3):  # transformers ties weights, so that PEFT gives each layer its own
         own = f"model.layers.{layer}.shared_transformer.self_attn.q_proj"
         assert own in targets.shapes and targets.module(own.replace("shared_transformer", "shared_transf")) == own
+
+
+def test_what_is_no_module_of_its_own_is_refused_as_not_supported(tmp_path):
+    """Experts of JetMoE's attention are one parameter in transformers. A head is refused once, tied or not."""
+    targets = targets_of([build_model(read_hf(recorded("jetmoe")), Build("float32", lora=LoraSpec(1, 8)))])
+    for name, wanted in (
+        ("model.layers.0.self_attention.experts.input_linear", {"target_parameters": ["experts.input_linear.weight"]}),
+        ("model.layers.1.mlp.output_linear", {"target_parameters": ["mlp.output_linear.weight"]}),
+        ("lm_head", {"target_modules": "lm_head"}),
+    ):
+        folder = write_adapter(tmp_path / name, {name: (16, 16)}, seed=1, **{"target_modules": [], **wanted})
+        with pytest.raises(ModelFileError, match="the model has it, but adapters of it are not supported") as error:
+            read_adapter(folder, targets, 8, "float32")
+        assert not error.value.others
 
 
 def test_heads_of_jetmoe_follow_from_its_experts():

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
+from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.registry import model_for_hf, read_hf
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, model_for_hf, read_folder, read_hf
+from jaxengine.models.weights.adapters.folder import read_adapter
+from jaxengine.models.weights.adapters.pools import targets_of
+from tests.fixtures.adapters import wanted as wants
+from tests.fixtures.adapters import write_adapter
 from tests.fixtures.drawn_weights import FOLDER
 
 NAME = "Molmo2ForConditionalGeneration"
@@ -53,6 +60,28 @@ def test_names():
         ("model.vision_backbone.image_projector.w3", "multi_modal_projector.image_projector.up_proj"),
     ):
         assert names.renamed(stored) == own
+
+
+def test_adapters_of_published_names(tmp_path):
+    """target_modules names modules of layers by ends that published files have in no tower; wq and w1 are of towers."""
+    model = build_model(read_folder(FOLDER / "molmo2_vision"), Build("float32", lora=LoraSpec(1, 8)))
+    targets = targets_of([model])
+    ends = {"attn_out": "self_attn.o_proj", "att_proj": "self_attn.att_proj", "ff_proj": "mlp.ff_proj"}
+    ends |= {"ff_out": "mlp.down_proj"}
+    for wanted in ([*ends], ["attn_out"], ["self_attn.att_proj", "ff_out"], r"model\.transformer\..*(attn|ff)_out"):
+        stored = {
+            f"model.transformer.blocks.{layer}.{own.split('.')[0]}.{end}": targets.shapes[f"model.layers.{layer}.{own}"]
+            for layer in range(2)
+            for end, own in ends.items()
+        }
+        shapes = {name: (out, size) for name, (size, out) in stored.items() if wants({"target_modules": wanted}, name)}
+        folder = write_adapter(tmp_path / str(wanted)[:9], shapes, seed=1, target_modules=wanted)
+        assert {*read_adapter(folder, targets, 8, "float32").matrices} == {targets.module(name) for name in shapes}
+        assert len(shapes) >= 2
+    for wanted in (["attn_out", "wq"], ["image_projector.w1"], ["self_attn.q_proj"]):
+        folder = write_adapter(tmp_path / wanted[-1], shapes, seed=1, target_modules=[*wanted, "ff_out", "attn_out"])
+        with pytest.raises(ModelFileError, match="target_modules names it, but the file has no matrices of it"):
+            read_adapter(folder, targets, 8, "float32")
 
 
 def test_what_is_refused():

@@ -52,6 +52,11 @@ QWEN3_ASR: dict[str, Any] = {
         "audio_token_id": 151676,
         "text_config": {
             "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 65536,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "type": "mrope"},
             "rope_theta": 1000000,
             "tie_word_embeddings": True,
@@ -246,6 +251,20 @@ def test_glm_asr():
     assert (config.tower.rotated, config.tower.rope_theta, config.tower.unit, config.tower.merge) == (32, 1e4, 3000, 8)
     bare = read_hf({**GLM_ASR, "audio_config": {}, "tie_word_embeddings": False})
     assert bare.tower == config.tower and not bare.tie_word_embeddings
+
+
+def test_a_text_part_without_fields_has_those_of_its_own_class():
+    """Qwen3-ASR's sizes are those of a file without the part; one with a part of it has Qwen3's."""
+    for part, sizes in (
+        ({}, (28, 2048, 16, 8, 65536, True)),
+        ({"text_config": {"num_hidden_layers": 4}}, (4, 4096, 32, 32, 32768, False)),
+    ):
+        for raw in (part, {"thinker_config": part}):
+            audio = {"audio_config": {"output_dim": sizes[1]}}
+            config = read_hf({**QWEN3_ASR, "thinker_config": None, **raw, **audio})
+            own = config.attention[0]
+            found = config.num_layers, config.hidden_size, own.num_heads, own.num_kv_heads
+            assert (*found, config.max_position_embeddings, config.tie_word_embeddings) == sizes
 
 
 def test_moss_transcribe():

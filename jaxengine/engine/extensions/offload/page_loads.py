@@ -30,7 +30,8 @@ class Place(Protocol):
     Attributes:
       is_far: whether reading may wait for another machine; such reads have their own threads so that they do not delay
         local ones.
-      address: the other machine, if it is known; reads from one address may use half of these threads.
+      address: the other machine, if it is known. Reads from one address may use half of these threads, and so may the
+        reads of one client; clients take turns, and so do the addresses of a client.
     """
 
     is_far: bool
@@ -107,8 +108,8 @@ class PageLoads:
         if far is None:
             loading.future = self._near.submit_for(None, self._run, loading, found, float("inf"))
         else:
-            address, end = cast(Place, far).address, loading.start + _QUEUE_SECONDS
-            loading.future = self._far.submit_for(address, self._run, loading, found, end)
+            owner, end = (load.request.client or None, cast(Place, far).address), loading.start + _QUEUE_SECONDS
+            loading.future = self._far.submit_for(owner, self._run, loading, found, end)
         loading.future.add_done_callback(partial(self._end_unless_run, loading))
 
     def give_up(self, request: Request) -> None:
