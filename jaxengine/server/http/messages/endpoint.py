@@ -19,31 +19,39 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, json_response, stream_events
+from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.messages.answers import Message, MessageEvent, MessageTokens
 from jaxengine.server.http.messages.output import MessageWriter, Said, sse
-from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest, as_messages_error
+from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.errors import ApiError, messages_error_body
-from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.limits import JsonRoute, convert
 
 
 class _Message:
     """Message request in progress: call `prepare`, then `whole` for one response or `stream` for a stream."""
 
-    def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
+    def __init__(
+        self,
+        server: ChatServer,
+        body: MessagesRequest,
+        chat: ChatRequest,
+        name: str,
+        model: str,
+        options: RequestOptions,
+    ):
         """Create the run of the message; nothing runs yet. A budget that the body asks for limits its reasoning if the
         server can do that.
 
-        name: id of the message and of its engine request. model: model name in the response. options: scheduling
-        options. Raises RequestError with Anthropic's field names.
+        chat: `body` as a chat request; changed. name: id of the message and of its engine request. model: model name in
+        the response. options: scheduling options. Raises RequestError with Anthropic's field names.
         """
         self._body = body
         self._writer = MessageWriter()
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
         try:
-            chat = body.chat_request()
             if chat.thinking_token_budget is None and _limits(server, body):
                 chat.thinking_token_budget = body.asked_budget
             self._run = ChatRun(server, chat, name, options, is_stream=bool(body.stream))
@@ -158,8 +166,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("msg", request)
-        message = _Message(server, body, name, model, body.options(request, config, lora))
-        request.state.ignored_fields += _ignored(server, body, request)
+        chat = await _read(server, body, request)
+        message = _Message(server, body, chat, name, model, body.options(request, config, lora))
         await message.prepare(request.state.ignored_fields)
         if body.stream:
             return await stream_events(request, message.stream(), config, done=b"", failed=_failed)
@@ -172,11 +180,11 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError, ApiError (404) for an unknown model, OverloadedError.
         """
         await choose_model(engine, body.model, names)
-        request.state.ignored_fields += _ignored(server, body, request)
+        chat = await _read(server, body, request)
         try:
-            ids = await server.renderer.token_ids(body.chat_request())
+            ids = await server.renderer.token_ids(chat)
         except RequestError as error:
-            raise as_messages_error(error) from None
+            raise body.as_asked(error) from None
         return json_response({"input_tokens": len(ids)})
 
     return routes
@@ -189,10 +197,15 @@ def _limits(server: ChatServer, body: Conversation) -> bool:
     return server.reasoning_format is not None and body.thinking is not None and body.thinking.type == "enabled"
 
 
-def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[str]:
-    """Return the names of the request's parts that are accepted without effect, its beta header included."""
+async def _read(server: ChatServer, body: Conversation, request: Request) -> ChatRequest:
+    """Return the equivalent chat request, and add the names of the request's parts that are accepted without effect,
+    its beta header included, to its state. Raises RequestError with this API's field names, OverloadedError.
+    """
+    chat, ignored = await convert(request, lambda: (body.chat_request(), [*body.ignored_parts]))
     budget = () if body.asked_budget is None or _limits(server, body) else ("thinking.budget_tokens",)
-    return [*body.ignored_parts, *budget, *(name for name in ("anthropic-beta",) if name in request.headers)]
+    header = (name for name in ("anthropic-beta",) if name in request.headers)
+    request.state.ignored_fields += [*ignored, *budget, *header]
+    return chat
 
 
 def _failed(error: ApiError) -> bytes:

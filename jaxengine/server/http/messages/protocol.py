@@ -143,7 +143,13 @@ class Conversation(RequestModel):
         try:
             return ChatRequest.of(self._chat_fields())
         except RequestError as error:
-            raise as_messages_error(error) from None
+            raise self.as_asked(error) from None
+
+    def as_asked(self, error: RequestError) -> RequestError:
+        """Return an error of the chat request with the name of this request's field; the error itself if its name is
+        the same.
+        """
+        return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat request, by name. If the last message is the assistant's, the model
@@ -213,10 +219,13 @@ class MessagesRequest(Conversation, ConversationRequest):
     stop_sequences: Texts | None = None
 
     @model_validator(mode="after")
-    def _check_stop(self) -> Self:
-        """Return this request after checking it. Raises RequestError if both stop_sequences and stop are given."""
+    def _check_names(self) -> Self:
+        """Return this request after checking it. Raises RequestError for both names of one field."""
         if self.stop_sequences is not None and self.stop is not None:
             raise RequestError("stop_sequences and stop are the same; give one", param="stop_sequences")
+        if self.asked_budget is not None and self.thinking_token_budget is not None:
+            problem = "thinking.budget_tokens and thinking_token_budget are the same; give one"
+            raise RequestError(problem, param="thinking")
         return self
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -236,14 +245,7 @@ class MessagesRequest(Conversation, ConversationRequest):
             return renamed(error, "thinking")
         if error.param == "stop" and self.stop_sequences is not None:
             return renamed(error, "stop_sequences")
-        return as_messages_error(error)
-
-
-def as_messages_error(error: RequestError) -> RequestError:
-    """Return an error of a chat request with MessagesRequest's name of the field; the error itself if its name is the
-    same.
-    """
-    return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
+        return super().as_asked(error)
 
 
 def _check_choice(choice: ToolChoice, tools: Sequence[Any]) -> None:

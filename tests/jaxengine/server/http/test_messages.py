@@ -316,6 +316,10 @@ def test_a_tool_that_is_deferred_reaches_the_template():
         ({"tools": TOOLS}, "enable-auto-tool-choice"),
         ({"thinking": {"type": "much"}}, "thinking"),
         ({"stop_sequences": ["a"], "stop": ["b"]}, "stop_sequences"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_token_budget": 9},
+            "thinking.budget_tokens and thinking_token_budget are the same",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "http://a"}}}}, "output_config"),
     ],
