@@ -116,7 +116,7 @@ _NOT_WITH_BEAMS = sorted(
         "response_format",
         "tools",
     }
-    - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output"}
+    - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
 )
 
 
@@ -419,30 +419,31 @@ class TextRequest(GenerationRequest):
                 raise RequestError(f"{name} is not allowed with use_beam_search=true", param=name)
 
     def beam_params(
-        self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
+        self, inputs: InputProcessor, params: SamplingParams, width: int | None = None
     ) -> BeamSearchParams | None:
         """Return the parameters of a beam search; None if the request has none. Raises RequestError for values that are
         not allowed.
 
-        max_tokens: limit of the output; None for max_model_len. width: best_of, the number of beams; None for n, or 1.
+        params: result of `sampling_params`. width: best_of, the number of beams; None for n, or 1.
         """
         if not self.use_beam_search:
             return None
-        params = BeamSearchParams(
+        beams = BeamSearchParams(
             beam_width=width or self.n or 1,
-            max_tokens=inputs.config.max_model_len if max_tokens is None else max_tokens,
-            ignore_eos=bool(self.ignore_eos),
+            max_tokens=params.max_tokens or inputs.config.max_model_len,
+            ignore_eos=params.ignore_eos,
             temperature=1.0 if self.temperature is None else self.temperature,
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
         )
         try:
-            params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+            beams.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
         except RequestError as error:
             if error.param != "beam_width":
                 raise
             raise renamed(error, "best_of" if width else "n") from None
-        return params
+        return beams
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """Return the request's fields as SamplingParams; a field that is None gets the model's default. changes: fields
