@@ -68,7 +68,7 @@ class _Message:
             await self._run.prepare()
         except RequestError as error:
             raise self._body.as_asked(error) from None
-        names = {"reasoning_effort": "output_config.effort"}
+        names = {"reasoning_effort": "thinking" if self._body.disables_thinking else "output_config.effort"}
         ignored += [names.get(name, name) for name in self._run.ignored]
 
     async def whole(self) -> Response:

@@ -153,9 +153,10 @@ class Conversation(RequestModel):
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat request, by name. If the last message is the assistant's, the model
-        continues it, but not if a system message follows of which nothing is left. Tools
-        that this server cannot run are left out, and so is thinking of type "adaptive". Raises RequestError for
-        messages, blocks or a tool_choice that are not allowed.
+        continues it, but not if a system message follows of which nothing is left. Tools that this server cannot run
+        are left out, and so is thinking of type "adaptive". Thinking of type "disabled" is the effort "none", as some
+        templates have a variable for efforts alone. Raises RequestError for messages, blocks or a tool_choice that are
+        not allowed.
         """
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
         tools = tools_in_effect(self.tools or (), self.messages)
@@ -171,14 +172,21 @@ class Conversation(RequestModel):
             if choice.type == "auto" and not functions:
                 fields["tool_choice"] = None
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
-        if self.thinking is not None and self.thinking.type != "adaptive":
-            fields["thinking"] = self.thinking.type == "enabled"
+        if self.thinking is not None and self.thinking.type == "enabled":
+            fields["thinking"] = True
         if output is not None:
             fields["reasoning_effort"] = output.effort
             if output.format is not None:
                 schema = {"name": "output", "schema": output.format.schema_}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.disables_thinking:
+            fields["reasoning_effort"] = "none"
         return fields
+
+    @property
+    def disables_thinking(self) -> bool:
+        """Whether the model shall not reason, whatever effort the request has."""
+        return self.thinking is not None and self.thinking.type == "disabled"
 
     @property
     def asked_budget(self) -> int | None:
@@ -196,6 +204,8 @@ class Conversation(RequestModel):
             "output_config.task_budget": self.output_config and self.output_config.task_budget,
         }
         yield from (name for name, value in parts.items() if value is not None)
+        if self.disables_thinking and self.output_config is not None and self.output_config.effort is not None:
+            yield "output_config.effort"
         tools = self.tools or ()
         yield from (f"tools.{kind}" for kind in dict.fromkeys(t.type for t in tools if isinstance(t, DefinedTool)))
         if any(tool.cache_control is not None for tool in tools):

@@ -280,6 +280,24 @@ def test_messages_add_and_remove_tools():
             Conversation(**fields).chat_request()
 
 
+async def test_thinking_that_is_disabled_is_the_effort_none(scripted):
+    """A template may know efforts alone, and an effort of the request does not switch thinking on again."""
+    off = {"thinking": {"type": "disabled"}}
+    for template, prompt in (
+        ("{{ reasoning_effort }}", "none"),
+        ("{{ enable_thinking }}", "False"),
+        ("{{ thinking }} {{ reasoning_effort }}", "False none"),
+        ("{{ 'x' }}", "x"),
+    ):
+        for fields in (off, {**off, "output_config": {"effort": "high"}}):
+            app, engine = scripted("Yes.", template=template)
+            answer = await post(app, PATH, **ASK, **fields)
+            assert answer.status == 200 and engine.calls[-1][0]["prompt"] == prompt, answer.body
+            ignored = answer.headers.get("x-ignored-fields", "").split(", ")
+            assert ("thinking" in ignored) == (prompt == "x")
+            assert ("output_config.effort" in ignored) == ("output_config" in fields)
+
+
 def test_a_tool_that_is_deferred_reaches_the_template():
     function, custom = {"type": "function", "name": "f"}, {"type": "custom", "name": "g"}
     for name, given in (("a", {}), ("b", {"defer_loading": True}), ("c", {"defer_loading": False})):
