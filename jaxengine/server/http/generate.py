@@ -125,7 +125,7 @@ class GenerateRequest(NamedRequest):
         """Return this request after checking it. Raises RequestError for log-probabilities of the prompt in a stream,
         and for stream_options without a stream.
         """
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         for name in ("prompt_logprobs", "prompt_logprob_token_ids") if self.stream else ():
             if getattr(self.sampling_params, name) is not None:

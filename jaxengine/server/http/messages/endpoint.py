@@ -50,6 +50,7 @@ class _Message:
         self._body = body
         self._writer = MessageWriter()
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._moved: dict[str, Any] | None = None  # kv_transfer_params of the answer
         self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
         try:
             if chat.thinking_token_budget is None and _limits(server, body):
@@ -76,7 +77,8 @@ class _Message:
         async with contextlib.aclosing(self._events()) as events:
             async for _ in events:
                 continue
-        return json_response({**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()})
+        body = {**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()}
+        return json_response(body | ({} if self._moved is None else {"kv_transfer_params": self._moved}))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Run the message and yield the response as server-sent events, any number of them in an item: message_start,
@@ -101,8 +103,9 @@ class _Message:
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
-                async for _, outputs in pieces:
+                async for whole, outputs in pieces:
                     said: list[Said] = []
+                    self._moved = whole.kv_transfer_params
                     for output, events in outputs:
                         said += self._writer.add(events)
                         if output.finish_reason is not None:

@@ -20,6 +20,7 @@ from jaxengine.server.http.messages.tools import (
 )
 from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
+from jaxengine.server.http.request.kv_transfer import TransferParams
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
 # Fields that a chat request has under the same name.
@@ -220,13 +221,16 @@ class MessagesRequest(Conversation, ConversationRequest):
     Attributes:
       max_tokens: limit of the answer; required.
       stop_sequences: texts that end the answer; same as stop.
+      kv_transfer_params: as in a chat request.
     """
 
-    refused = {**REFUSED, **Conversation.refused}
+    refused = {name: neutral for name, neutral in REFUSED.items() if name != "kv_transfer_params"}
+    refused |= Conversation.refused
     ignored = Conversation.ignored
 
     max_tokens: int
     stop_sequences: Texts | None = None
+    kv_transfer_params: TransferParams | None = None
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -242,7 +246,7 @@ class MessagesRequest(Conversation, ConversationRequest):
         """Return the fields of the equivalent chat request, by name, sampling fields included. Raises RequestError for
         messages, blocks or a tool_choice that are not allowed.
         """
-        fields = {name: getattr(self, name) for name in _SAME}
+        fields = {name: getattr(self, name) for name in (*_SAME, "kv_transfer_params")}
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}

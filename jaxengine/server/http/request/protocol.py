@@ -390,7 +390,7 @@ class TextRequest(GenerationRequest):
         """Return this request after checking it. Raises RequestError for fields that need or exclude each other, and
         for an invalid truncate_prompt_tokens.
         """
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")

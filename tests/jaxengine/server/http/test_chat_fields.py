@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
@@ -154,6 +155,17 @@ def test_no_field_is_forgotten():
     assert ChatRequest.model_fields.keys() - ELSEWHERE == CHAT.keys()
     # Where stream_options are accepted they have no effect: see test_coding_agents.
     assert ResponsesRequest.model_fields.keys() - ELSEWHERE == {*RESPONSES, "stream_options"}
+
+
+def test_options_of_a_stream_that_set_nothing_need_none():
+    for model, fields in (
+        (ChatRequest, {"messages": HI}),
+        (CompletionRequest, {"prompt": "Hi"}),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {}}),
+    ):
+        model.model_validate({**fields, "stream_options": {}})
+        with pytest.raises(ValidationError, match="only allowed with stream=true"):
+            model.model_validate({**fields, "stream_options": {"include_usage": False}})
 
 
 def test_what_completions_and_chats_alone_support_is_refused_elsewhere():

@@ -369,6 +369,20 @@ async def test_a_key_as_anthropics_clients_send_it(chat_engine):
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
+async def test_what_another_engine_fetches_is_in_the_answer(scripted):
+    app, engine = scripted("Hello.")
+    plain, moved = engine.stream, {"remote_block_ids": [[1]]}
+
+    async def moves(*arguments, **options):
+        async for output in plain(*arguments, **options):
+            output.kv_transfer_params = moved if output.finished else None
+            yield output
+
+    assert "kv_transfer_params" not in (await post(app, PATH, **ASK)).json
+    engine.stream = moves
+    assert (await post(app, PATH, **ASK)).json["kv_transfer_params"] == moved
+
+
 async def test_a_stream_that_fails_says_so(scripted):
     app, engine = scripted("Hello there, all of you")
     engine.failure, plain = RuntimeError("nobody knows"), engine.stream
@@ -402,6 +416,7 @@ FIELDS = {
     "output_config": {"effort": "low"},
     "stop_in_reasoning": (True, {"stop_sequences": ["x"]}),
     "chat_template_kwargs": {"mood": "good"},
+    "kv_transfer_params": {"do_remote_prefill": False},
 }
 
 
