@@ -33,6 +33,7 @@ from jaxengine.server.http.request.fields import (
     at_most,
     bias_by_id,
     check_n,
+    limited,
 )
 from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
@@ -160,7 +161,7 @@ class GenerateRequest(NamedRequest):
         given |= {} if extra is None else {"extra_args": extra}
         given["detokenize"] = bool(asked.stop)
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(**{"max_tokens": inputs.generation_defaults.get("max_tokens"), **given})
+        return limited(SamplingParams(**{"max_tokens": inputs.generation_defaults.get("max_tokens"), **given}), inputs)
 
 
 class GenerateLogprob(Answer):

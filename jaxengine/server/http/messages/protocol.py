@@ -68,7 +68,7 @@ class Thinking(RequestModel):
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: str | None = None
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.options import ServerConfig
 
@@ -66,6 +68,18 @@ def check_n(n: int | None, config: ServerConfig) -> None:
     """Raise RequestError for a number of outputs below 1 or above the server's max_n. None passes."""
     if n is not None and not 1 <= n <= config.max_n:
         raise RequestError(f"n is {show_value(n)}; allowed: 1 to {config.max_n}", param="n", value=n)
+
+
+def limited(params: SamplingParams, inputs: InputProcessor) -> SamplingParams:
+    """Return the parameters with at most the operator's max_tokens, the parameters themselves without one: as in
+    vLLM, max_new_tokens is a limit in override_generation_config and in the file of a folder that generation_config
+    names, and only a default in the model's own file. Raises RequestError if min_tokens is above it.
+    """
+    config, most = inputs.config, inputs.generation_defaults.get("max_tokens")
+    is_default = config.generation_config in ("auto", "vllm")
+    if most is None or (is_default and "max_new_tokens" not in (config.override_generation_config or {})):
+        return params
+    return params if (params.max_tokens or most + 1) <= most else params.clone_with(max_tokens=most)
 
 
 def check_truncation(keep: int | None) -> None:

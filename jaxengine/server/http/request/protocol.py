@@ -34,6 +34,7 @@ from jaxengine.server.http.request.fields import (
     bias_by_id,
     check_n,
     check_truncation,
+    limited,
 )
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 
@@ -421,10 +422,8 @@ class TextRequest(GenerationRequest):
     def beam_params(
         self, inputs: InputProcessor, params: SamplingParams, width: int | None = None
     ) -> BeamSearchParams | None:
-        """Return the parameters of a beam search; None if the request has none. Raises RequestError for values that are
-        not allowed.
-
-        params: result of `sampling_params`. width: best_of, the number of beams; None for n, or 1.
+        """Return the parameters of a beam search; None if the request has none. params: result of `sampling_params`.
+        width: best_of, the number of beams; None for n, or 1. Raises RequestError for values that are not allowed.
         """
         if not self.use_beam_search:
             return None
@@ -448,7 +447,7 @@ class TextRequest(GenerationRequest):
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """Return the request's fields as SamplingParams; a field that is None gets the model's default. changes: fields
         of SamplingParams by name that replace these, also by None. With use_beam_search the temperature is always 1, as
-        `beam_params` has the request's. Raises RequestError for values that are not allowed, also for n above max_n.
+        `beam_params` has the request's; max_tokens is `limited`. Raises RequestError for values that are not allowed.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -461,7 +460,7 @@ class TextRequest(GenerationRequest):
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:  # temperature 0 allows n > 1 here; beam_params checks it
             changes["temperature"] = 1.0
-        return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
+        return limited(SamplingParams(**{**inputs.generation_defaults, **given, **changes}), inputs)
 
     def names_tokens_by_id(self, config: ServerConfig) -> bool:
         """Whether tokens of logprobs are written as token_id:N: as the request says, or else the server's option."""
