@@ -71,9 +71,10 @@ def check_n(n: int | None, config: ServerConfig) -> None:
 
 
 def limited(params: SamplingParams, inputs: InputProcessor) -> SamplingParams:
-    """Return the parameters with at most the operator's max_tokens, the parameters themselves without one: as in
-    vLLM, max_new_tokens is a limit in override_generation_config and in the file of a folder that generation_config
-    names, and only a default in the model's own file. Raises RequestError if min_tokens is above it.
+    """Return the parameters with max_tokens lowered to the operator's limit; the parameters themselves if they keep to
+    it or there is none. As in vLLM, the limit is max_new_tokens of override_generation_config, or of the file in the
+    folder that generation_config names; that of the model's own file is only a default. Raises RequestError if
+    min_tokens is above the limit.
     """
     config, most = inputs.config, inputs.generation_defaults.get("max_tokens")
     is_default = config.generation_config in ("auto", "vllm")
