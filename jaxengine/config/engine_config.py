@@ -180,7 +180,8 @@ class EngineConfig(
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
       generation_config: source of default sampling parameters: "auto", the model's generation_config.json; "vllm",
         none; or a folder with such a file.
-      override_generation_config: default sampling parameters that override those, such as {"temperature": 0.5}.
+      override_generation_config: default sampling parameters that override those, such as {"temperature": 0.5}. Its
+        max_new_tokens, or that of a named folder's file, is also a limit for requests over HTTP.
       chat_template: Jinja template to use instead of the model's, or the name of a file that holds one.
       runner: "generate" for text, or "pooling" for embeddings, labels and scores; "auto" follows the checkpoint.
       convert: kind of pooling model to make of a checkpoint: "embed", "classify", "none" if it already is one, or

@@ -29,9 +29,10 @@ class BeamSearchParams:
       ignore_eos: continue after an end-of-sequence token.
       temperature: divisor of the logits. Values other than 0 and 1, which have no effect, need
         logprobs_mode="processed_logprobs".
-      length_penalty: a sequence's score is its log-probability divided by its length to this power; the prompt's tokens
-        count, an end-of-sequence token does not.
+      length_penalty: a sequence's score is its log-probability divided by this power of its length, which is the number
+        of generated tokens, with an end-of-sequence token, as in transformers.
       include_stop_str_in_output: include the text of an end-of-sequence token.
+      skip_special_tokens: leave special tokens out of the text.
     """
 
     beam_width: int
@@ -40,6 +41,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
         """Raise RequestError for values that are invalid, or not allowed with these engine options.
@@ -59,7 +61,7 @@ class BeamSearchParams:
             least = -most if name == "length_penalty" else 0.0
             if type(value) not in (int, float) or not least <= value <= most:
                 raise _invalid(name, value, f"a number from {least} to {most}")
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "True or False")
         if self.temperature not in (0, 1) and logprobs_mode != "processed_logprobs":
@@ -95,7 +97,7 @@ class BeamSearchSequence:
       cum_logprob: sum of the output's log-probabilities.
       text: of prompt and output; None without a tokenizer, and before the search has ended.
       finish_reason: "stop" after an end-of-sequence token, else "length"; None while the search continues the beam.
-      stop_reason: always None, as vLLM has the field.
+      stop_reason: the end-of-sequence token with finish_reason "stop", else None.
     """
 
     tokens: list[int]
@@ -164,7 +166,7 @@ class BeamSearch:
                     [*beam.tokens, token_id], [*beam.logprobs, position], beam.cum_logprob + entry.logprob
                 )
                 if token_id in self._eos and not self._params.ignore_eos:
-                    new.finish_reason = "stop"
+                    new.finish_reason, new.stop_reason = "stop", token_id
                     self._completed.append(new)
                 else:
                     grown.append(new)
@@ -184,7 +186,7 @@ class BeamSearch:
         best = sorted([*self._completed, *self._beams], key=self._score, reverse=True)[: self._params.beam_width]
         if tokenizer is not None:
             for beam in best:
-                beam.text = tokenizer.decode(self._shown(beam, 0))
+                beam.text = tokenizer.decode(self._shown(beam, 0), skip_special_tokens=self._params.skip_special_tokens)
         return BeamSearchOutput(best)
 
     def output_token_ids(self, beam: BeamSearchSequence) -> list[int]:
@@ -202,15 +204,12 @@ class BeamSearch:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         """Return a number that orders beams like cum_logprob / length ** length_penalty: length_penalty * log(length) -
-        log(-cum_logprob); infinity for a cum_logprob of 0 and for a length of 0.
-
-        The length does not count a last end-of-sequence token. The quotient itself would leave the range of a float for
-        long prompts.
+        log(-cum_logprob); infinity for a cum_logprob of 0. The length is the number of generated tokens. The quotient
+        itself would leave the range of a float for long outputs.
         """
-        length = len(beam.tokens) - (beam.tokens[-1] in self._eos)
-        if not length or beam.cum_logprob >= 0:
+        if beam.cum_logprob >= 0:
             return math.inf
-        return self._params.length_penalty * math.log(length) - math.log(-beam.cum_logprob)
+        return self._params.length_penalty * math.log(len(beam.logprobs)) - math.log(-beam.cum_logprob)
 
 
 def _invalid(name: str, value: Any, allowed: str) -> RequestError:

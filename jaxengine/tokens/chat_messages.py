@@ -160,9 +160,10 @@ def kind(value: Any) -> str:
 
 
 def _checked_message(message: Any, where: str, joint: str) -> Message:
-    """Check one message and return a copy without None values. Reasoning is stored under all REASONING_NAMES, and a
-    refusal takes the place of a missing content. Content parts are joined by `joint` unless there are others than
-    texts. where: path of the message in errors. Raises RequestError for an invalid message.
+    """Check one message and return a copy without None values. Reasoning is stored under all REASONING_NAMES. A refusal
+    takes the place of a missing content; an answer that has neither calls nor reasoning gets the content "". Content
+    parts are joined by `joint` unless there are others than texts. where: path of the message in errors. Raises
+    RequestError for an invalid message.
     """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
@@ -175,8 +176,9 @@ def _checked_message(message: Any, where: str, joint: str) -> Message:
     if content is None and isinstance(refusal, str):
         content = refusal
     if content is None and not calls and not (reasoning and role == "assistant"):
-        allowed = "only an answer with tool_calls, reasoning or a refusal may leave it out"
-        raise _refused(f"{where}.content is missing; {allowed}", message)
+        if role != "assistant":
+            raise _refused(f"{where}.content is missing; only an answer or a refusal may leave it out", message)
+        content = ""
     if isinstance(content, (list, tuple)):
         parts = [_checked_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
         texts = [part["text"] for part in parts if "text" in part and (part["text"] or joint == "\n")]

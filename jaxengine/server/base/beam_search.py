@@ -73,7 +73,8 @@ async def beam_search(
     completions = []
     for index, beam in enumerate(search.result(None).sequences[:n]):
         own_ids = search.output_token_ids(beam)
-        text = "" if inputs.tokenizer is None else inputs.tokenizer.decode(own_ids)
+        skip, tokenizer = params.skip_special_tokens, inputs.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(own_ids, skip_special_tokens=skip)
         reason = "abort" if aborted is not None and beam.finish_reason != "stop" else beam.finish_reason
         completions.append(
             CompletionOutput(
@@ -82,7 +83,7 @@ async def beam_search(
                 own_ids,
                 cumulative_logprob=beam.cum_logprob,
                 finish_reason=reason,
-                stop_reason=aborted.stop_reason if aborted is not None and reason == "abort" else None,
+                stop_reason=aborted.stop_reason if aborted is not None and reason == "abort" else beam.stop_reason,
             )
         )
     yield RequestOutput(request_id, prompt.get("prompt"), token_ids, completions, True, num_cached_tokens=num_cached)

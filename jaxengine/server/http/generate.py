@@ -33,6 +33,7 @@ from jaxengine.server.http.request.fields import (
     at_most,
     bias_by_id,
     check_n,
+    limited,
 )
 from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
@@ -125,7 +126,7 @@ class GenerateRequest(NamedRequest):
         """Return this request after checking it. Raises RequestError for log-probabilities of the prompt in a stream,
         and for stream_options without a stream.
         """
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         for name in ("prompt_logprobs", "prompt_logprob_token_ids") if self.stream else ():
             if getattr(self.sampling_params, name) is not None:
@@ -160,7 +161,7 @@ class GenerateRequest(NamedRequest):
         given |= {} if extra is None else {"extra_args": extra}
         given["detokenize"] = bool(asked.stop)
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(**{"max_tokens": inputs.generation_defaults.get("max_tokens"), **given})
+        return limited(SamplingParams(**{"max_tokens": inputs.generation_defaults.get("max_tokens"), **given}), inputs)
 
 
 class GenerateLogprob(Answer):

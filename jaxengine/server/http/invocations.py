@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.http.request.limits import read_json
+from jaxengine.server.http.request.limits import LONG_BODY, convert, read_json
 
 # Path of a route, by a field that only its requests have.
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
@@ -61,12 +61,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         exactly one of the fields that tell routes apart.
         """
         body = await request.body()
-        value = read_json(body)
+        request.state.is_long = len(body) > LONG_BODY
+        value = await convert(request, read_json, body)
         fields = [name for name in paths if isinstance(value, dict) and name in value]
         if len(fields) != 1:
             raise RequestError(f"the body must have one of {', '.join(paths)}, got {fields or 'none'}")
         if adapter := request.headers.get(_ADAPTER_HEADER):
-            body = json.dumps({**value, "model": adapter}).encode()
+            body = (await convert(request, json.dumps, {**value, "model": adapter})).encode()
         return _PassedOn(request, paths[fields[0]], body)
 
     return routes

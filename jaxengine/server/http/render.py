@@ -29,7 +29,7 @@ from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.generate import GenerateSampling
 from jaxengine.server.http.messages.protocol import MessagesRequest
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.limits import JsonRoute, convert
 from jaxengine.server.http.request.protocol import GenerationRequest
 from jaxengine.server.http.responses.input import read_input
 from jaxengine.server.http.responses.protocol import ResponsesRequest, as_response_error
@@ -172,7 +172,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         `_conversation`.
         """
         try:
-            return await _conversation(server, body.chat_request(), body, request, "msg", "messages")
+            chat = await convert(request, body.chat_request)
+            return await _conversation(server, chat, body, request, "msg", "messages")
         except RequestError as error:
             raise body.as_asked(error) from None
 
@@ -183,7 +184,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         `_conversation`.
         """
         try:
-            asked = body.chat_request(limits_thinking=server.reasoning_format is not None)
+            asked = await convert(request, body.chat_request, limits_thinking=server.reasoning_format is not None)
             return await _conversation(server, asked, body, request, "chat", "messages")
         except RequestError as error:
             raise body.as_asked(error) from None
@@ -197,7 +198,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         if body.previous_response_id is not None:
             raise RequestError("previous_response_id is not rendered; give all items", param="previous_response_id")
         try:
-            chat = body.chat_request(read_input(body.input))
+            chat = body.chat_request(await convert(request, read_input, body.input))
             return await _conversation(server, chat, body, request, "resp", "input")
         except RequestError as error:
             raise as_response_error(error) from None

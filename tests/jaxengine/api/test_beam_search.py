@@ -66,7 +66,7 @@ class Reference:
         self, prompt: list[int], max_tokens: int, penalty: float, ignore_eos: bool
     ) -> list[tuple[list[int], float]]:
         def score(beam: tuple[list[int], float]) -> float:
-            return beam[1] / (len(beam[0]) - (beam[0][-1] == EOS)) ** penalty
+            return beam[1] / max(1, len(beam[0]) - len(prompt)) ** penalty
 
         beams, ended = [(prompt, 0.0)], []
         for _ in range(max_tokens):

@@ -15,7 +15,7 @@ import pytest
 import jaxengine
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens import chat_sandbox
-from jaxengine.tokens.chat_messages import MAX_DEPTH
+from jaxengine.tokens.chat_messages import MAX_DEPTH, checked_messages
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row
 
@@ -216,6 +216,12 @@ def test_callers_messages_are_left_alone(chatml):
 
 def nested(depth: int) -> Any:
     return [] if depth == 0 else [nested(depth - 1)]
+
+
+def test_an_answer_may_be_empty():
+    """As the API gives it back: an answer that ended at once has the content null."""
+    for answer in ({}, {"content": None}, {"content": None, "tool_calls": []}, {"content": ""}):
+        assert checked_messages([{"role": "assistant", **answer}]) == [{"role": "assistant", "content": ""}]
 
 
 @each_row(

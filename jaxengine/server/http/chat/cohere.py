@@ -23,7 +23,7 @@ from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.run import ChatServer
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.errors import ApiError, cohere_error_body
-from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.limits import JsonRoute, convert
 
 CohereReason = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS", "TOOL_CALL", "ERROR", "TIMEOUT"]
 # Finish reason of a choice -> Cohere's. An output that repeats itself has ended by itself.
@@ -250,8 +250,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model, lora = await choose_model(engine, body.model, names)
         name, limits = body.register("chat", request), server.reasoning_format is not None
-        asked, ignored = body.chat_request(limits_thinking=limits), request.state.ignored_fields
-        ignored += body.ignored_parts(server.renderer.template(asked), limits_thinking=limits)
+        asked, ignored = await convert(request, body.chat_request, limits_thinking=limits), request.state.ignored_fields
+        template = server.renderer.template(asked)
+        ignored += await convert(request, lambda: [*body.ignored_parts(template, limits_thinking=limits)])
         with _as_asked(body):
             chat = ChatAnswer(server, asked, name, model, body.options(request, config, lora))
             await chat.prepare(ignored)

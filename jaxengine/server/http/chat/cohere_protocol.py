@@ -64,8 +64,8 @@ class CohereFormat(RequestModel):
 
 
 class CohereThinking(RequestModel):
-    """Whether the model should reason first. token_budget: limit of the reasoning, if the server separates it from the
-    answer.
+    """Whether the model should reason first. token_budget: limit of the reasoning, if that is enabled and the server
+    separates it from the answer.
     """
 
     type: Literal["enabled", "disabled"]
@@ -108,8 +108,8 @@ class CohereChatRequest(ConversationRequest):
 
     def chat_request(self, *, limits_thinking: bool = False) -> ChatRequest:
         """Return the equivalent chat completion request. limits_thinking: whether thinking.token_budget limits the
-        reasoning; without a reasoning parser it cannot. Raises RequestError with this API's field names, also for two
-        names of one field.
+        reasoning where that is enabled; without a reasoning parser it cannot. Raises RequestError with this API's field
+        names, also for two names of one field.
         """
         fields = {name: getattr(self, name) for name in _SAME}
         for name, own in (("stop", "stop_sequences"), ("top_k", "k"), ("top_p", "p")):
@@ -128,7 +128,7 @@ class CohereChatRequest(ConversationRequest):
             if (budget := self.thinking.token_budget) is not None and self.thinking_token_budget is not None:
                 problem = "thinking.token_budget and thinking_token_budget are the same; give one"
                 raise RequestError(problem, param="thinking")
-            if limits_thinking and budget is not None:
+            if limits_thinking and fields["thinking"] and budget is not None:
                 fields["thinking_token_budget"] = budget
         variables = {**self.variables, **(self.chat_template_kwargs or {})}
         try:
@@ -148,12 +148,13 @@ class CohereChatRequest(ConversationRequest):
 
     def ignored_parts(self, template: str, *, limits_thinking: bool) -> Iterator[str]:
         """Yield the names of what has no effect: variables that the text of the chat template does not use, a budget of
-        the reasoning without `limits_thinking` (see `chat_request`), and once each "messages.KEY" and "documents.KEY"
-        for further keys of messages, such as citations of earlier answers, and of documents.
+        the reasoning that is disabled or without `limits_thinking` (see `chat_request`), and once each "messages.KEY"
+        and "documents.KEY" for further keys of messages, such as citations of earlier answers, and of documents.
         """
         yield from (name for name in self.variables if name not in template)
-        if self.thinking is not None and self.thinking.token_budget is not None and not limits_thinking:
-            yield "thinking.token_budget"
+        if (asked := self.thinking) is not None and asked.token_budget is not None:
+            if not limits_thinking or asked.type == "disabled":
+                yield "thinking.token_budget"
         found: dict[str, None] = {}
         for message in self.messages:
             other = message.keys() - _MESSAGE_KEYS - _ROLE_KEYS.get(str(message.get("role")), frozenset())

@@ -99,11 +99,11 @@ class ChatRun:
         self._check_budget()
         try:
             self.params = self._sampling_params()
-            self._beams = body.beam_params(server.engine.inputs, self.params.max_tokens)
+            if self._shows_special_tokens and body.skip_special_tokens is None:
+                self.params = self.params.clone_with(skip_special_tokens=False)
+            self._beams = body.beam_params(server.engine.inputs, self.params)
         except RequestError as error:
             raise self._as_asked(error) from None
-        if self._shows_special_tokens and body.skip_special_tokens is None:
-            self.params = self.params.clone_with(skip_special_tokens=False)
         self.prompt: dict[str, Any] = {}
         self._parsers: dict[int, MessageParser] = {}
         self._reasoning_texts: dict[int, list[str]] = {}

@@ -67,7 +67,7 @@ class CompletionRun:
         self._config = config
         self.head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self.params = self._sampling_params()
-        self._beams = body.beam_params(engine.inputs, body.max_tokens, body.best_of)
+        self._beams = body.beam_params(engine.inputs, self.params, body.best_of)
         self.prompts: list[dict[str, Any]] = []
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0

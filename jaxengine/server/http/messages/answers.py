@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from jaxengine.server.http.answer.answers import Answer, MessagesError
+from jaxengine.server.http.answer.answers import ABSENT, Answer, MessagesError
 
 
 class MessagesUsage(Answer):
@@ -47,6 +47,7 @@ class Message(MessageEnd):
     model: str
     content: list[Block]
     usage: MessagesUsage
+    kv_transfer_params: dict[str, Any] = ABSENT
 
 
 class MessageStart(Answer):

@@ -19,31 +19,40 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.sse import answer, json_response, stream_events
+from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.messages.answers import Message, MessageEvent, MessageTokens
 from jaxengine.server.http.messages.output import MessageWriter, Said, sse
-from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest, as_messages_error
+from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.errors import ApiError, messages_error_body
-from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.limits import JsonRoute, convert
 
 
 class _Message:
     """Message request in progress: call `prepare`, then `whole` for one response or `stream` for a stream."""
 
-    def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
+    def __init__(
+        self,
+        server: ChatServer,
+        body: MessagesRequest,
+        chat: ChatRequest,
+        name: str,
+        model: str,
+        options: RequestOptions,
+    ):
         """Create the run of the message; nothing runs yet. A budget that the body asks for limits its reasoning if the
         server can do that.
 
-        name: id of the message and of its engine request. model: model name in the response. options: scheduling
-        options. Raises RequestError with Anthropic's field names.
+        chat: `body` as a chat request; changed. name: id of the message and of its engine request. model: model name in
+        the response. options: scheduling options. Raises RequestError with Anthropic's field names.
         """
         self._body = body
         self._writer = MessageWriter()
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._moved: dict[str, Any] | None = None  # kv_transfer_params of the answer
         self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
         try:
-            chat = body.chat_request()
             if chat.thinking_token_budget is None and _limits(server, body):
                 chat.thinking_token_budget = body.asked_budget
             self._run = ChatRun(server, chat, name, options, is_stream=bool(body.stream))
@@ -60,7 +69,7 @@ class _Message:
             await self._run.prepare()
         except RequestError as error:
             raise self._body.as_asked(error) from None
-        names = {"reasoning_effort": "output_config.effort"}
+        names = {"reasoning_effort": "thinking" if self._body.disables_thinking else "output_config.effort"}
         ignored += [names.get(name, name) for name in self._run.ignored]
 
     async def whole(self) -> Response:
@@ -68,7 +77,8 @@ class _Message:
         async with contextlib.aclosing(self._events()) as events:
             async for _ in events:
                 continue
-        return json_response({**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()})
+        body = {**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()}
+        return json_response(body | ({} if self._moved is None else {"kv_transfer_params": self._moved}))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Run the message and yield the response as server-sent events, any number of them in an item: message_start,
@@ -93,8 +103,9 @@ class _Message:
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
-                async for _, outputs in pieces:
+                async for whole, outputs in pieces:
                     said: list[Said] = []
+                    self._moved = whole.kv_transfer_params
                     for output, events in outputs:
                         said += self._writer.add(events)
                         if output.finish_reason is not None:
@@ -158,8 +169,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("msg", request)
-        message = _Message(server, body, name, model, body.options(request, config, lora))
-        request.state.ignored_fields += _ignored(server, body, request)
+        chat = await _read(server, body, request)
+        message = _Message(server, body, chat, name, model, body.options(request, config, lora))
         await message.prepare(request.state.ignored_fields)
         if body.stream:
             return await stream_events(request, message.stream(), config, done=b"", failed=_failed)
@@ -172,11 +183,11 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError, ApiError (404) for an unknown model, OverloadedError.
         """
         await choose_model(engine, body.model, names)
-        request.state.ignored_fields += _ignored(server, body, request)
+        chat = await _read(server, body, request)
         try:
-            ids = await server.renderer.token_ids(body.chat_request())
+            ids = await server.renderer.token_ids(chat)
         except RequestError as error:
-            raise as_messages_error(error) from None
+            raise body.as_asked(error) from None
         return json_response({"input_tokens": len(ids)})
 
     return routes
@@ -189,10 +200,15 @@ def _limits(server: ChatServer, body: Conversation) -> bool:
     return server.reasoning_format is not None and body.thinking is not None and body.thinking.type == "enabled"
 
 
-def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[str]:
-    """Return the names of the request's parts that are accepted without effect, its beta header included."""
+async def _read(server: ChatServer, body: Conversation, request: Request) -> ChatRequest:
+    """Return the equivalent chat request, and add the names of the request's parts that are accepted without effect,
+    its beta header included, to its state. Raises RequestError with this API's field names, OverloadedError.
+    """
+    chat, ignored = await convert(request, lambda: (body.chat_request(), [*body.ignored_parts]))
     budget = () if body.asked_budget is None or _limits(server, body) else ("thinking.budget_tokens",)
-    return [*body.ignored_parts, *budget, *(name for name in ("anthropic-beta",) if name in request.headers)]
+    header = (name for name in ("anthropic-beta",) if name in request.headers)
+    request.state.ignored_fields += [*ignored, *budget, *header]
+    return chat
 
 
 def _failed(error: ApiError) -> bytes:

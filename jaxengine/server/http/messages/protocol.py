@@ -20,6 +20,7 @@ from jaxengine.server.http.messages.tools import (
 )
 from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
+from jaxengine.server.http.request.kv_transfer import TransferParams
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
 # Fields that a chat request has under the same name.
@@ -67,7 +68,7 @@ class Thinking(RequestModel):
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: str | None = None
 
 
@@ -143,13 +144,20 @@ class Conversation(RequestModel):
         try:
             return ChatRequest.of(self._chat_fields())
         except RequestError as error:
-            raise as_messages_error(error) from None
+            raise self.as_asked(error) from None
+
+    def as_asked(self, error: RequestError) -> RequestError:
+        """Return an error of the chat request with the name of this request's field; the error itself if its name is
+        the same.
+        """
+        return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat request, by name. If the last message is the assistant's, the model
-        continues it, but not if a system message follows of which nothing is left. Tools
-        that this server cannot run are left out, and so is thinking of type "adaptive". Raises RequestError for
-        messages, blocks or a tool_choice that are not allowed.
+        continues it, but not if a system message follows of which nothing is left. Tools that this server cannot run
+        are left out, and so is thinking of type "adaptive". Thinking of type "disabled" is the effort "none", as some
+        templates have a variable for efforts alone. Raises RequestError for messages, blocks or a tool_choice that are
+        not allowed.
         """
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
         tools = tools_in_effect(self.tools or (), self.messages)
@@ -165,14 +173,21 @@ class Conversation(RequestModel):
             if choice.type == "auto" and not functions:
                 fields["tool_choice"] = None
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
-        if self.thinking is not None and self.thinking.type != "adaptive":
-            fields["thinking"] = self.thinking.type == "enabled"
+        if self.thinking is not None and self.thinking.type == "enabled":
+            fields["thinking"] = True
         if output is not None:
             fields["reasoning_effort"] = output.effort
             if output.format is not None:
                 schema = {"name": "output", "schema": output.format.schema_}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.disables_thinking:
+            fields["reasoning_effort"] = "none"
         return fields
+
+    @property
+    def disables_thinking(self) -> bool:
+        """Whether the model shall not reason, whatever effort the request has."""
+        return self.thinking is not None and self.thinking.type == "disabled"
 
     @property
     def asked_budget(self) -> int | None:
@@ -190,6 +205,8 @@ class Conversation(RequestModel):
             "output_config.task_budget": self.output_config and self.output_config.task_budget,
         }
         yield from (name for name, value in parts.items() if value is not None)
+        if self.disables_thinking and self.output_config is not None and self.output_config.effort is not None:
+            yield "output_config.effort"
         tools = self.tools or ()
         yield from (f"tools.{kind}" for kind in dict.fromkeys(t.type for t in tools if isinstance(t, DefinedTool)))
         if any(tool.cache_control is not None for tool in tools):
@@ -204,26 +221,32 @@ class MessagesRequest(Conversation, ConversationRequest):
     Attributes:
       max_tokens: limit of the answer; required.
       stop_sequences: texts that end the answer; same as stop.
+      kv_transfer_params: as in a chat request.
     """
 
-    refused = {**REFUSED, **Conversation.refused}
+    refused = {name: neutral for name, neutral in REFUSED.items() if name != "kv_transfer_params"}
+    refused |= Conversation.refused
     ignored = Conversation.ignored
 
     max_tokens: int
     stop_sequences: Texts | None = None
+    kv_transfer_params: TransferParams | None = None
 
     @model_validator(mode="after")
-    def _check_stop(self) -> Self:
-        """Return this request after checking it. Raises RequestError if both stop_sequences and stop are given."""
+    def _check_names(self) -> Self:
+        """Return this request after checking it. Raises RequestError for both names of one field."""
         if self.stop_sequences is not None and self.stop is not None:
             raise RequestError("stop_sequences and stop are the same; give one", param="stop_sequences")
+        if self.asked_budget is not None and self.thinking_token_budget is not None:
+            problem = "thinking.budget_tokens and thinking_token_budget are the same; give one"
+            raise RequestError(problem, param="thinking")
         return self
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat request, by name, sampling fields included. Raises RequestError for
         messages, blocks or a tool_choice that are not allowed.
         """
-        fields = {name: getattr(self, name) for name in _SAME}
+        fields = {name: getattr(self, name) for name in (*_SAME, "kv_transfer_params")}
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}
@@ -236,14 +259,7 @@ class MessagesRequest(Conversation, ConversationRequest):
             return renamed(error, "thinking")
         if error.param == "stop" and self.stop_sequences is not None:
             return renamed(error, "stop_sequences")
-        return as_messages_error(error)
-
-
-def as_messages_error(error: RequestError) -> RequestError:
-    """Return an error of a chat request with MessagesRequest's name of the field; the error itself if its name is the
-    same.
-    """
-    return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
+        return super().as_asked(error)
 
 
 def _check_choice(choice: ToolChoice, tools: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi.routing import APIRoute
@@ -30,8 +30,8 @@ MAX_TEXTS = 500_000
 MAX_NAMES = 270_000
 # Limit of a request's top-level names.
 MAX_FIELDS = 1000
-# Longer bodies are parsed on a thread.
-_LONG_BODY = 64 << 10
+# Longer bodies are parsed, and converted to other requests, on a thread.
+LONG_BODY = 64 << 10
 _PIECE_BYTES = 1 << 20
 # A string (up to the end of the body if it is not closed), a bracket, or text between these, in pieces. Possessive, for
 # linear time.
@@ -42,12 +42,15 @@ _MALFORMED, _ENDS_EARLY, _HALVES = "JSON is malformed: ", "Input data was trunca
 _HALF_CHARACTER, _LAST_BYTES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}"), 12
 _AT, _CONSTANT = re.compile(r"\(byte (\d+)\)"), re.compile(rb"NaN|-?Infinity")
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 class JsonRoute(APIRoute):
     """Route whose body is JSON by the rules of `read_json`, sent as application/json.
 
-    Names of fields are stored in the request's state: given_fields, for errors; unknown_fields and ignored_fields, for
-    headers of the response.
+    Stored in the request's state are names of fields: given_fields, for errors; unknown_fields and ignored_fields, for
+    headers of the response; and is_long, whether the body is longer than LONG_BODY bytes.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -105,14 +108,14 @@ class _JsonRequest(Request):
         return b"..." if self._raw else b""
 
     async def json(self) -> Any:
-        """Return the body's value, and store the names of its fields in the request's state. A long body is parsed on a
-        thread. Call it after `body`.
+        """Return the body's value, and store the names of its fields, and whether it is long, in the request's state. A
+        long body is parsed on a thread. Call it after `body`.
 
         Raises ApiError (400) for a body that `read_json` refuses and for more than MAX_FIELDS fields, OverloadedError
         if too many bodies wait for a thread.
         """
-        workers: Workers = self.app.state.workers
-        value = await workers.run(self._read) if len(self._raw) > _LONG_BODY else self._read()
+        self.state.is_long = len(self._raw) > LONG_BODY
+        value = await convert(self, self._read)
         if isinstance(value, dict):
             if len(value) > MAX_FIELDS:
                 raise ApiError(400, f"the body has {len(value)} fields; allowed: {MAX_FIELDS}")
@@ -128,6 +131,15 @@ class _JsonRequest(Request):
         """
         raw, self._raw = self._raw, bytearray()
         return read_json(raw)
+
+
+async def convert(request: Request, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Return the result of a function of the request's body, or raise its exception. The function runs on one of the
+    application's threads if `request.state.is_long` (JsonRoute), otherwise here, as changing threads takes longer.
+    Raises OverloadedError if too many calls wait for a thread.
+    """
+    workers: Workers = request.app.state.workers
+    return await workers.run(function, *args, **kwargs) if request.state.is_long else function(*args, **kwargs)
 
 
 def read_json(body: bytes | bytearray) -> Any:

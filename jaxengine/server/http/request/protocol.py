@@ -34,6 +34,7 @@ from jaxengine.server.http.request.fields import (
     bias_by_id,
     check_n,
     check_truncation,
+    limited,
 )
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 
@@ -116,7 +117,7 @@ _NOT_WITH_BEAMS = sorted(
         "response_format",
         "tools",
     }
-    - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output"}
+    - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
 )
 
 
@@ -390,7 +391,7 @@ class TextRequest(GenerationRequest):
         """Return this request after checking it. Raises RequestError for fields that need or exclude each other, and
         for an invalid truncate_prompt_tokens.
         """
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
@@ -419,35 +420,34 @@ class TextRequest(GenerationRequest):
                 raise RequestError(f"{name} is not allowed with use_beam_search=true", param=name)
 
     def beam_params(
-        self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
+        self, inputs: InputProcessor, params: SamplingParams, width: int | None = None
     ) -> BeamSearchParams | None:
-        """Return the parameters of a beam search; None if the request has none. Raises RequestError for values that are
-        not allowed.
-
-        max_tokens: limit of the output; None for max_model_len. width: best_of, the number of beams; None for n, or 1.
+        """Return the parameters of a beam search; None if the request has none. params: result of `sampling_params`.
+        width: best_of, the number of beams; None for n, or 1. Raises RequestError for values that are not allowed.
         """
         if not self.use_beam_search:
             return None
-        params = BeamSearchParams(
+        beams = BeamSearchParams(
             beam_width=width or self.n or 1,
-            max_tokens=inputs.config.max_model_len if max_tokens is None else max_tokens,
-            ignore_eos=bool(self.ignore_eos),
+            max_tokens=params.max_tokens or inputs.config.max_model_len,
+            ignore_eos=params.ignore_eos,
             temperature=1.0 if self.temperature is None else self.temperature,
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
         )
         try:
-            params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+            beams.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
         except RequestError as error:
             if error.param != "beam_width":
                 raise
             raise renamed(error, "best_of" if width else "n") from None
-        return params
+        return beams
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """Return the request's fields as SamplingParams; a field that is None gets the model's default. changes: fields
         of SamplingParams by name that replace these, also by None. With use_beam_search the temperature is always 1, as
-        `beam_params` has the request's. Raises RequestError for values that are not allowed, also for n above max_n.
+        `beam_params` has the request's; max_tokens is `limited`. Raises RequestError for values that are not allowed.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -460,7 +460,7 @@ class TextRequest(GenerationRequest):
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:  # temperature 0 allows n > 1 here; beam_params checks it
             changes["temperature"] = 1.0
-        return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
+        return limited(SamplingParams(**{**inputs.generation_defaults, **given, **changes}), inputs)
 
     def names_tokens_by_id(self, config: ServerConfig) -> bool:
         """Whether tokens of logprobs are written as token_id:N: as the request says, or else the server's option."""

@@ -32,7 +32,7 @@ from jaxengine.server.http.lists import page, there
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.auth import check_query
 from jaxengine.server.http.request.errors import as_api_error, error_body
-from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.limits import JsonRoute, convert
 from jaxengine.server.http.responses.answers import (
     DeletedResponse,
     InputItems,
@@ -263,7 +263,7 @@ class _Responses:
         response_id = body.request_id or f"resp_{secrets.token_hex(16)}"
         if body.request_id is not None and await store.find(response_id, owner) is not None:
             raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
-        question, keeper = read_input(body.input), None
+        question, keeper = await convert(request, read_input, body.input), None
         if body.store is not False:
             asked = await Asked.of(question, named_items(body.input))
             size, previous = earlier_bytes + asked.question.num_bytes, body.previous_response_id
@@ -365,7 +365,7 @@ class _Responses:
         held = self._memory.hold()
         try:
             earlier, _ = await self._earlier(body, request, held)
-            chat = body.chat_request([*earlier, *read_input(body.input)])
+            chat = body.chat_request([*earlier, *await convert(request, read_input, body.input)])
             ids = await self.server.renderer.token_ids(chat)
         except RequestError as error:
             raise as_response_error(error) from None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from pydantic import ValidationError
 
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
@@ -154,6 +158,38 @@ def test_no_field_is_forgotten():
     assert ChatRequest.model_fields.keys() - ELSEWHERE == CHAT.keys()
     # Where stream_options are accepted they have no effect: see test_coding_agents.
     assert ResponsesRequest.model_fields.keys() - ELSEWHERE == {*RESPONSES, "stream_options"}
+
+
+def test_an_operators_max_new_tokens_is_a_limit():
+    """A model's own file has only a default, as in vLLM."""
+    for source, override, is_limit in (
+        ("auto", {"max_new_tokens": 10}, True),
+        ("vllm", {"max_new_tokens": 10}, True),
+        ("folder", None, True),
+        ("auto", {"top_k": 5}, False),
+        ("auto", None, False),
+    ):
+        options = SimpleNamespace(generation_config=source, override_generation_config=override)
+        inputs: Any = SimpleNamespace(config=options, generation_defaults={"max_tokens": 10})
+        for asked, wanted in ((None, 10), (5, 5), (15, 10 if is_limit else 15)):
+            fields = {} if asked is None else {"max_tokens": asked}
+            generate = GenerateRequest.model_validate({"token_ids": [1], "sampling_params": fields})
+            chat = ChatRequest(messages=HI).sampling_params(inputs, ServerConfig(), **fields)
+            assert [generate.params(inputs, ServerConfig()).max_tokens, chat.max_tokens] == [wanted] * 2, (
+                source,
+                asked,
+            )
+
+
+def test_options_of_a_stream_that_set_nothing_need_none():
+    for model, fields in (
+        (ChatRequest, {"messages": HI}),
+        (CompletionRequest, {"prompt": "Hi"}),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {}}),
+    ):
+        model.model_validate({**fields, "stream_options": {}})
+        with pytest.raises(ValidationError, match="only allowed with stream=true"):
+            model.model_validate({**fields, "stream_options": {"include_usage": False}})
 
 
 def test_what_completions_and_chats_alone_support_is_refused_elsewhere():

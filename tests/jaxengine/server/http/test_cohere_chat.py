@@ -136,6 +136,9 @@ def test_what_messages_become():
     assert (chat.tool_choice, [tool.function.strict for tool in chat.tools or ()]) == ("required", [True, True])
     assert (chat.max_completion_tokens, chat.stop, chat.top_k, chat.top_p) == (5, ["z"], 3, 0.5)
     assert (chat.thinks, chat.thinking_token_budget) == (True, 7)
+    off = asked(thinking={"type": "disabled", "token_budget": 7})
+    chat, ignored = off.chat_request(limits_thinking=True), off.ignored_parts("", limits_thinking=True)
+    assert (chat.thinks, chat.thinking_token_budget, [*ignored]) == (False, None, ["thinking.token_budget"])
     for given, wanted in (
         ({}, "json_object"),
         ({"json_schema": {}}, "json_object"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import json
+import pydoc
 import threading
 import time
 import tracemalloc
@@ -245,6 +247,43 @@ async def test_a_conversation_that_cannot_fit_reaches_no_template(app, monkeypat
         answer = await post(app, path, **fields)
         assert answer.status == 400 and "prompt is too long: 1000000 characters > " in answer.error["message"]
     assert not rendered
+
+
+async def test_long_conversations_of_other_apis_are_converted_on_a_thread(app, monkeypatch):
+    """A conversion took up to a second of the event loop; short ones stay on it."""
+    here, threads, http = threading.get_ident(), [], "jaxengine.server.http"
+
+    def watched(plain, *args):
+        threads.append(threading.get_ident())
+        return plain(*args)
+
+    for name in (
+        "messages.protocol.read_messages",
+        "messages.protocol.left_out_blocks",
+        "chat.cohere_protocol._chat_messages",
+        "responses.endpoint.read_input",
+        "render.read_input",
+        "invocations.read_json",
+    ):
+        monkeypatch.setattr(f"{http}.{name}", functools.partial(watched, pydoc.locate(f"{http}.{name}")))
+    for path, field, number in (
+        ("/v1/messages", "messages", 2),
+        ("/v1/messages/render", "messages", 1),
+        ("/v1/messages/count_tokens", "messages", 2),
+        ("/cohere/v2/chat", "messages", 1),
+        ("/cohere/v2/chat/render", "messages", 1),
+        ("/v1/responses", "input", 1),
+        ("/v1/responses/input_tokens", "input", 1),
+        ("/v1/responses/render", "input", 1),
+        ("/invocations", "input", 2),
+    ):
+        for length, is_here in ((2, True), (70_000, False)):
+            conversation = [{"role": "user", "content": "x" * length}]
+            answer = await post(app, path, **{"max_tokens": 1, field: conversation})
+            assert answer.status in (200, 400), (path, answer.body)
+            found = [thread == here for thread in threads]
+            assert found == [is_here] * number, (path, length)
+            threads.clear()
 
 
 def test_lists_of_ids_are_bounded_and_checked():

@@ -280,6 +280,24 @@ def test_messages_add_and_remove_tools():
             Conversation(**fields).chat_request()
 
 
+async def test_thinking_that_is_disabled_is_the_effort_none(scripted):
+    """A template may know efforts alone, and an effort of the request does not switch thinking on again."""
+    off = {"thinking": {"type": "disabled"}}
+    for template, prompt in (
+        ("{{ reasoning_effort }}", "none"),
+        ("{{ enable_thinking }}", "False"),
+        ("{{ thinking }} {{ reasoning_effort }}", "False none"),
+        ("{{ 'x' }}", "x"),
+    ):
+        for fields in (off, {**off, "output_config": {"effort": "high"}}):
+            app, engine = scripted("Yes.", template=template)
+            answer = await post(app, PATH, **ASK, **fields)
+            assert answer.status == 200 and engine.calls[-1][0]["prompt"] == prompt, answer.body
+            ignored = answer.headers.get("x-ignored-fields", "").split(", ")
+            assert ("thinking" in ignored) == (prompt == "x")
+            assert ("output_config.effort" in ignored) == ("output_config" in fields)
+
+
 def test_a_tool_that_is_deferred_reaches_the_template():
     function, custom = {"type": "function", "name": "f"}, {"type": "custom", "name": "g"}
     for name, given in (("a", {}), ("b", {"defer_loading": True}), ("c", {"defer_loading": False})):
@@ -316,6 +334,10 @@ def test_a_tool_that_is_deferred_reaches_the_template():
         ({"tools": TOOLS}, "enable-auto-tool-choice"),
         ({"thinking": {"type": "much"}}, "thinking"),
         ({"stop_sequences": ["a"], "stop": ["b"]}, "stop_sequences"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_token_budget": 9},
+            "thinking.budget_tokens and thinking_token_budget are the same",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "http://a"}}}}, "output_config"),
     ],
@@ -345,6 +367,20 @@ async def test_a_key_as_anthropics_clients_send_it(chat_engine):
     async with http_client(app) as client:
         answer = await client.post(PATH, json={**ASK, "model": "other"}, headers={"X-Api-Key": "right"})
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+
+
+async def test_what_another_engine_fetches_is_in_the_answer(scripted):
+    app, engine = scripted("Hello.")
+    plain, moved = engine.stream, {"remote_block_ids": [[1]]}
+
+    async def moves(*arguments, **options):
+        async for output in plain(*arguments, **options):
+            output.kv_transfer_params = moved if output.finished else None
+            yield output
+
+    assert "kv_transfer_params" not in (await post(app, PATH, **ASK)).json
+    engine.stream = moves
+    assert (await post(app, PATH, **ASK)).json["kv_transfer_params"] == moved
 
 
 async def test_a_stream_that_fails_says_so(scripted):
@@ -380,6 +416,7 @@ FIELDS = {
     "output_config": {"effort": "low"},
     "stop_in_reasoning": (True, {"stop_sequences": ["x"]}),
     "chat_template_kwargs": {"mood": "good"},
+    "kv_transfer_params": {"do_remote_prefill": False},
 }
 
 
