@@ -45,6 +45,14 @@ REWARD_HEADS = {
     "Qwen2ForProcessRewardModel": TokenHead(TOKEN_CLASSIFY, 2, "score.2", inner="score.0"),
     "Qwen2ForRewardModel": TokenHead(TOKEN_CLASSIFY, 1, "score.2", inner="score.0"),
 }
+# Classes of classifiers -> transformers' labels for a file that has none.
+_PRIVATE = ("account_number", "private_address", "private_date", "private_email", "private_person", "private_phone")
+LABELS = {
+    "OpenAIPrivacyFilterForTokenClassification": (
+        "O",
+        *(f"{part}-{label}" for label in (*_PRIVATE, "private_url", "secret") for part in "BIES"),
+    )
+}
 # Beginning of a class name -> transformers' defaults for fields that a file lacks, where they differ from those of the
 # family's class.
 _T5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"}
@@ -104,6 +112,7 @@ _STEMS = {
     "Camembert": "Roberta",
     "CohereCompassText": "CohereCompass",
     "Data2VecText": "Roberta",
+    "EmbeddingGemma2Text": "EmbeddingGemma2",
     "Gemma3Text": "Gemma3",
     "Gemma3nText": "Gemma3n",
     "Gemma4Text": "Gemma4",

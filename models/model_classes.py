@@ -259,6 +259,8 @@ _ENCODER_MODULES = {
     "T5EncoderModel": "t5",
     "UMT5EncoderModel": "t5",
     "EuroBertModel": "eurobert",
+    "EmbeddingGemma2Model": "embedding_gemma2",
+    "OpenAIPrivacyFilterModel": "openai_privacy_filter",
     "EsmModel": "esm",
     "ErnieModel": "ernie",
     "MegatronBertModel": "megatron_bert",

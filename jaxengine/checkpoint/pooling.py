@@ -36,12 +36,14 @@ from jaxengine.config.features.pooling_model import (
     SentenceModel,
     check_dimensions,
 )
+from jaxengine.models.architectures import LABELS
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import (
     CLASSIFY,
     CLS,
     EMBED,
     LAST,
+    MAX,
     MAX_LABELS,
     MEAN,
     TOKEN_CLASSIFY,
@@ -67,8 +69,9 @@ TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 JINA_V5, ADAPTERS = "JinaEmbeddingsV5", "adapters"
 # An architecture that pools sparsely even without sentence-transformers' files.
 SPLADE = "BertSpladeSparseEmbeddingModel"
-# One whose embeddings are projected by a matrix among its weights.
+# Those whose embeddings are projected by a matrix among their weights.
 VOYAGE = "VoyageQwen3BidirectionalEmbedModel"
+EMBEDDING_GEMMA = "EmbeddingGemma2Model"
 
 TokenId = Callable[[str], int | None]
 
@@ -87,6 +90,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     crosses = with_cross_encoder(folder, raw)
     fields = ConfigFields(crosses or raw)
     architecture = hf_architecture(fields)
+    if architecture in LABELS and not fields.has("num_labels") and not fields.has("id2label"):
+        fields = ConfigFields({**fields.raw, "id2label": dict(enumerate(LABELS[architecture]))})
     own_task = family_of(architecture)[1]
     if family_of(architecture)[0] in ENCODERS and fields.has("classifier_from_token"):
         raise fields.fail("classifier_from_token", f"absent for {architecture}, an encoder without logits of tokens")
@@ -134,10 +139,11 @@ def _embedder(
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
     head = retrieval_head(folder, fields) if task == TOKEN_EMBED and not dense else None
-    if task == TOKEN_EMBED and not dense and head is None:
-        dense = (own_projection(folder, fields),)
-    if architecture == VOYAGE and not dense:  # of each token before the mean, to which a projection is indifferent
-        dense = (own_projection(folder, fields),)
+    is_first = family_of(architecture)[0] == EMBEDDING_GEMMA  # its projection comes before any Dense module
+    if is_first or not dense and (architecture == VOYAGE or task == TOKEN_EMBED and head is None):
+        dense = (own_projection(folder, fields), *dense)
+        if task == EMBED and (pooling_type or usual) == MAX:  # of projected tokens; sums and single tokens may be later
+            raise ConfigError("pooler_config.pooling_type", MAX, f"another type for {architecture}")
     if architecture == SPLADE:
         splade = splade or Splade(0)
     if splade is not None:

@@ -29,6 +29,7 @@ from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_obj
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 # Files with a Transformer module's settings of its input. The first one that exists counts.
 TOKENIZER = "tokenizer_config.json"
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TRANSFORMER = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
 # Fields of config.json that hf_overrides may add, and that then take precedence.
@@ -57,8 +58,7 @@ _EARLIER_MODES = {
 def read_sentence_model(folder: Path) -> SentenceModel | None:
     """Return the content of a model folder's sentence-transformers files; None if it has no modules.json.
 
-    Raises ModelFileError for files that are invalid, modules that are not supported or out of order, and models that
-    make prompts from messages.
+    Raises ModelFileError for files that are invalid, and modules that are not supported or out of order.
     """
     modules = _read_modules(folder)
     if modules is None:
@@ -88,14 +88,26 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
         raise ModelFileError(
             folder / MODULES, "include_prompt is false, which is not supported for a model with prompts"
         )
-    if reads_messages(folder):
-        file, _ = _read_transformer(folder)
-        text = "modality_config has message, which is not supported: texts that a chat template makes prompts of"
-        raise ModelFileError(folder / file, text)
     longest, lower = _read_input(folder)
     return SentenceModel(
-        pooling_type, bool(normalize), prompts, default, longest, tuple(dense), lower, by_tokens, splade
+        pooling_type,
+        bool(normalize),
+        prompts,
+        default,
+        longest,
+        tuple(dense),
+        lower,
+        by_tokens,
+        splade,
+        messages=reads_messages(folder, parts=True),
+        has_processor=_has_processor(folder),
     )
+
+
+def _has_processor(folder: Path) -> bool:
+    """Whether transformers opens a processor for a folder, and not only its tokenizer."""
+    named = read_object(folder, TOKENIZER) or {}
+    return "processor_class" in named or any((folder / name).is_file() for name in PROCESSORS)
 
 
 def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -265,12 +277,13 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
-def reads_messages(folder: Path) -> bool:
+def reads_messages(folder: Path, *, parts: bool = False) -> bool:
     """Return whether texts become messages, from which the checkpoint's chat template makes a prompt: whether the
     modality_config of the first module has an entry "message".
 
-    sentence-transformers 6 writes that entry if the base model has a template. Raises ModelFileError for arguments of
-    the template, and for message contents that are not plain texts.
+    sentence-transformers 6 writes that entry if the base model has a template. parts: whether contents may be lists of
+    parts ("structured") as well as texts ("flat"). Raises ModelFileError for arguments of the template, and for other
+    contents of messages.
     """
     file, raw = _read_transformer(folder)
     fields = ConfigFields(raw)
@@ -279,7 +292,9 @@ def reads_messages(folder: Path) -> bool:
         if "message" not in kinds:
             return False
         ConfigFields(more).require(chat_template={})
-        ConfigFields(ConfigFields(kinds).mapping("message") or {}).require(format="flat")
+        message = ConfigFields(ConfigFields(kinds).mapping("message") or {})
+        if not parts or message.value("format", None) != "structured":
+            message.require(format="flat")
     except ModelConfigError as error:
         raise ModelFileError(folder / file, str(error)) from error
     return True

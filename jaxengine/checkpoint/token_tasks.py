@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxengine.config.features.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
 from jaxengine.models.architectures import REWARD_HEADS
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
-from jaxengine.models.config.pooler import TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
+from jaxengine.models.config.pooler import PROJECTIONS, TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.model_classes import ENCODERS
 from jaxengine.models.params.errors import ModelFileError
@@ -21,26 +21,25 @@ M3_HEADS = ((TOKEN_EMBED, "colbert_linear"), (TOKEN_CLASSIFY, "sparse_linear"))
 # The tasks of a model that embeds tokens as it embeds prompts, whatever the size of its embeddings.
 EMBEDDINGS: Mapping[str, TokenTask] = {TOKEN_EMBED: TokenTask((0, MAX_HIDDEN), NORMALIZE)}
 _M3 = "BgeM3EmbeddingModel"
-_LINEAR = ("linear.weight", "model.linear.weight")
 # Modules of retrievers over the hidden states of a model that sees, as transformers and as their authors name them.
 _PROJECTIONS = ("embedding_proj_layer", "custom_text_proj")
 
 
 def own_projection(folder: Path, fields: ConfigFields) -> Dense:
-    """Return the sizes of the projection that a checkpoint (ColBERT, Voyage) has among its weights, as `linear.weight`.
+    """Return the sizes of the projection that a checkpoint has among its weights under one of PROJECTIONS.
 
-    Only the header of the weights is read. fields: content of config.json, with hidden_size. Raises ModelFileError for
-    a checkpoint without the projection or with another shape, ModelConfigError without hidden_size.
+    Only the header of the weights is read. fields: content of config.json. Raises ModelFileError for a checkpoint
+    without the projection or with another shape, ModelConfigError for a wrong hidden_size.
     """
     checkpoint = SafetensorsCheckpoint(folder)
     try:
-        name = next((name for name in _LINEAR if name in checkpoint.names()), None)
+        name = next((name for name in PROJECTIONS if name in checkpoint.names()), None)
         if name is None:
-            raise ModelFileError(folder, f"has no {_LINEAR[0]}, the projection of embeddings, and no module Dense")
+            raise ModelFileError(folder, f"has no {PROJECTIONS[0]}, the projection of embeddings, and no module Dense")
         shape = checkpoint.shape(name)
     finally:
         checkpoint.close()
-    if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or shape[1] != fields.integer("hidden_size"):
+    if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or _hidden_size(fields) not in (None, shape[1]):
         raise ModelFileError(folder, f"must be a matrix with hidden_size columns, got {shape}", name)
     return Dense(shape[1], shape[0], False, "Identity", "")
 
@@ -61,10 +60,15 @@ def retrieval_head(folder: Path, fields: ConfigFields) -> TokenHead | None:
         checkpoint.close()
     if module is None:
         return None
-    size = text_fields(fields).integer("hidden_size") if fields.has("text_config") else fields.integer("hidden_size")
-    if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or shape[1] != size:
+    if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or _hidden_size(fields) not in (None, shape[1]):
         raise ModelFileError(folder, f"must be a matrix with hidden_size columns, got {shape}", f"{module}.weight")
     return TokenHead(TOKEN_EMBED, shape[0], module, bias=f"{module}.bias" in names)
+
+
+def _hidden_size(fields: ConfigFields) -> int | None:
+    """Return hidden_size of a config.json's text model; None without it. Raises ModelConfigError for a wrong one."""
+    text = text_fields(fields) if fields.has("text_config") else fields
+    return text.integer("hidden_size", None)
 
 
 def has_m3_heads(folder: Path, architecture: str) -> bool:

@@ -39,6 +39,7 @@ from jaxengine.requests.params.options import RequestOptions, session_key
 from jaxengine.requests.params.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.requests.pooling_texts import text_ids
 from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
 from jaxengine.scheduler.base.logits_processor import LogitsProcessor
 from jaxengine.scheduler.base.request import Request
@@ -307,7 +308,9 @@ class InputProcessor:
         if self.tokenizer is None:
             problem = "prompt is text, but the engine has `skip_tokenizer_init=True`; give prompt_token_ids"
             raise RequestError(problem, param="prompt", value=prompt)
-        return prompt, self.tokenizer.encode(prefix + prompt), salt
+        if self.pooling is None:
+            return prompt, self.tokenizer.encode(prompt), salt
+        return prompt, text_ids(self.tokenizer, self.pooling, prefix, prompt, self.config.chat_template), salt
 
     def make_ready(self, prompt: Prompt) -> Prompt:
         """Return a prompt for `prepare` whose images and videos are preprocessed for the encoder, and whose embeddings
@@ -325,8 +328,7 @@ class InputProcessor:
             return prompt
         if self.media is None:
             name = DATA if prompt.get(DATA) else OPTIONS
-            options = "limit_mm_per_prompt, language_model_only"
-            problem = f"{name} is given, but this model takes text only (see {options})"
+            problem = f"{name} is given, but this model takes text only (see limit_mm_per_prompt, language_model_only)"
             raise RequestError(problem, param=name)
         prompt = one_prompt(prompt)
         text, token_ids, _ = self.read_prompt(prompt)
@@ -361,9 +363,8 @@ class InputProcessor:
         token_ids: token ids of the prompt. bad_words: token ids of params.bad_words. Raises RequestError for parameters
         that TokenParams cannot express and for steering that the engine does not support.
         """
-        room = self.config.max_model_len - len(token_ids)
-        if (trace := params.trace_decode_token_ids) is not None:
-            room = len(trace)
+        trace = params.trace_decode_token_ids
+        room = self.config.max_model_len - len(token_ids) if trace is None else len(trace)
         eos = () if params.ignore_eos or trace else self.eos_token_ids()
         token_params = params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words)
         if params.steer:

@@ -217,8 +217,8 @@ class LayerAttention:
                 check_size(name, getattr(self, name), MAX_INTEGER)
         if self.window is not None and self.chunk is not None:
             raise ModelConfigError(f"window must be None where chunk is {self.chunk}, got {self.window}")
-        if not self.causal and (self.sinks or not (self.chunk is self.state is None)):
-            raise ModelConfigError("attention to later tokens takes no chunk, no state and no sinks")
+        if not self.causal and not (self.chunk is self.state is None):
+            raise ModelConfigError("attention to later tokens takes no chunk and no state")
         for name in ("scale", "soft_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

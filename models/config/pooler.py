@@ -23,6 +23,11 @@ POOLED = 0
 
 # Beginning of the names of Dense modules' tensors; the number of the module follows.
 DENSE = "dense"
+# Names of a projection of embeddings among a model's own weights (ColBERT, Voyage, EmbeddingGemma 2). It is the first
+# Dense module of such a model.
+PROJECTIONS = ("linear.weight", "model.linear.weight") + tuple(
+    f"{base}embedding_projection.weight" for base in ("", "language_model.")
+)
 # Activations of Dense modules, by the names of torch's classes.
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 

@@ -166,15 +166,15 @@ class Gemma4MLP(nnx.Module):
 
 class PerLayerGate(nnx.Module):
     """Per-layer input p [T, P], gated by the hidden state: norm(project(gelu(gate(x)) * p)). Its weights are replicated
-    over devices.
+    over devices. source: checkpoint module that has its modules.
     """
 
-    def __init__(self, config: ModelConfig, build: Build):
+    def __init__(self, config: ModelConfig, build: Build, source: str = LAYER):
         size, own = config.hidden_size, config.layer_input_size
-        gate, project = Source(f"{LAYER}.per_layer_input_gate", own), Source(f"{LAYER}.per_layer_projection", size)
+        gate, project = Source(f"{source}.per_layer_input_gate", own), Source(f"{source}.per_layer_projection", size)
         self.gate = Linear(size, (gate,), axes=("embed", "latent"), build=build)
         self.project = Linear(own, (project,), axes=("latent", "embed"), build=build)
-        self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{LAYER}.post_per_layer_input_norm", build=build)
+        self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.post_per_layer_input_norm", build=build)
 
     def __call__(self, x: jax.Array, step: StepInputs) -> jax.Array:
         """Return norm(project(gelu(gate(x)) * p)), [T, D] -> [T, D]. p is `step.of_layer` [T, P], which must be set for
@@ -191,8 +191,10 @@ class Gemma4Layer(nnx.Module):
     result by a learned number.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, build: Build):
-        """Create the modules of layer number `layer`, with a gate of the per-layer input if there is one."""
+    def __init__(self, config: ModelConfig, layer: int, build: Build, gate_source: str = LAYER):
+        """Create the modules of layer number `layer`, with a gate of the per-layer input if there is one, whose
+        checkpoint modules are in `gate_source`.
+        """
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> RMSNorm:
@@ -202,7 +204,7 @@ class Gemma4Layer(nnx.Module):
         attention = config.attention[layer]
         self.attention = Gemma4Attention(attention, size, eps=eps, source=f"{LAYER}.self_attn", build=build)
         self.mlp = Gemma4MLP(config, config.ffn_sizes[layer] if config.ffn_sizes else config.intermediate_size, build)
-        self.input_gate = PerLayerGate(config, build) if config.layer_input_size else None
+        self.input_gate = PerLayerGate(config, build, gate_source) if config.layer_input_size else None
         self.scalar = declare((1,), build.dtype, ParamDecl((None,), (Source(f"{LAYER}.layer_scalar", 1),)))
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
@@ -336,6 +338,27 @@ def _attention(
     """
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
+    found = with_own_heads(fields, kinds, layers, full_heads=full_heads, ropes=_ROPES)
+    with_keys = (
+        replace(layer, keys_as_values=k_eq_v and kind == FULL) for kind, layer in zip(kinds, found, strict=True)
+    )
+    return with_sources(fields, kinds, [*with_keys])
+
+
+def with_own_heads(
+    fields: ConfigFields,
+    kinds: Sequence[str],
+    layers: Sequence[LayerAttention],
+    *,
+    full_heads: int | None,
+    ropes: Mapping[str, Mapping[str, Any]],
+) -> list[LayerAttention]:
+    """Return `layers` with the head sizes, KV heads and ropes of their `kinds`, FULL or SLIDING.
+
+    If the file has `per_layer_config`, a layer has the sizes that this lists for it, and otherwise its own. Without it
+    FULL layers have `global_head_dim`, 512 by default, and `full_heads` KV heads (None: their own). ropes: by kind, the
+    rope of a file without `rope_parameters`. Raises ModelConfigError for wrong fields.
+    """
     full_dim = fields.integer("global_head_dim", _FULL_HEAD_DIM)
     own = _own_fields(fields, len(layers))
     found: list[LayerAttention] = []
@@ -347,11 +370,9 @@ def _attention(
             num_kv_heads = each.integer("num_key_value_heads", num_kv_heads)
         elif kind == FULL:
             head_dim, num_kv_heads = full_dim, full_heads or num_kv_heads
-        as_values = k_eq_v and kind == FULL
-        rope = _rope(fields, kind, head_dim)
-        sizes = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
-        found.append(replace(layer, rope=rope, keys_as_values=as_values, **sizes))
-    return with_sources(fields, kinds, found)
+        rope = _rope(fields, kind, head_dim, ropes)
+        found.append(replace(layer, rope=rope, head_dim=head_dim, num_kv_heads=num_kv_heads))
+    return found
 
 
 def _own_fields(fields: ConfigFields, count: int) -> dict[int, ConfigFields] | None:
@@ -394,13 +415,13 @@ def with_sources(
     return (*layers[:first], *shared)
 
 
-def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
-    """Return the rope of layers of one kind, FULL or SLIDING, from its mapping in `rope_parameters`, or Gemma 4's
-    default if the file has no `rope_parameters`. head_dim: elements of a head. Raises ModelConfigError for wrong
-    fields, and if `rope_parameters` lacks the kind.
+def _rope(fields: ConfigFields, kind: str, head_dim: int, usual: Mapping[str, Mapping[str, Any]]) -> Rope:
+    """Return the rope of layers of one kind, FULL or SLIDING, from its mapping in `rope_parameters`, or in `usual` if
+    the file has no `rope_parameters`. head_dim: elements of a head. Raises ModelConfigError for wrong fields, and if
+    `rope_parameters` lacks the kind.
     """
     parameters = fields.mapping("rope_parameters")
-    given: Mapping[str, Any] | None = _ROPES[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
+    given: Mapping[str, Any] | None = usual[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
     if given is None:
         raise fields.fail("rope_parameters", f"a mapping that has one for {kind}")
     ConfigFields(given).number("rope_theta")
@@ -411,11 +432,8 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the ExpertsConfig of a config.json, for all layers, from `num_experts`, `top_k_experts` and
     `moe_intermediate_size`. Raises ModelConfigError for wrong fields.
     """
-    return ExpertsConfig(
-        num_experts=fields.integer("num_experts"),
-        num_per_token=fields.integer("top_k_experts"),
-        intermediate_size=fields.integer("moe_intermediate_size"),
-    )
+    names = "num_experts", "top_k_experts", "moe_intermediate_size"
+    return ExpertsConfig(*map(fields.integer, names))
 
 
 def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.causal_lm import CausalLM
-from jaxengine.models.config.pooler import DENSE, Pooler
+from jaxengine.models.config.pooler import DENSE, PROJECTIONS, Pooler
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import ADAPTER_CONFIG, inside
@@ -25,8 +25,6 @@ from jaxengine.models.weights.views.merged import AddedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 
 _LAYERS = f"{MODEL}layers."
-# Names of a projection among a model's weights (ColBERT, Voyage), which is the first Dense module of such a model.
-_PROJECTION = ("linear.weight", "model.linear.weight")
 
 
 def with_own_files(
@@ -47,7 +45,7 @@ def with_own_files(
     with contextlib.ExitStack() as on_error:
         for index, each in enumerate(pooler.dense):
             if not each.folder:  # among the model's weights
-                if not partial or any(name in stored.names() for name in _PROJECTION):
+                if not partial or any(name in stored.names() for name in PROJECTIONS):
                     found[f"{DENSE}.{index}.linear."] = _Linear(stored)
                 continue
             file = inside(folder, f"{each.folder}/{SINGLE_FILE}")
@@ -59,7 +57,7 @@ def with_own_files(
                 found[f"{head.source}."] = file
                 on_error.callback(file.close)
         on_error.pop_all()
-    taken = _PROJECTION if any(not each.folder for each in pooler.dense) else ()  # it has a Dense module's name
+    taken = PROJECTIONS if any(not each.folder for each in pooler.dense) else ()  # it has a Dense module's name
     return JoinedSource(weights, found, taken) if found else weights
 
 
@@ -91,7 +89,7 @@ def _file_of(folder: Path, name: str) -> WeightSource | None:
 
 
 class _Linear(WrappedSource):
-    """WeightSource of the tensor in _PROJECTION alone, under the name `weight`."""
+    """WeightSource of the tensor in PROJECTIONS alone, under the name `weight`."""
 
     def names(self) -> Iterable[str]:
         return ("weight",)
@@ -104,8 +102,8 @@ class _Linear(WrappedSource):
 
     @property
     def _stored(self) -> str:
-        """The checkpoint's name of the projection, one of _PROJECTION."""
-        return next(name for name in _PROJECTION if name in self._source.names())
+        """The checkpoint's name of the projection, one of PROJECTIONS."""
+        return next(name for name in PROJECTIONS if name in self._source.names())
 
 
 def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
@@ -124,10 +122,10 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     projects = pooler is not None and any(not each.folder for each in pooler.dense)
 
     def named(name: str) -> str:
-        """Return the name of the checkpoint's tensor `name` with the common prefix; one of _PROJECTION gets the name of
+        """Return the name of the checkpoint's tensor `name` with the common prefix; one of PROJECTIONS gets the name of
         a Dense module's.
         """
-        if projects and name in _PROJECTION:
+        if projects and name in PROJECTIONS:
             return f"{DENSE}.0.linear.weight"
         name = name.removeprefix(INNER)
         own = names.renamed(name)

@@ -52,6 +52,7 @@ class AttentionSpec:
     values_in_keys: bool = False  # a key begins with its value, which is read there
     has_slopes: bool = False  # logits fall with the distance of a key, by the slope of their head
     mutual: bool = False  # of later keys (kv_limits), a token sees only those of tokens that see later keys, too
+    has_sinks: bool = False  # each head has a logit that takes a share of the softmax and adds no value
 
     @property
     def stored_width(self) -> int:

@@ -16,8 +16,10 @@ from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
     """Whether `whole_prompt_attention` supports layers of `spec` on a platform: the attention must not be causal, the
-    values must not lie in keys, and the platform must have an implementation.
+    values must not lie in keys, there must be no sinks and no slopes, and the platform must have an implementation.
     """
+    if spec.has_sinks or spec.has_slopes:
+        return False
     return not spec.causal and not spec.values_in_keys and ("whole_prompt_attention", platform) in KERNELS
 
 

@@ -42,6 +42,8 @@ class SentenceModel:
       do_lower_case: texts are lower-cased before they are tokenized.
       by_tokens: a text has an embedding for each token (ColBERT), and no pooling.
       splade: sparse pooling; None if pooling is not sparse. Its number of tokens is not known here, and 0.
+      messages: whether texts are messages, of which the chat template makes prompts.
+      has_processor: whether the folder names a processor, which adds special tokens to a chat template's prompt.
     """
 
     pooling_type: str
@@ -53,6 +55,8 @@ class SentenceModel:
     do_lower_case: bool = False
     by_tokens: bool = False
     splade: Splade | None = None
+    messages: bool = False
+    has_processor: bool = False
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "cohere_asr": {_ENCODER: ("parakeet_encoder", {})},
     "deepseek_ocr2": {_VISION: ("deepseek_ocr2_vision", {}), _TEXT: ("deepseek_ocr2_text", {})},
     "deepseek_vl": {_VISION: (_SIGLIP_VISION, {}), _TEXT: ("llama", {})},
+    "embedding_gemma2": {_TEXT: ("embedding_gemma2_text", {})},
     "ernie4_5_vl_moe": {_VISION: ("ernie4_5_vl_moe_vision", {})},
     "exaone4_5": {_VISION: ("exaone4_5_vision", {}), _TEXT: ("exaone4", {})},
     "gemma3": {_VISION: (_SIGLIP_VISION, {}), _TEXT: ("gemma3_text", {})},
@@ -273,6 +274,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         }
         for kind in ("qwen2_5_omni_audio_encoder", "qwen2_audio_encoder")
     },
+    "openai_privacy_filter": {"num_local_experts": "num_experts"},
     "whisper": {
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",

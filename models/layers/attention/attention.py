@@ -128,6 +128,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         causal=attention.causal,
         values_in_keys=attention.values_in_keys,
         has_slopes=attention.slopes is not None,
+        has_sinks=attention.sinks,
         mutual=attention.mutual,
     )
 

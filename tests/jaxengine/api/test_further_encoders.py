@@ -7,10 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from jaxengine import LLM, PoolingParams
+from jaxengine import LLM, ConfigError, PoolingParams
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.load import check_source
 from tests.fixtures.further_encoders import CASES, GOLDENS, PROMPTS, SHAPES, make_further_encoder
@@ -26,7 +27,8 @@ OPTIONS = {
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
 }
-ALWAYS = ("esm",)  # its frequencies and scales come from nowhere else
+ALWAYS = ("esm", "embedding_gemma2")  # frequencies and scales, projected states and inputs come from nowhere else
+MEANS = ("esm", "eurobert_late", "eurobert_mean", "embedding_gemma2", "embedding_gemma2_text")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_answers_are_those_of_transformers(name, tmp_path, executables_dir):
     found = llm.encode([*PROMPTS], raw, pooling_task=pooling, use_tqdm=False)
     pools_mean = llm.core.inputs.pooling.pooler.pooling_type == "MEAN"
     llm.shutdown()
-    assert pools_mean == (name in ("esm", "eurobert_late", "eurobert_mean"))
+    assert pools_mean == (name in MEANS)
     with np.load(GOLDENS) as goldens:
         for index, each in enumerate(found):
             golden = goldens[f"{name}_{index}"]
@@ -62,3 +64,19 @@ def test_every_name_of_a_tensor_is_known(tmp_path):
         assert source.pooling is not None and not source.config.is_causal
         check_source(build_model(source.config, Build("float32")), source.weights)
         source.close()
+
+
+def test_labels_of_a_file_without_and_poolings_before_a_projection(tmp_path):
+    folder = make_further_encoder(tmp_path / "filter", "privacy_filter_tokens")
+    raw = json.loads((folder / "config.json").read_text())
+    labels = {int(number): label for number, label in raw.pop("id2label").items()}
+    for given, found in (({}, labels), ({"id2label": None}, labels), ({"num_labels": 33}, {})):
+        (folder / "config.json").write_text(json.dumps(raw | given))
+        source = open_model(EngineConfig(model=str(folder)))
+        assert source.pooling.labels == found and source.pooling.pooler.token_heads[0].width == 33
+        source.close()
+    with pytest.raises(ModelFileError, match="another method than mxfp4"):
+        open_model(EngineConfig(model=str(folder), hf_overrides={"quantization_config": {"quant_method": "mxfp4"}}))
+    gemma = str(make_further_encoder(tmp_path / "gemma", "embedding_gemma2"))
+    with pytest.raises(ConfigError, match="pooling_type is 'MAX'; allowed: another type for EmbeddingGemma2Model"):
+        open_model(EngineConfig(model=gemma, pooler_config={"pooling_type": "MAX"}))

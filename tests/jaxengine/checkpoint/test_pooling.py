@@ -19,6 +19,7 @@ from jaxengine.config.features.pooler_config import PoolerConfig
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.requests.pooling_texts import text_ids, written
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row
 
@@ -166,8 +167,8 @@ def test_texts_that_are_messages(edited):
         )
         assert pair_prompt(inputs, "w5", "w6 w7") == prompt
     message = {"modality_config": {"message": {"format": "flat"}}}
-    with pytest.raises(ModelFileError, match="modality_config has message, which is not supported"):
-        pooling_of(edited("last", SENTENCE, message))
+    with pytest.raises(ModelFileError, match='format must be "flat"'):
+        pooling_of(edited("last", SENTENCE, {"modality_config": {"message": {"format": "other"}}}))
     for more, problem in (
         ({"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}, "chat_template must be {}"),
         ({"modality_config": {"message": {"format": "structured"}}}, 'format must be "flat"'),
@@ -175,6 +176,26 @@ def test_texts_that_are_messages(edited):
     ):
         with pytest.raises(ModelFileError, match=problem):
             pooling_of(edited("reranker", SENTENCE, message | more), **asked)
+
+
+def test_texts_of_an_embedder_that_are_messages(edited):
+    """As EmbeddingGemma 2 has it: its template takes lists of parts, and a processor may add special tokens."""
+    parts = "{% for each in messages %}{% for part in each.content %}{{ part.text }} {% endfor %}{% endfor %}"
+    texts = "{% for each in messages %}{{ each.content }} {% endfor %}"
+    for template, said, processor, prefix, found in (
+        (parts, {"message": {"format": "structured"}}, {}, "", ("w5 w6 ", False)),
+        (parts, {"message": {"format": "structured"}}, {"processor_class": "P"}, "w7", ("w7 w5 w6 ", True)),
+        (texts, {"message": {"format": "flat"}}, {"processor_class": "P"}, "w7", ("w7 w5 w6 ", True)),
+        ("{{ bos_token }}" + texts, {"message": {}}, {"processor_class": "P"}, "", ("</s>w5 w6 ", False)),
+        (texts, {"text": {}}, {"processor_class": "P"}, "w7 ", ("w7 w5 w6", True)),
+    ):
+        folder = edited("last", SENTENCE, {"modality_config": said})
+        tokens = {"bos_token": "</s>", "eos_token": "</s>", **processor}
+        edited("last", "tokenizer_config.json", {"chat_template": template, **tokens})
+        model, tokenizer = pooling_of(folder), Tokenizer.from_hf_folder(Path(folder))
+        assert written(tokenizer, model, prefix, ["w5 w6"], None) == ([found[0]], found[1])
+        ids = tokenizer.encode(found[0], add_special_tokens=found[1])
+        assert text_ids(tokenizer, model, prefix, "w5 w6", None) == ids
 
 
 @each_row(

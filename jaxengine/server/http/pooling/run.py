@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
@@ -18,6 +19,7 @@ from jaxengine.requests.media.inputs import READY, UNCUT, verify_whole
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.requests.pooling_texts import has_messages, written
 from jaxengine.requests.run_in_thread import with_media
 from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.options import ServerConfig
@@ -263,15 +265,17 @@ class PoolingServer:
         param: str = "input",
         cut_side: str | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of each text, with the model's prompt that `params` name prepended.
+        """Return the token ids of each text, with the model's prompt that `params` name prepended, or as a message.
 
         special: whether special tokens are added. param: field of the texts, for errors. cut_side: "left" or "right" if
         the caller truncates token ids on that side; None encodes whole texts. Raises RequestError, also for whole texts
         that cannot fit into max_model_len, and OverloadedError.
         """
-        prefix = params.prefix(self.engine.inputs.require_pooling())
-        whole = [prefix + text for text in texts]
-        return await self._encoder.encode(whole, add_special_tokens=special, param=param, cut_side=cut_side)
+        inputs = self.engine.inputs
+        model, tokenizer = inputs.require_pooling(), inputs.require_tokenizer()
+        write = partial(written, tokenizer, model, params.prefix(model), texts, inputs.config.chat_template)
+        whole, adds = await self._encoder.run(write) if has_messages(model) else write()
+        return await self._encoder.encode(whole, add_special_tokens=special and adds, param=param, cut_side=cut_side)
 
     async def answers(
         self,
