@@ -176,8 +176,8 @@ class LayerAttention:
       value_size: elements of a value if they are not head_dim; None if they are, or with a latent.
       slopes: for each head, the number that is subtracted from its logits for each position between query and key,
         after scale and cap (ALiBi, see `alibi_slopes`); None for none.
-      selected_by: number of the earlier layer whose selection of blocks, or whose candidates for it, the layer uses (see
-        SharedKeys); None for neither.
+      selected_by: number of the earlier layer whose selection of blocks, or whose candidates for it, the layer uses
+        (see SharedKeys); None for neither.
       learned_positions: whether the effect of positions has weights, of which all layers share those of rope. The layer
         then computes its rope itself (Mistral Large 4).
       mutual: whether, of the keys after their own, tokens of images see only those of tokens that see later keys, too

@@ -1,5 +1,5 @@
-"""Fields of DeepSeek-V4 and V4.1 (DeepSeek-AI 2026): compressed keys, each for a block of tokens, which layers may share,
-parallel hidden states that are mixed by doubly stochastic matrices, and a memory of n-grams.
+"""Fields of DeepSeek-V4 and V4.1 (DeepSeek-AI 2026): compressed keys, each for a block of tokens, which layers may
+share, parallel hidden states that are mixed by doubly stochastic matrices, and a memory of n-grams.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxengine.models.config.fields import (
 from jaxengine.models.config.state import StateArray
 
 _MOST_STREAMS, _MOST_ROUNDS = 16, 1024
+TOKEN_MAP = "token_map"  # tensor of a memory of n-grams: the smaller vocabulary's id of each token
 # Largest number of a sequence's tokens that a state holds: the window, and the blocks from which a key is computed.
 _MOST_KEPT = 1 << 14
 

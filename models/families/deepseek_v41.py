@@ -1,5 +1,5 @@
-"""DeepSeek-V4.1 (DeepSeek-AI 2026), served as text: DeepSeek-V4's window of keys, experts and hyper-connections, keys of
-blocks that layers share, and a memory of n-grams in some layers.
+"""DeepSeek-V4.1 (DeepSeek-AI 2026), served as text: DeepSeek-V4's window of keys, experts and hyper-connections, keys
+of blocks that layers share, and a memory of n-grams in some layers.
 """
 
 from __future__ import annotations

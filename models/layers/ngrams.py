@@ -1,5 +1,5 @@
-"""Memory of n-grams: rows of a table, found by hashes of a token's id and of those before it, that are added to a token's
-hidden states (DeepSeek-AI 2026, "Conditional Memory via Scalable Lookup", Engram, as in DeepSeek-V4.1).
+"""Memory of n-grams: rows of a table, found by hashes of a token's id and of those before it, that are added to a
+token's hidden states (DeepSeek-AI 2026, "Conditional Memory via Scalable Lookup", Engram, as in DeepSeek-V4.1).
 
 A hash is the exclusive or of products of ids and constants of 63 bits, modulo a prime number. It is computed in pairs
 of 32-bit words. C: rows that a token looks up, E: elements of a row, A: hidden states of a token.
@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
-from jaxengine.models.config.compressed import NgramMemory
+from jaxengine.models.config.compressed import TOKEN_MAP
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.token_blocks import TokenBlocks, recent
@@ -22,7 +22,6 @@ from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 
-TOKEN_MAP = "token_map"  # tensor with the smaller vocabulary's id of each token
 _LEAST = 1e-6  # smallest magnitude of a product before its square root
 Words = tuple[jax.Array, jax.Array]
 
@@ -36,7 +35,8 @@ class NgramLookup(nnx.Module):
         index, size, count = form.layers.index(layer), config.hidden_size, config.num_streams
         self.form, self.num_streams, self.eps = form, count, config.rms_norm_eps
         self.primes, self.multipliers = form.primes[index], form.multipliers(layer)
-        self.table = Embedding(form.num_rows[index], form.head_dim, source=f"{source}.embed", build=build)
+        sizes, named = (form.num_rows[index], form.head_dim), f"{source}.embed"
+        self.table = Embedding(*sizes, source=named, build=build, of_tokens=False)
         joined = (Source(f"{source}.wkv", (count + 1) * size),)
         self.keys_value = Linear(form.num_columns * form.head_dim, joined, axes=("latent", "latent"), build=build)
         weights = [ParamDecl((None, None), (Source(f"{source}.{name}_weight", count),)) for name in ("q", "k")]

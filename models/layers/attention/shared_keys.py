@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
 from jaxengine.models.build import Build
@@ -169,9 +168,8 @@ class SharedKeysAttention(CompressedAttention):
             sources = [Source(f"{source}.compressor.{name}", keys.head_dim) for name in names]
             self.contributed = plain.weight((hidden_size, keys.num_projected), sources, ("embed", "latent"))
             self.block_norm = RMSNorm(keys.head_dim, eps, source=f"{source}.compressor.norm", build=build)
-        self.indexer = None
-        if keys.selects:
-            self.indexer = SharedIndexer(keys, hidden_size, eps=eps, source=f"{source}.indexer", build=build)
+        named = f"{source}.indexer"
+        self.indexer = SharedIndexer(keys, hidden_size, eps=eps, source=named, build=build) if keys.selects else None
 
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x[T, D] to ([T, D], the pool with the keys of completed blocks and the states after this step's tokens).
