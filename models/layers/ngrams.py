@@ -84,18 +84,18 @@ class NgramLookup(nnx.Module):
     def _places(self, ids: jax.Array) -> jax.Array:
         """Return the rows i32[T, C] of the table for ids u32[T, longest], those for 2-grams first."""
         count, places, first = self.form.num_heads, [], 0
-        mixed = _product(ids[:, 0], self.multipliers[0])
+        mixed = product_of_ids(ids[:, 0], self.multipliers[0])
         for lag in range(1, self.form.longest):
-            other = _product(ids[:, lag], self.multipliers[lag])
+            other = product_of_ids(ids[:, lag], self.multipliers[lag])
             mixed = mixed[0] ^ other[0], mixed[1] ^ other[1]
             primes = self.primes[(lag - 1) * count : lag * count]
             starts = first + np.cumsum([0, *primes[:-1]])
-            places.append(_remainder(mixed, primes).astype(jnp.int32) + jnp.asarray(starts, jnp.int32))
+            places.append(remainders(mixed, primes).astype(jnp.int32) + jnp.asarray(starts, jnp.int32))
             first += sum(primes)
         return jnp.concatenate(places, axis=1)
 
 
-def _product(ids: jax.Array, factor: int) -> Words:
+def product_of_ids(ids: jax.Array, factor: int) -> Words:
     """Return the high and low words u32[T] of the products of ids u32[T] and a number, which are below 2 ** 64."""
     half = jnp.uint32(0xFFFF)
     parts = [jnp.uint32(factor >> shift & 0xFFFF) for shift in (0, 16)]
@@ -107,7 +107,7 @@ def _product(ids: jax.Array, factor: int) -> Words:
     return upper, third << 16 | first & half
 
 
-def _remainder(number: Words, primes: tuple[int, ...]) -> jax.Array:
+def remainders(number: Words, primes: tuple[int, ...]) -> jax.Array:
     """Return the remainders u32[T, P] of numbers, as high and low words u32[T], divided by each of P numbers below 2 **
     31. The digits of a number are taken in one after the other, of as many bits as 32-bit words have room for.
     """

@@ -52,10 +52,20 @@ def test_published():
         39: SharedKeys(512, **shared, rate=1, owned=False, selects=False),
     }
     assert {number: keys[number] for number in wanted} == wanted
-    sources = {number: (config.attention[number].kv_source, config.attention[number].selection_source) for number in
-               (1, 2, 7, 19, 20, 24, 27, 39)}
-    assert sources == {1: (None, None), 2: (None, None), 7: (2, 2), 19: (14, 14), 20: (None, None), 24: (20, 20),
-                       27: (20, 24), 39: (20, 36)}
+    sources = {
+        number: (config.attention[number].kv_source, config.attention[number].selection_source)
+        for number in (1, 2, 7, 19, 20, 24, 27, 39)
+    }
+    assert sources == {
+        1: (None, None),
+        2: (None, None),
+        7: (2, 2),
+        19: (14, 14),
+        20: (None, None),
+        24: (20, 20),
+        27: (20, 24),
+        39: (20, 36),
+    }
     assert [array.shape for array in wanted[14].arrays] == [(127, 512), (1, 1024), (3, 1)]
     assert [layer.rope.theta for layer in config.attention[1:3]] == [10000, 160000]
     assert config.hyper_connections.delayed and config.stream_size == 4 * 5120 + 12
