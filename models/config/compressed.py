@@ -81,6 +81,11 @@ class CompressedKeys:
             check_size("compress_rates", self.rate, _MOST_KEPT, 2)
 
     @property
+    def has_indexer(self) -> bool:
+        """Whether the layer scores blocks itself."""
+        return self.index is not None
+
+    @property
     def num_series(self) -> int:
         """Number of blocks to whose keys a token contributes."""
         return 2 if self.overlapping else 1
@@ -180,6 +185,10 @@ class SharedKeys(CompressedKeys):
         check_size("o_lora_rank", self.out_rank, MAX_HIDDEN)
         if self.rate is not None:
             check_size("compress_ratios", self.rate, _MOST_KEPT)
+
+    @property
+    def has_indexer(self) -> bool:
+        return self.index is not None and self.selects
 
     @property
     def num_projected(self) -> int:

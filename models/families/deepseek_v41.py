@@ -156,7 +156,7 @@ class _Schedule:
     def __init__(self, fields: ConfigFields):
         self.fields, count = fields, fields.integer("num_hidden_layers")
         self.ratios = self._read_ratios(count)
-        released = (self.ratios, None, None) == (_RELEASED[0], fields.value(_KEYS, None), None)
+        released = self.ratios == _RELEASED[0]
         firsts = [n for n, ratio in enumerate(self.ratios) if ratio and (n == 0 or self.ratios[n - 1] != ratio)]
         self.owners = _numbers(fields, _KEYS, count, _RELEASED[1] if released else firsts)
         of_release = self.owners == _RELEASED[1] and count > _RELEASED[2][-1]
