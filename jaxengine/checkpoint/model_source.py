@@ -313,7 +313,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     source = ModelSource(path=path, config=model, generation_defaults=defaults, pooling=pooling, weights=weights)
     with source.closing_on_error():
         if isinstance(weights, SafetensorsCheckpoint):
-            weights = _with_token_maps(under_transformers_names(weights, model), path, model)
+            weights = with_token_maps(under_transformers_names(weights, model), path, model)
         model = with_stored_head(model, raw, weights)
         model = with_stored_frequencies(with_stored_experts(model, weights), weights)
         if pooling is not None and weights is not None and not isinstance(weights, Path):
@@ -322,7 +322,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     return replace(source, config=model, weights=weights)
 
 
-def _with_token_maps(weights: WeightSource, path: Path, model: ModelConfig) -> WeightSource:
+def with_token_maps(weights: WeightSource, path: Path, model: ModelConfig) -> WeightSource:
     """Return a view of a checkpoint whose layers with a memory of n-grams have the map of tokens that its hashes are
     of, from the folder's tokenizer; `weights` itself for other models, and for a checkpoint that stores it. Raises
     ModelFileError for a tokenizer that is missing, invalid or of another vocabulary.
