@@ -315,10 +315,6 @@ def _chosen(
     size = 1 if wanted is None else wanted.size
     num_runs = 0 if wanted is None else _num_candidates(wanted, pages)
     runs_at_once = -(-min(MERGED * top_k, SCORED, pages.most_blocks) // size)
-    every = jnp.arange(num_runs, dtype=jnp.int32)
-    all_runs = jnp.where(every < -(-counts[:, None] // size), every, -1)
-    in_order = jnp.arange(top_k, dtype=jnp.int32)
-    all_blocks = jnp.where(in_order < counts[:, None], in_order, -1)
     # Up to so many blocks, all are selected, and all runs are candidates.
     bound = top_k if wanted is None else min(top_k, num_runs * size)
     most = jnp.max(counts)
@@ -346,18 +342,28 @@ def _chosen(
         return *new, *_best(best[2:], of_runs, runs)
 
     own = pages.kv.data
-    start = [(zeros_in_layer(own, (len(seqs), n)) - jnp.inf, zeros_in_layer(own, (len(seqs), n), jnp.int32) - 1)
-             for n in (top_k, num_runs)]
+    start = [
+        (zeros_in_layer(own, (len(seqs), n)) - jnp.inf, zeros_in_layer(own, (len(seqs), n), jnp.int32) - 1)
+        for n in (top_k, num_runs)
+    ]
     found = lax.fori_loop(0, jnp.where(most > bound, num_tiles, 0), merge, (*start[0], *start[1]))
-    selected = jnp.where(counts[:, None] > bound, jnp.where(found[0] > -jnp.inf, found[1], -1), all_blocks)
+    selected = jnp.where(counts[:, None] > bound, jnp.where(found[0] > -jnp.inf, found[1], -1), _first(top_k, counts))
     if not num_runs:
         return selected
     if candidates is not None:
         return jnp.concatenate([selected, candidates[:, :num_runs]], axis=1)
     last = jnp.int32(1 << 30)
     runs = jnp.sort(jnp.where(found[2] > -jnp.inf, found[3], last), axis=1)
-    runs = jnp.where(counts[:, None] > num_runs * size, jnp.where(runs < last, runs, -1), all_runs)
+    runs = jnp.where(
+        counts[:, None] > num_runs * size, jnp.where(runs < last, runs, -1), _first(num_runs, -(-counts // size))
+    )
     return jnp.concatenate([selected, runs], axis=1)
+
+
+def _first(size: int, counts: jax.Array) -> jax.Array:
+    """Return i32[B, size]: the numbers from 0 below `counts` i32[B], ascending, then -1."""
+    numbers = jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(numbers < counts[:, None], numbers, -1)
 
 
 def _best(best: tuple[jax.Array, ...], scores: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
