@@ -81,7 +81,8 @@ class DeepseekV41Layer(DeepseekV4Layer):
         streams, shares = without_shares(x, self.num_streams)
         with jax.named_scope("ngrams"):
             streams, ids = self.memory(streams, states[-1], rows, step)
-        x, written = super().__call__(with_shares(streams, shares), kv, pages, step)
+        result: tuple[jax.Array, Any] = super().__call__(with_shares(streams, shares), kv, pages, step)
+        x, written = result
         return x, (written[0], (*written[1], ids)) if paged else (*written, ids)
 
 
