@@ -145,6 +145,7 @@ _MODULES = {
     "AXK2ForCausalLM": "axk2",
     "Dots3NoteForCausalLM": "dots3_note",
     "DeepseekV4ForCausalLM": "deepseek_v4",
+    "DeepseekV41ForCausalLM": "deepseek_v41",
     "LongcatFlashForCausalLM": "longcat_flash",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "HYV4ForCausalLM": "hy_v4",

@@ -184,7 +184,7 @@ ROOMS = {
     "checkpoint": (
         "models.params models.config models.config.readers models.quantization.base models.quantization.schemes "
         "models.quantization models models:registry models.weights.views models.weights.formats "
-        "models.weights.gguf models.weights scheduler.base tokens config.base "
+        "models.weights.gguf models.weights scheduler.base tokens.vocabularies tokens config.base "
         "config.execution config.features config.inputs config"
     ),
     "media": (

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxengine.checkpoint.control_vectors import read_control_vectors
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
@@ -27,6 +29,7 @@ from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooling_model import PoolingModel
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES
+from jaxengine.models.config.compressed import TOKEN_MAP
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import RopeFactors
@@ -43,10 +46,14 @@ from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from jaxengine.models.weights.pooled import with_own_files
+from jaxengine.models.weights.views.added import AddedSource
 from jaxengine.models.weights.views.mistral import under_transformers_names
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
+from jaxengine.tokens.hf_tokenizer import read_hf_tokenizer
+from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.tokenizer import Tokenizer
+from jaxengine.tokens.vocabularies.folded import folded_ids
 
 _GENERAL_CLASS = "TokenizersBackend"  # general tokenizer class of transformers 5; transformers 4 has another
 _MAX_SUPPRESSED = 1 << 20  # ids of a suppress_tokens, which may be most of a vocabulary
@@ -306,13 +313,32 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     source = ModelSource(path=path, config=model, generation_defaults=defaults, pooling=pooling, weights=weights)
     with source.closing_on_error():
         if isinstance(weights, SafetensorsCheckpoint):
-            weights = under_transformers_names(weights, model)
+            weights = with_token_maps(under_transformers_names(weights, model), path, model)
         model = with_stored_head(model, raw, weights)
         model = with_stored_frequencies(with_stored_experts(model, weights), weights)
         if pooling is not None and weights is not None and not isinstance(weights, Path):
             names = model_for_hf(model.architecture).checkpoint_names
             weights = with_own_files(path, weights, names, pooling.pooler)
     return replace(source, config=model, weights=weights)
+
+
+def with_token_maps(weights: WeightSource, path: Path, model: ModelConfig) -> WeightSource:
+    """Return a view of a checkpoint whose layers with a memory of n-grams have the map of tokens that its hashes are
+    of, from the folder's tokenizer; `weights` itself for other models, and for a checkpoint that stores it. Raises
+    ModelFileError for a tokenizer that is missing, invalid or of another vocabulary.
+    """
+    ngrams = model.ngrams
+    if ngrams is None or any(name.endswith(f".{TOKEN_MAP}") for name in weights.names()):
+        return weights
+    tokenizer, _, _ = read_hf_tokenizer(path)
+    with rust_errors(path):
+        found = folded_ids(tokenizer)
+    if (count := max(found, default=-1) + 1) != ngrams.vocab_size or len(found) > model.vocab_size:
+        allowed = f"engram_compressed_vocab_size = {ngrams.vocab_size} and at most {model.vocab_size} tokens"
+        raise ModelFileError(path, f"the tokenizer must have {allowed}, got {count} and {len(found)}")
+    ids = np.zeros(model.vocab_size, np.int32)
+    ids[: len(found)] = found
+    return AddedSource(weights, {f"model.layers.{layer}.engram.{TOKEN_MAP}": ids for layer in ngrams.layers})
 
 
 def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:

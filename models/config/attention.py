@@ -176,6 +176,8 @@ class LayerAttention:
       value_size: elements of a value if they are not head_dim; None if they are, or with a latent.
       slopes: for each head, the number that is subtracted from its logits for each position between query and key,
         after scale and cap (ALiBi, see `alibi_slopes`); None for none.
+      selected_by: number of the earlier layer whose selection of blocks, or whose candidates for it, the layer uses
+        (see SharedKeys); None for neither.
       learned_positions: whether the effect of positions has weights, of which all layers share those of rope. The layer
         then computes its rope itself (Mistral Large 4).
       mutual: whether, of the keys after their own, tokens of images see only those of tokens that see later keys, too
@@ -205,6 +207,7 @@ class LayerAttention:
     keys_as_values: bool = False
     value_size: int | None = None
     slopes: tuple[float, ...] | None = None
+    selected_by: int | None = None
     learned_positions: bool = False
     mutual: bool = False
 
@@ -297,6 +300,11 @@ class LayerAttention:
     def compressed(self) -> CompressedKeys | None:
         """Compressed keys that the layer attends to; None if each token has its own key."""
         return self.state if isinstance(self.state, CompressedKeys) else None
+
+    @property
+    def selection_source(self) -> int | None:
+        """Number of the earlier layer whose selection of keys or blocks the layer uses; None for its own."""
+        return self.selected_by if self.index is None else self.index.source
 
     def page_sizes(self, page_size: int) -> dict[str, Any]:
         """Return fields of KVSpec by name: the sizes of a cached key and value, and whether values are part of the

@@ -1,10 +1,13 @@
-"""Fields of DeepSeek-V4 (DeepSeek-AI 2026): compressed keys, each for a block of tokens, and parallel hidden states
-that are mixed by doubly stochastic matrices.
+"""Fields of DeepSeek-V4 and V4.1 (DeepSeek-AI 2026): compressed keys, each for a block of tokens, which layers may
+share, parallel hidden states that are mixed by doubly stochastic matrices, and a memory of n-grams.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from jaxengine.models.config.fields import (
     MAX_HEAD_DIM,
@@ -17,6 +20,7 @@ from jaxengine.models.config.fields import (
 from jaxengine.models.config.state import StateArray
 
 _MOST_STREAMS, _MOST_ROUNDS = 16, 1024
+TOKEN_MAP = "token_map"  # tensor of a memory of n-grams: the smaller vocabulary's id of each token
 # Largest number of a sequence's tokens that a state holds: the window, and the blocks from which a key is computed.
 _MOST_KEPT = 1 << 14
 
@@ -77,6 +81,11 @@ class CompressedKeys:
             check_size("compress_rates", self.rate, _MOST_KEPT, 2)
 
     @property
+    def has_indexer(self) -> bool:
+        """Whether the layer scores blocks itself."""
+        return self.index is not None
+
+    @property
     def num_series(self) -> int:
         """Number of blocks to whose keys a token contributes."""
         return 2 if self.overlapping else 1
@@ -134,6 +143,154 @@ class CompressedKeys:
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """Blocks among which indexers of later layers select: the `count` runs of `size` successive blocks whose best block
+    one layer scores highest. The run with the latest block is always one of them.
+
+    chosen: whether an earlier layer has chosen them; otherwise this layer does.
+    """
+
+    count: int
+    size: int
+    chosen: bool
+
+    def __post_init__(self) -> None:
+        check_size("candidate_topk_blocks", self.count, MAX_INTEGER)
+        check_size("candidate_block_size", self.size, _MOST_KEPT)
+
+
+@dataclass(frozen=True)
+class SharedKeys(CompressedKeys):
+    """CompressedKeys of which one layer computes those of several layers (DeepSeek-V4.1).
+
+    A block's key is computed from its own tokens, `rate` of which may be 1. The indexer's key is a projection of the
+    layer's key. Layers with blocks have an indexer, or use the selection of an earlier layer.
+
+    Attributes:
+      owned: whether the layer computes keys of blocks and writes them to its pages; otherwise it has no pages.
+      selects: whether the layer selects blocks itself.
+      candidates: blocks among which the layer selects, or that it chooses for later layers; None for all blocks.
+      lookback: number of earlier tokens whose ids the layer reads; 0 for none. The state has them.
+    """
+
+    owned: bool = True
+    selects: bool = True
+    candidates: Candidates | None = None
+    lookback: int = 0
+
+    def __post_init__(self) -> None:
+        check_size("sliding_window", self.window, _MOST_KEPT, 2)
+        check_size("q_lora_rank", self.q_rank, MAX_HIDDEN)
+        check_size("o_groups", self.out_groups, MAX_HEADS)
+        check_size("o_lora_rank", self.out_rank, MAX_HIDDEN)
+        if self.rate is not None:
+            check_size("compress_ratios", self.rate, _MOST_KEPT)
+
+    @property
+    def has_indexer(self) -> bool:
+        return self.index is not None and self.selects
+
+    @property
+    def num_projected(self) -> int:
+        """Number of elements that a token contributes to its block's key: values and, unless it is the block's only
+        token, their gates.
+        """
+        return self.head_dim * (1 if self.rate == 1 else 2)
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """State arrays: the window's keys [window - 1, head_dim]; in a layer that computes keys of blocks of several
+        tokens their contributions, f32[rate - 1, num_projected]; with a lookback the ids of the last tokens plus one,
+        i32[lookback, 1], 0 for none. The latest token comes last.
+        """
+        found = [StateArray((self.window - 1, self.head_dim), None, (None, None))]
+        if self.rate is not None and self.rate > 1 and self.owned:
+            found.append(StateArray((self.rate - 1, self.num_projected), "float32", (None, None)))
+        if self.lookback:
+            found.append(StateArray((self.lookback, 1), "int32", (None, None)))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class NgramMemory:
+    """Tables of embeddings of n-grams, which some layers look up by hashes of the latest token ids (DeepSeek-AI 2026,
+    "Conditional Memory via Scalable Lookup", as in DeepSeek-V4.1).
+
+    Ids are first replaced by those of a smaller vocabulary, in which tokens that differ in case, accents or surrounding
+    white space are equal. Each n-gram of 2 to `longest` tokens that ends with a token has `num_heads` hashes, each of
+    which finds a row in a range of the layer's table whose size is a prime number.
+
+    Attributes:
+      layers: numbers of the layers that have a table, ascending.
+      num_rows: rows of each of these tables.
+      longest: tokens of the longest n-gram.
+      num_heads, head_dim: hashes of an n-gram, and elements of a row.
+      least_rows: sizes of ranges are the first prime numbers from this number on, each used once.
+      pad_id: token that stands for those before the first.
+      vocab_size: tokens of the smaller vocabulary.
+    """
+
+    layers: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    longest: int
+    num_heads: int
+    head_dim: int
+    least_rows: int
+    pad_id: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        check_size("engram_max_ngram_size", self.longest, _MOST_STREAMS, 2)
+        check_size("engram_n_heads", self.num_heads, MAX_HEADS)
+        check_size("engram_head_dim", self.head_dim, MAX_HIDDEN)
+        check_size("engram_vocab_size", self.least_rows, 1 << 30)
+        check_size("engram_compressed_vocab_size", self.vocab_size, MAX_INTEGER)
+        for rows in self.num_rows:
+            check_size("engram_num_embeddings", rows, MAX_INTEGER)
+        for rows, primes in zip(self.num_rows, self.primes, strict=True):
+            if sum(primes) > rows:
+                raise ModelConfigError(f"engram_num_embeddings must be at least {sum(primes)}, got {rows}")
+
+    @property
+    def num_columns(self) -> int:
+        """Number of rows that a token looks up in a table."""
+        return (self.longest - 1) * self.num_heads
+
+    @property
+    def primes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the ranges of each layer's table, those of 2-grams first."""
+        found = iter(_ranges(self.least_rows, self.num_heads, len(self.layers) * (self.longest - 1)))
+        return tuple(tuple(next(found) for _ in range(self.num_columns)) for _ in self.layers)
+
+    def multipliers(self, layer: int) -> tuple[int, ...]:
+        """Return the odd factor, below 2 ** 63 / vocab_size, of the ids of a token and of each of the longest - 1
+        tokens before it, in the layer number `layer`.
+        """
+        bound = max(1, (2**63 - 1) // self.vocab_size // 2)
+        drawn = np.random.default_rng(10007 * layer).integers(0, bound, self.longest, np.int64)
+        return tuple(2 * int(each) + 1 for each in drawn)
+
+
+@lru_cache(maxsize=8)
+def _ranges(least: int, num_heads: int, num_sets: int) -> tuple[int, ...]:
+    """Return num_sets sets of num_heads prime numbers, all different and ascending in each set: the smallest that are
+    at least `least` and that no set before has. Results for the last 8 arguments are cached.
+    """
+    found: list[int] = []
+    number = least
+    while len(found) < num_heads * num_sets:
+        if _is_prime(number):
+            found.append(number)
+        number += 1
+    return tuple(found)
+
+
+def _is_prime(number: int) -> bool:
+    """Return whether a number below 2 ** 31 is prime (trial division)."""
+    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+
+
+@dataclass(frozen=True)
 class HyperConnections:
     """Several hidden states of a token, which a layer mixes to one input and to all of which it adds its output (Xie
     et al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4).
@@ -144,12 +301,21 @@ class HyperConnections:
         hidden states are not mixed with each other.
       eps: number added to divisors, and to shares.
       magnitude: largest factor of a layer's output, without eps.
+      delayed: whether a part's input is mixed with the shares that the part before it has computed (DeepSeek-V4.1).
     """
 
     num_streams: int
     rounds: int | None
     eps: float
     magnitude: float = 2.0
+    delayed: bool = False
+
+    @property
+    def num_beside(self) -> int:
+        """Number of elements that layers pass on for a token in addition to its hidden states: each of the delayed
+        shares as three numbers, whose sum it is.
+        """
+        return 3 * self.num_streams if self.delayed else 0
 
     def __post_init__(self) -> None:
         check_size("hc_mult", self.num_streams, _MOST_STREAMS, 2)

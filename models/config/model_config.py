@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxengine.models.config.altup import AltUp, BlockSkips, LoopedLayers, SharedBlocks
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.compressed import HyperConnections
+from jaxengine.models.config.compressed import HyperConnections, NgramMemory
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.experts import ExpertsConfig
@@ -75,8 +75,9 @@ class ModelConfig:
     empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
     every token in addition to the hidden state; 0 for none. `layer_input_rows` is the number of tokens in the table of
     these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips`, `shared_blocks`, `loops` and `kimi_k3`
-    are for families with several hidden states per token; None for one. `declared` is for families that are rows of a
-    table (jaxengine.models.families.declared_rows).
+    are for families with several hidden states per token; None for one. `ngrams` has the tables of n-grams of families
+    that look them up; None for others. `declared` is for families that are rows of a table
+    (jaxengine.models.families.declared_rows).
     """
 
     architecture: str
@@ -111,6 +112,7 @@ class ModelConfig:
     layer_input_rows: int = 0
     altup: AltUp | None = None
     hyper_connections: HyperConnections | None = None
+    ngrams: NgramMemory | None = None
     skips: BlockSkips | None = None
     shared_blocks: SharedBlocks | None = None
     loops: LoopedLayers | None = None
@@ -222,8 +224,11 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Number of elements that one layer passes to the next for a token: all of its hidden states."""
-        return self.hidden_size * self.num_streams
+        """Number of elements that one layer passes to the next for a token: all of its hidden states, and
+        what is passed on beside them.
+        """
+        beside = 0 if self.hyper_connections is None else self.hyper_connections.num_beside
+        return self.hidden_size * self.num_streams + beside
 
     @property
     def num_streams(self) -> int:

@@ -169,40 +169,25 @@ class DeepseekV4ForCausalLM(Decoder):
         fields.require(num_key_value_heads=1, norm_topk_prob=True, n_shared_experts=1, attention_bias=False)
         fields.require(mlp_bias=False)
         size, dim, kinds = fields.integer("moe_intermediate_size"), fields.integer("head_dim"), _layer_kinds(fields)
-        ropes = _read_ropes(fields, dim)
+        ropes = read_ropes(fields, dim)
         keys = {kind: _read_keys(fields, kind, dim) for kind in dict.fromkeys(kinds)}
         raw = {**fields.raw, "intermediate_size": size}
         shared = hf_fields(ConfigFields(raw), ropes=[ropes[kind != WINDOW] for kind in kinds], sinks=True)
         layers = zip(shared["attention"], kinds, strict=True)
-        scoring = fields.text("scoring_func", SCORING_FUNCS[-1])
-        experts = ExpertsConfig(
-            num_experts=fields.integer("n_routed_experts", 256),
-            num_per_token=fields.integer("num_experts_per_tok", 6),
-            intermediate_size=size,
-            hashed_layers=_hashed_layers(fields),
-            scoring_func=scoring,
-            correction_bias=True,
-            routed_scaling_factor=fields.number("routed_scaling_factor", 1.5),
-            swiglu_limit=fields.number("swiglu_limit", 10.0),
-            shared_intermediate_size=size,
-        )
+        experts = replace(read_experts(fields), hashed_layers=_hashed_layers(fields))
         return shared | {
             "attention": tuple(replace(each, state=keys[kind], beside_state=kind != WINDOW) for each, kind in layers),
             "experts": experts,
-            "hyper_connections": HyperConnections(
-                num_streams=fields.integer("hc_mult", 4),
-                rounds=fields.integer("hc_sinkhorn_iters", 20),
-                eps=fields.number("hc_eps", 1e-6),
-            ),
+            "hyper_connections": read_connections(fields),
         }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.attn"
         own, eps = config.attention[layer], config.rms_norm_eps
         attention = CompressedAttention(own, config.hidden_size, eps=eps, source=source, build=build)
-        return DeepseekV4Layer(config, attention, self._make_experts(layer, build), build)
+        return DeepseekV4Layer(config, attention, self.make_experts(layer, build), build)
 
-    def _make_experts(self, layer: int, build: Build) -> MixtureOfExperts:
+    def make_experts(self, layer: int, build: Build) -> MixtureOfExperts:
         """Return the experts of a layer, with a shared MLP and a clamped activation: HashedExperts in `hashed_layers`,
         otherwise a MixtureOfExperts.
         """
@@ -225,6 +210,30 @@ class DeepseekV4ForCausalLM(Decoder):
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
         """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""
         return jnp.tile(x, (1, self.config.num_streams))
+
+
+def read_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Return the experts of all layers. Raises ModelConfigError for wrong fields."""
+    size = fields.integer("moe_intermediate_size")
+    return ExpertsConfig(
+        num_experts=fields.integer("n_routed_experts", 256),
+        num_per_token=fields.integer("num_experts_per_tok", 6),
+        intermediate_size=size,
+        scoring_func=fields.text("scoring_func", SCORING_FUNCS[-1]),
+        correction_bias=True,
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.5),
+        swiglu_limit=fields.number("swiglu_limit", 10.0),
+        shared_intermediate_size=size,
+    )
+
+
+def read_connections(fields: ConfigFields) -> HyperConnections:
+    """Return the connections of a layer's parts. Raises ModelConfigError for wrong fields."""
+    return HyperConnections(
+        num_streams=fields.integer("hc_mult", 4),
+        rounds=fields.integer("hc_sinkhorn_iters", 20),
+        eps=fields.number("hc_eps", 1e-6),
+    )
 
 
 def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Sequence[str]) -> list[str] | None:
@@ -294,7 +303,7 @@ def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys
     )
 
 
-def _read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
+def read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
     """Return (rope of layers with only a window, rope of layers with keys of blocks). Each is interleaved and has as
     many elements as it rotates of a head. Raises ModelConfigError for wrong fields, and if that number is odd or not
     from 2 to head_dim.

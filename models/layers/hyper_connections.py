@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.model_config import ModelConfig
@@ -76,6 +77,13 @@ class HyperConnection(nnx.Module):
         The weights' matrix is made nearly doubly stochastic by `rounds` rounds of dividing by its sums
         (Sinkhorn-Knopp).
         """
+        shares, mixing = self.mixed(x)
+        return joined(x, shares), mixing
+
+    def mixed(self, x: jax.Array) -> tuple[jax.Array, Mixing]:
+        """Return the shares f32[T, A] of the hidden states x [T, A * D] in a part's input, and the weights with which
+        `write` adds a part's output to x.
+        """
         count, eps = self.form.num_streams, self.form.eps
         mixed, bias, factors = self.mixer(x), self.mixer.bias[...], self.mixer.factors[...]
         parts = zip(*(jnp.split(each, (count, 2 * count), axis=-1) for each in (mixed, bias)), factors, strict=True)
@@ -85,7 +93,7 @@ class HyperConnection(nnx.Module):
         for _ in range(self.rounds - 1):
             for axis in (-1, -2):
                 matrix = matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
-        return joined(x, jax.nn.sigmoid(reading) + eps), Mixing(self.form.magnitude * jax.nn.sigmoid(writing), matrix)
+        return jax.nn.sigmoid(reading) + eps, Mixing(self.form.magnitude * jax.nn.sigmoid(writing), matrix)
 
     def write(self, x: jax.Array, output: jax.Array, mixing: Mixing) -> jax.Array:
         """Return the hidden states [T, A * D] after a part with output [T, D]: the hidden states x before it, mixed by
@@ -95,6 +103,45 @@ class HyperConnection(nnx.Module):
         mixed = jnp.einsum("tab,tad->tbd", mixing.matrix, wide, precision="float32")
         mixed = mixed + mixing.shares[..., None] * output.astype(jnp.float32)[:, None]
         return mixed.astype(x.dtype).reshape(x.shape)
+
+
+class DelayedConnection(HyperConnection):
+    """HyperConnection whose input is mixed with the shares that the connection before it has computed, and which passes
+    on its own (DeepSeek-V4.1). Hidden states and shares are in one array [T, A * D + 3 * A] (`with_shares`).
+    """
+
+    def read(self, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Mixing]]:
+        """Return the part's input [T, D], mixed from the hidden states in x by the shares in x, and what `write` needs:
+        the shares for the next connection, and the weights with which it adds the part's output.
+        """
+        streams, shares = without_shares(x, self.form.num_streams)
+        return joined(streams, shares), self.mixed(streams)
+
+    def write(self, x: jax.Array, output: jax.Array, mixing: tuple[jax.Array, Mixing]) -> jax.Array:
+        """Return x after a part with output [T, D], with the hidden states of HyperConnection.write and the shares for
+        the next connection.
+        """
+        streams, _ = without_shares(x, self.form.num_streams)
+        return with_shares(super().write(streams, output, mixing[1]), mixing[0])
+
+
+def with_shares(streams: jax.Array, shares: jax.Array) -> jax.Array:
+    """Return hidden states [T, A * D] followed by shares f32[T, A], in the dtype of the hidden states: [T, A * D + 3 *
+    A]. A share is the sum of three numbers of eight bits each, which every floating-point dtype of 16 bits or more has
+    if shares are at most 2 and at least 1e-6; float16 loses what is below 2 ** -24.
+    """
+    parts, left = [], shares
+    for _ in range(3):
+        part = lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7)
+        parts, left = [*parts, part], left - part
+    return jnp.concatenate([streams, *(part.astype(streams.dtype) for part in parts)], axis=-1)
+
+
+def without_shares(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the hidden states [T, A * D] and the shares f32[T, A] that `with_shares` joined to x. count: A."""
+    streams, *parts = jnp.split(x, [x.shape[1] - each * count for each in (3, 2, 1)], axis=-1)
+    first, second, third = (part.astype(jnp.float32) for part in parts)
+    return streams, first + (second + third)
 
 
 class IndependentConnection(nnx.Module):
@@ -139,6 +186,18 @@ class MeanOfStreams(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.norm(joined(x, jnp.full((x.shape[0], self.num_streams), 1 / self.num_streams, jnp.float32)))
+
+
+class StreamsByShares(nnx.Module):
+    """Norm of the sum of a token's hidden states, weighted by the shares that the last connection has computed: [T, A *
+    D + 3 * A] -> [T, D].
+    """
+
+    def __init__(self, config: ModelConfig, norm: Any):
+        self.num_streams, self.norm = config.num_streams, norm
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(joined(*without_shares(x, self.num_streams)))
 
 
 class JoinedStreams(nnx.Module):

@@ -128,7 +128,7 @@ def _compressed_work(
         blocks, block_pairs = visible_keys(bucket, context, None if index is None else index.top_k * rate)
         pairs += block_pairs // rate
         num_bytes += blocks // rate * attention.head_dim * itemsize
-    if rate is not None and index is not None:
+    if rate is not None and index is not None and compressed.has_indexer:
         blocks, block_pairs = visible_keys(bucket, context, None)
         queries = bucket.num_tokens * index.num_heads
         num_bytes += (queries + blocks // rate) * index.head_dim * itemsize

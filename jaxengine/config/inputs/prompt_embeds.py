@@ -20,7 +20,8 @@ def settle_prompt_embeds(chosen: Mapping[str, Any], model: ModelConfig) -> dict[
     """
     if not chosen[_NAME]:
         return {}
-    reads_ids = model.layer_input_size > 0 or (model.experts is not None and bool(model.experts.hashed_layers))
+    reads_ids = model.layer_input_size > 0 or model.ngrams is not None
+    reads_ids |= model.experts is not None and bool(model.experts.hashed_layers)
     for wrong, why in (
         (model.tower is not None, f"{model.architecture} takes images or sounds; serve it with language_model_only"),
         (model.pooler is not None, "pooling models are not supported"),

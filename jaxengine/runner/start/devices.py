@@ -297,8 +297,7 @@ def _needs_earlier(model_config: ModelConfig, layer: int) -> bool:
 
 def _sources_of(attention: LayerAttention) -> list[tuple[int, str]]:
     """Return the other layers whose results a layer with this attention uses, with what they are."""
-    of_choice = None if attention.index is None else attention.index.source
-    named = ((attention.kv_source, "keys and values"), (of_choice, "keys as selected by the indexer"))
+    named = ((attention.kv_source, "keys and values"), (attention.selection_source, "keys as selected by the indexer"))
     return [(source, what) for source, what in named if source is not None]
 
 

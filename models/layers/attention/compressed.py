@@ -17,9 +17,10 @@ indexer, J elements of its keys, B tokens at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,149 +29,31 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.models.build import Build
-from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import BlockIndex, CompressedKeys
-from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec
+from jaxengine.models.layers.attention.token_blocks import (
+    BlockPages,
+    Recent,
+    TokenBlocks,
+    folded,
+    recent,
+    rotated,
+    rotated_back,
+)
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import FixedRMSNorm, RMSNorm
-from jaxengine.models.layers.base.rope import apply_rope, rope_table
-from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
-from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.pallas_kernels.kv.slots import read_slots
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 # Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks whose keys are computed at
 # a time.
-_TOKENS, _GATHERED, _MADE = 16, 128, 8
-# Blocks whose scores are merged at a time into the best so far: _MERGED * k, but at most _SCORED.
-_MERGED, _SCORED = 4, 4096
-
-
-class TokenBlocks(NamedTuple):
-    """Location of a step's tokens in their sequences, and the blocks that they complete.
-
-    Attributes:
-      token_ids, positions: i32[T].
-      seqs, index: i32[T], the row of each token's sequence, and the token's number among that sequence's new ones.
-      num_tokens: i32[], tokens of sequences; padding comes after them.
-      last: i32[M], indices of the tokens that complete a block, in order, then T; M is 0 without blocks.
-      num_blocks: i32[], number of blocks that the step completes.
-      rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks.
-    """
-
-    token_ids: jax.Array
-    positions: jax.Array
-    seqs: jax.Array
-    index: jax.Array
-    num_tokens: jax.Array
-    last: jax.Array
-    num_blocks: jax.Array
-    rope: tuple[jax.Array, jax.Array]
-
-
-def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
-    """Return the TokenBlocks of a step. key: (tokens of a block, None for a layer without blocks; rope of the keys)."""
-    (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
-    num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= ragged.cu_q_lens[1:], axis=1, dtype=jnp.int32), num_seqs - 1)
-    live = ragged.cu_q_lens[ragged.num_seqs]
-    most = min(num_tokens, num_tokens // rate + num_seqs) if rate else 0
-    ends = ((batch.positions + 1) % (rate or 1) == 0) & (tokens < live)
-    (last,) = jnp.nonzero(ends, size=most, fill_value=num_tokens)
-    first = batch.positions[jnp.minimum(last, num_tokens - 1)] + 1 - (rate or 1)
-    return TokenBlocks(
-        token_ids=batch.token_ids,
-        positions=batch.positions,
-        seqs=seqs,
-        index=tokens - ragged.cu_q_lens[seqs],
-        num_tokens=live,
-        last=last.astype(jnp.int32),
-        num_blocks=jnp.minimum(jnp.sum(ends, dtype=jnp.int32), most),
-        rope=rope_table(first, rope),
-    )
-
-
-def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None, Rope] | None:
-    """Return the argument `key` of `token_blocks` for a layer, (tokens of a block or None, rope); None for a layer
-    without compressed keys or without rope.
-    """
-    if attention.compressed is None or attention.rope is None:
-        return None
-    return attention.compressed.rate, attention.rope
-
-
-BLOCKS = StepInput("token_blocks", _rate_and_rope, token_blocks)
-
-
-class _Recent(NamedTuple):
-    """Rows of this step's tokens, followed by the R rows before them that the state of each of the S sequences has.
-
-    Attributes:
-      rows: [T + S * R, .].
-      kept: R.
-      blocks: location of the step's tokens.
-    """
-
-    rows: jax.Array
-    kept: int
-    blocks: TokenBlocks
-
-    def indices(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
-        """Return the index in `rows`, i32, of the token that is `lags` tokens before each of `tokens` in its sequence.
-        tokens, lags: i32 of one shape; lags are at most R. Where a sequence has no such token the index is that of an
-        arbitrary row, which callers must mask.
-        """
-        blocks, num_tokens = self.blocks, self.blocks.positions.shape[0]
-        tokens = jnp.minimum(tokens, num_tokens - 1)
-        index, seqs = blocks.index[tokens], blocks.seqs[tokens]
-        before = num_tokens + seqs * self.kept + self.kept + index - lags
-        return jnp.where(lags <= index, tokens - lags, before)
-
-    def after(self, state: jax.Array, rows: StateRows) -> jax.Array:
-        """Return `state` [rows, R, .] with the last R rows of each sequence written to its row `writes`, and also to
-        its row `saves` for sequences with two or more tokens in this step. Sequences without tokens write nothing.
-        """
-        ends = rows.cu_q_lens[1:]
-        counts = jnp.where(jnp.arange(len(ends)) < rows.num_seqs, ends - rows.cu_q_lens[:-1], 0)
-        lags = jnp.broadcast_to(jnp.arange(self.kept - 1, -1, -1, dtype=jnp.int32), (len(ends), self.kept))
-        new = self.rows[self.indices(jnp.broadcast_to(ends[:, None] - 1, lags.shape), lags)]
-        for index, least in ((rows.writes, 1), (rows.saves, 2)):
-            state = state.at[jnp.where(counts >= least, index, state.shape[0])].set(new, mode="drop")
-        return state
-
-
-def _recent(new: jax.Array, state: jax.Array, rows: StateRows, blocks: TokenBlocks) -> _Recent:
-    """Return the _Recent of new rows [T, .] and the rows in `state` [rows, R, .] that this step reads, in the dtype of
-    `state`; zeros for sequences that read none (`reads` < 0).
-    """
-    kept = state[jnp.clip(rows.reads, 0, state.shape[0] - 1)]
-    kept = jnp.where((rows.reads >= 0)[:, None, None], kept, 0)
-    return _Recent(jnp.concatenate([new.astype(state.dtype), kept.reshape(-1, new.shape[1])]), state.shape[1], blocks)
-
-
-def rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return x [T, heads, H] with its last R elements rotated. rope: cos and sin [T, R / 2]. Neighbouring elements are
-    a pair; in the result the first elements of all pairs come before the second ones.
-    """
-    kept, last = jnp.split(x, (x.shape[-1] - 2 * rope[0].shape[-1],), axis=-1)
-    return jnp.concatenate([kept, apply_rope(last, *rope, interleaved=True)], axis=-1)
-
-
-def rotated_back(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return x [T, heads, H], weighted sums of keys that `rotated` returned, with its last R elements rotated back by
-    the rope (cos and sin, [T, R / 2]) of the queries. In the result the elements of each pair are neighbours again.
-    """
-    cos, sin = rope
-    kept, last = jnp.split(x, (x.shape[-1] - 2 * cos.shape[-1],), axis=-1)
-    halves = jnp.split(apply_rope(last, cos, -sin), 2, axis=-1)
-    return jnp.concatenate([kept, jnp.stack(halves, axis=-1).reshape(last.shape)], axis=-1)
+TOKENS, _GATHERED, _MADE = 16, 128, 8
+# Blocks whose scores are merged at a time into the best so far: MERGED * k, but at most SCORED.
+MERGED, SCORED = 4, 4096
 
 
 class Compressor(nnx.Module):
@@ -222,76 +105,40 @@ class BlockIndexer(nnx.Module):
         latent of queries [T, q_rank].
         """
         assert step.rope is not None
+        q, weights = self.queries(x, q_latent, step)
+        return rotated(q, step.rope), weights
+
+    def queries(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        """Return queries [T, I, J] before rope and the weights of their heads f32[T, I], divided by sqrt(I * J)."""
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
-        return rotated(q, step.rope), weights * (self.num_heads * self.head_dim) ** -0.5
+        return q, weights * (self.num_heads * self.head_dim) ** -0.5
 
 
-class _Pages(NamedTuple):
-    """Keys of blocks in the pages of a pool, for reading.
-
-    Attributes:
-      kv: the pool.
-      ragged: the batch, with page ids counted from the pool's beginning.
-      slots: number of slots of a page that the key of a block fills.
-      keys: the layer's configuration.
+def block_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, seen: jax.Array) -> jax.Array:
+    """Return the indexer's scores f32[B, b] of blocks with `keys` [B, b, J]: sums of relu(q . key) over heads, with
+    their `weights` f32[B, I]; -inf for blocks that are not `seen`, bool[B, b]. q: [B, I, J].
     """
-
-    kv: KVPages
-    ragged: RaggedBatch
-    slots: int
-    keys: CompressedKeys
-
-    def read(self, seqs: jax.Array, blocks: jax.Array, *, of_index: bool = False) -> jax.Array:
-        """Return the keys f32[B, b, H] of blocks i32[B, b] of the sequences i32[B]; with `of_index`, the indexer's
-        keys. Where a block is -1 the result is that of an arbitrary block, which callers must mask.
-        """
-        page_size, rate = self.kv.page_size, self.keys.rate or 1
-        last = (jnp.maximum(blocks, 0) + 1) * rate - 1
-        columns = jnp.minimum(last // page_size, self.ragged.page_table.shape[1] - 1)
-        pages, first = self.ragged.page_table[seqs[:, None], columns], last % page_size - (self.slots - 1)
-        return read_slots(self.kv, pages, first, self.slots, of_values=of_index)[..., : self.keys.widths[of_index]]
-
-    @property
-    def most_blocks(self) -> int:
-        """Number of blocks of the longest sequence that the page table can hold, at least 1."""
-        return max(self.ragged.page_table.shape[1] * self.kv.page_size // (self.keys.rate or 1), 1)
-
-
-def _folded(
-    softmax: tuple[jax.Array, ...], q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float
-) -> tuple[jax.Array, ...]:
-    """Return the online softmax `softmax` of queries [B, N, H] after adding keys [B, b, H], which are values as well;
-    those not `seen`, bool[B, b], are left out. softmax: largest logits and totals, f32[B, N] each, and weighted sums of
-    values f32[B, N, H]. scale: factor of logits.
-    """
-    largest, total, sums = softmax
-    keys = jnp.where(seen[..., None], keys.astype(q.dtype), 0)
-    logits = jnp.einsum("bnh,bkh->bnk", q, keys, preferred_element_type=jnp.float32) * scale
-    logits = jnp.where(seen[:, None], logits, -jnp.inf)
-    new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
-    shares, decay = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
-    new = jnp.einsum("bnk,bkh->bnh", shares.astype(q.dtype), keys, preferred_element_type=jnp.float32)
-    return new_largest, total * decay + jnp.sum(shares, axis=-1), sums * decay[..., None] + new
+    products = jnp.einsum("bij,bkj->bik", q.astype(jnp.float32), keys, preferred_element_type=jnp.float32)
+    scores = jnp.sum(weights[..., None] * jax.nn.relu(products), axis=1)
+    return jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)  # zero has no sign
 
 
 def _selected(
-    q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: _Pages
+    q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: BlockPages
 ) -> jax.Array:
     """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence,
     best first, of equal ones the lowest block first. A sequence with at most k blocks has all of them, ascending, then
     -1. q, weights: queries [B, I, J] and weights f32[B, I] of the indexer. seqs: i32[B], sequences' rows. top_k: k.
     """
-    at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
+    at_once = min(MERGED * top_k, SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
 
     def merge(number: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks = jnp.broadcast_to(number * at_once + places, (size, at_once))
         seen = blocks < counts[:, None]
         keys = jnp.where(seen[..., None], pages.read(seqs, blocks, of_index=True), 0)
-        products = jnp.einsum("bij,bkj->bik", q.astype(jnp.float32), keys, preferred_element_type=jnp.float32)
-        scores = jnp.sum(weights[..., None] * jax.nn.relu(products), axis=1)
-        scores = jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)  # zero has no sign
+        scores = block_scores(q, weights, keys, seen)
         # The best so far come first, so that of equal scores the lowest block does.
         top, which = lax.top_k(jnp.concatenate([best[0], scores], axis=1), top_k)
         return top, jnp.take_along_axis(jnp.concatenate([best[1], blocks], axis=1), which, axis=1)
@@ -331,9 +178,17 @@ class CompressedAttention(nnx.Module):
         self.out_a = build.weight(shape, (rows,), ("heads", "latent"), table=True)
         out = (Source(f"{source}.wo_b", hidden_size),)
         self.out_b = Linear(shape[0], out, axes=("heads", "embed"), build=build)
-        if keys.rate is None:
-            return
+        if keys.rate is not None:
+            self._declare_blocks(linear, hidden_size, eps=eps, source=source, build=build)
+
+    def _declare_blocks(
+        self, linear: Callable[..., Linear], hidden_size: int, *, eps: float, source: str, build: Build
+    ) -> None:
+        """Declare the weights that compute keys of blocks and select blocks. linear: makes the Linear of hidden states
+        whose outputs are those of modules of `source`, by name.
+        """
         # For the layer's keys and the indexer's: the name of their compressor, and their width.
+        keys = self.keys
         inner, factor = dict(zip(("compressor", "indexer.compressor"), keys.widths, strict=False)), keys.num_series
         contributed = {f"{name}.{kind}": factor * width for name, width in inner.items() for kind in ("wkv", "wgate")}
         self.contributed = linear(contributed)
@@ -342,7 +197,9 @@ class CompressedAttention(nnx.Module):
         )
         index = keys.index
         self.indexer = (
-            None if index is None else BlockIndexer(index, q_rank, hidden_size, source=f"{source}.indexer", build=build)
+            None
+            if index is None
+            else BlockIndexer(index, keys.q_rank, hidden_size, source=f"{source}.indexer", build=build)
         )
 
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
@@ -360,11 +217,11 @@ class CompressedAttention(nnx.Module):
             q = self.q_b(q_latent, step.rows).reshape(x.shape[0], -1, self.spec.head_dim)
             q = rotated(self.head_norm(q), step.rope)
             key = rotated(self.kv_norm(key)[:, None], step.rope)[:, 0]
-        window = _recent(key, states[0], rows, blocks)
+        window = recent(key, states[0], rows, blocks)
         left = [window.after(states[0], rows)]
         pages = index = None
         if kv is not None and where is not None:
-            contributed = _recent(self.contributed(x, step.rows), states[1], rows, blocks)
+            contributed = recent(self.contributed(x, step.rows), states[1], rows, blocks)
             left.append(contributed.after(states[1], rows))
             with jax.named_scope("compress"):
                 kv, pages = self._write(contributed, kv, where)
@@ -373,19 +230,21 @@ class CompressedAttention(nnx.Module):
                     index = self.indexer(x, q_latent, step)
         with jax.named_scope("compressed_attention"):
             o = self._attend(q, window, pages, index)
-        o = rotated_back(o, step.rope).astype(x.dtype)
-        with jax.named_scope("o_proj"):
-            o = self.out_a.batched_matmul(o.reshape(x.shape[0], -1, self.group_width), contract=1).astype(x.dtype)
-            o = self.out_b(o.reshape(x.shape[0], -1), step.rows)
+        o = self._project_out(rotated_back(o, step.rope).astype(x.dtype), step)
         return o, (kv, tuple(left)) if has_blocks else tuple(left)
 
-    def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
+    def _project_out(self, o: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the layer's output [T, D] for the outputs of its heads, o [T, N, H]."""
+        with jax.named_scope("o_proj"):
+            o = self.out_a.batched_matmul(o.reshape(o.shape[0], -1, self.group_width), contract=1).astype(o.dtype)
+            return self.out_b(o.reshape(o.shape[0], -1), step.rows)
+
+    def _write(self, contributed: Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, BlockPages]:
         """Compute the keys of the blocks that this step completes and write them to the pool; return the new pool and
-        the _Pages that reads blocks from it. contributed: contributions of tokens. where: the layer's pages. Raises
+        the BlockPages that reads blocks from it. contributed: contributions of tokens. where: the layer's pages. Raises
         ModelConfigError for a page size that does not suit the blocks.
         """
         blocks, keys = contributed.blocks, self.keys
-        slots, ragged = keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
         num_tokens, most = blocks.positions.shape[0], len(blocks.last)
         padded = jnp.pad(blocks.last, (0, -most % _MADE), constant_values=num_tokens)
         rope = tuple(jnp.pad(each, ((0, -most % _MADE), (0, 0))) for each in blocks.rope)
@@ -410,12 +269,21 @@ class CompressedAttention(nnx.Module):
 
         start = tuple(zeros_in_layer(kv.data, (len(padded), width), contributed.rows.dtype) for width in keys.widths)
         made = lax.fori_loop(0, -(-blocks.num_blocks // _MADE), make, start)
+        return self._store([each[:most] for each in made], blocks, kv, where)
+
+    def _store(
+        self, made: Sequence[jax.Array], blocks: TokenBlocks, kv: KVPages, where: LayerPages
+    ) -> tuple[KVPages, BlockPages]:
+        """Write the keys of the blocks that the step completes, [M, H] each, to the pool; return the new pool and the
+        BlockPages that reads blocks from it. made: the layer's keys and, with an indexer, its keys.
+        """
+        slots, ragged = self.keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
         ends = ragged.slot_mapping.at[blocks.last].get(mode="fill", fill_value=-1)
         places = ends[:, None] - (slots - 1) + jnp.arange(slots, dtype=jnp.int32)
         places = jnp.where(ends[:, None] < 0, -1, places).reshape(-1)
-        pieces = [self._in_slots(each[:most], slots) for each in made]
+        pieces = [self._in_slots(each, slots) for each in made]
         kv = kv_cache_update(kv, pieces[0], pieces[1] if len(pieces) > 1 else None, places)
-        return kv, _Pages(kv, ragged, slots, keys)
+        return kv, BlockPages(kv, ragged, slots, self.keys)
 
     def _parts(self, rows: jax.Array) -> list[tuple[jax.Array, ...]]:
         """Return (values, gates) for the layer's keys and, with an indexer, (values, gates) for the indexer's keys,
@@ -433,19 +301,20 @@ class CompressedAttention(nnx.Module):
         return made.reshape(made.shape[0] * slots, 1, -1)
 
     def _attend(
-        self, q: jax.Array, window: _Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
+        self, q: jax.Array, window: Recent, pages: BlockPages | None, index: tuple[jax.Array, ...] | None
     ) -> jax.Array:
         """Return the attention output f32[T, N, H] of queries q [T, N, H] over the window's keys and the complete
-        blocks, computed _TOKENS tokens at a time. Rows of padding are arbitrary. window: keys of this step and of the
-        states. pages: None for a layer without blocks. index: queries and weights of the indexer; None without one.
+        blocks, computed TOKENS tokens at a time. Rows of padding are arbitrary. window: keys of this step and of the
+        states. pages: None for a layer without blocks. index: arrays [T, ...] that `_fold_blocks` gets rows of: queries
+        and weights of the indexer; None without one.
         """
         blocks, (num_tokens, num_heads, dim) = window.blocks, q.shape
-        size = min(_TOKENS, num_tokens)
+        size = min(TOKENS, num_tokens)
         pad = (0, -num_tokens % size)
         given = [q, jnp.arange(num_tokens, dtype=jnp.int32), *(index or ())]
         given = [jnp.pad(each, (pad, *((0, 0),) * (each.ndim - 1))) for each in given]
         lags = jnp.broadcast_to(jnp.arange(self.keys.window - 1, -1, -1, dtype=jnp.int32), (size, self.keys.window))
-        fold = partial(_folded, scale=self.spec.sm_scale)
+        fold = partial(folded, scale=self.spec.sm_scale)
 
         def attend(tile: jax.Array, o: jax.Array) -> jax.Array:
             rows, tokens, *of_index = (lax.dynamic_slice_in_dim(each, tile * size, size) for each in given)
@@ -469,7 +338,7 @@ class CompressedAttention(nnx.Module):
         q: jax.Array,
         tokens: tuple[jax.Array, jax.Array],
         of_index: list[jax.Array],
-        pages: _Pages,
+        pages: BlockPages,
     ) -> tuple[jax.Array, ...]:
         """Return the online softmax `softmax` of queries [B, N, H] after adding the keys of all complete blocks, or of
         those that the indexer selects. tokens: sequences and positions of the queries, i32[B] each. of_index: queries
@@ -478,23 +347,39 @@ class CompressedAttention(nnx.Module):
         (seqs, positions), index = tokens, self.keys.index
         counts = (positions + 1) // (self.keys.rate or 1)
         if index is None:
-            most, chosen, at_once = jnp.max(counts), None, min(_GATHERED, pages.most_blocks)
-        else:
-            top_k = min(index.top_k, pages.most_blocks)
-            at_once = min(_GATHERED, top_k)
-            index_q, weights = of_index
-            chosen = _selected(index_q, weights, seqs, counts, top_k, pages)
-            most = jnp.minimum(jnp.max(counts), top_k)
-            chosen = jnp.pad(chosen, ((0, 0), (0, -top_k % at_once)), constant_values=-1)
+            most, at_once = jnp.max(counts), min(_GATHERED, pages.most_blocks)
+
+            def fold(number: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                """Return the online softmax after adding block group `number`, of `at_once` blocks."""
+                own = number * at_once + jnp.arange(at_once, dtype=jnp.int32)
+                own = jnp.broadcast_to(own, (len(seqs), at_once))
+                return folded(softmax, q, pages.read(seqs, own), own < counts[:, None], self.spec.sm_scale)
+
+            return lax.fori_loop(0, -(-most // at_once), fold, softmax)
+        index_q, weights = of_index
+        chosen = _selected(index_q, weights, seqs, counts, min(index.top_k, pages.most_blocks), pages)
+        return self._fold_chosen(softmax, q, (seqs, counts), chosen, pages)
+
+    def _fold_chosen(
+        self,
+        softmax: tuple[jax.Array, ...],
+        q: jax.Array,
+        tokens: tuple[jax.Array, jax.Array],
+        chosen: jax.Array,
+        pages: BlockPages,
+    ) -> tuple[jax.Array, ...]:
+        """Return the online softmax `softmax` of queries [B, N, H] after adding the keys of blocks `chosen` i32[B, k],
+        in which -1 stands for none; there are none after the first n of a query that has n complete blocks. tokens:
+        sequences and numbers of complete blocks of the queries, i32[B] each.
+        """
+        (seqs, counts), top_k = tokens, chosen.shape[1]
+        at_once = min(_GATHERED, top_k)
+        most = jnp.minimum(jnp.max(counts), top_k)
+        chosen = jnp.pad(chosen, ((0, 0), (0, -top_k % at_once)), constant_values=-1)
 
         def fold(number: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            """Return the online softmax after adding block group `number`, of `at_once` blocks."""
-            if chosen is None:
-                own = jnp.broadcast_to(number * at_once + jnp.arange(at_once, dtype=jnp.int32), (len(seqs), at_once))
-                seen = own < counts[:, None]
-            else:
-                own = lax.dynamic_slice_in_dim(chosen, number * at_once, at_once, axis=1)
-                seen = own >= 0
-            return _folded(softmax, q, pages.read(seqs, own), seen, self.spec.sm_scale)
+            """Return the online softmax after adding group `number` of `at_once` blocks."""
+            own = lax.dynamic_slice_in_dim(chosen, number * at_once, at_once, axis=1)
+            return folded(softmax, q, pages.read(seqs, own), own >= 0, self.spec.sm_scale)
 
         return lax.fori_loop(0, -(-most // at_once), fold, softmax)

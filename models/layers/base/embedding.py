@@ -15,12 +15,16 @@ from jaxengine.sharding.layout import MeshLayout
 
 
 class Embedding(nnx.Module):
-    """Token table [V, D], which looks up tokens and, if the checkpoint ties both, also computes logits."""
+    """Token table [V, D], which looks up tokens and, if the checkpoint ties both, also computes logits.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, source: str, build: Build):
+    of_tokens: False for another table, which the checkpoint may store as it does matrices.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, source: str, build: Build, of_tokens: bool = True):
         rows = vocab_source(source, vocab_size, build.mesh)
         self.num_rows = rows.num_contributed
-        self.weight = build.for_table().weight((self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True)
+        stored = build.for_table() if of_tokens else build
+        self.weight = stored.weight((self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Return the rows [T, D] of tokens i32[T].

@@ -22,7 +22,8 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that fp8 settings describe. Raises ModelConfigError for unsupported ones.
 
     Matrices are e4m3 with a scale per block, or per tensor without weight_block_size, and rows are rounded to e4m3.
-    Experts are MXFP4 if expert_dtype is fp4. Modules in modules_to_not_convert and ignored_layers are plain.
+    Experts are MXFP4 if expert_dtype is fp4. Tables of n-grams have a scale for every 32 elements of a row. Modules in
+    modules_to_not_convert and ignored_layers are plain.
     """
     one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = block_size(settings, "weight_block_size")
@@ -39,6 +40,8 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     if one_of(settings, "expert_dtype", ("fp8", "fp4"), "fp8") == "fp4":  # DeepSeek-V4's
         experts = Mxfp4("mxfp4 (experts)", "weight", "weight_scale_inv", ("int8", "float8_e8m0fnu"))
         rules = ((("re:.*[.]experts[.]",), experts), *rules)
+    rows = EightBits(METHOD, _E4M3, BLOCK, None, (1, 32))  # DeepSeek-V4.1's, whatever weight_block_size
+    rules = ((("re:.*[.]engram[.]embed$",), rows), *rules)
     return Quantization(METHOD, rules, listed=listed)
 
 

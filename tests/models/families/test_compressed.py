@@ -24,7 +24,7 @@ from tests.fixtures.drawn_weights import checkpoint
 
 BLOCK = 40
 # Not rounded by DeepSeek: routers, what makes keys of blocks, the weights of the indexer's heads, what is no product.
-KEPT = re.compile(r"norm|embed|head|gate\.|compressor|weights_proj|hc_|sink|bias|ape")
+KEPT = re.compile(r"norm|embed|head|gate\.|compressor|weights_proj|hc_|sink|bias|ape|indexer.wk|[qk]_weight|token_map")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -52,10 +52,20 @@ def write(source: Path, folder: Path) -> dict[str, np.ndarray]:
     """A checkpoint like `source` as DeepSeek publishes it; returns what its tensors stand for."""
     raw: dict[str, Any] = json.loads((source / "config.json").read_text())
     settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
-    raw |= {"quantization_config": settings | {"weight_block_size": [BLOCK, BLOCK]}, "expert_dtype": "fp4"}
+    settings |= {"weight_block_size": [BLOCK, BLOCK]}
+    # DeepSeek-V4.1's says it inside.
+    nested = "text_config" in raw
+    raw |= {"quantization_config": settings | ({"expert_dtype": "fp4"} if nested else {})}
+    raw |= {} if nested else {"expert_dtype": "fp4"}
     (folder / "config.json").write_text(json.dumps(raw))
     stored, values = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("engram.embed.weight"):  # a scale for every 32 elements of a row, of which there are fewer
+            codes = (tensor * 8).astype(ml_dtypes.float8_e4m3fn)
+            stored[name], values[name] = codes, codes.astype(np.float32) / 8
+            scales = np.full((len(tensor), 1), 1 / 8, np.float32)
+            stored[name.removesuffix("weight") + "scale"] = scales.astype(ml_dtypes.float8_e8m0fnu)
+            continue
         if KEPT.search(name):
             stored[name] = values[name] = tensor
             continue
@@ -66,17 +76,21 @@ def write(source: Path, folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.thorough("formats whose reading is tested by itself, under a family's names")
-def test_as_published(tmp_path):
-    values = write(checkpoint("deepseek_v4"), tmp_path)
+@pytest.mark.parametrize("family", ["deepseek_v4", "deepseek_v41"])
+def test_as_published(family, tmp_path):
+    values = write(checkpoint(family), tmp_path)
     model = build_model(read_folder(tmp_path), Build("float32"))
     source = SafetensorsCheckpoint(tmp_path)
     nnx.update(model, load_params(model, source))
     source.close()
     for layer, own in enumerate(model.layers):
-        name = f"model.layers.{layer}"
+        name = f"model.layers.{layer}" if family == "deepseek_v4" else f"layers.{layer}"
         attention = own.attention
         assert isinstance(attention.q_b.weight, QuantizedWeight)
-        kept = [] if attention.keys.rate is None else [attention.contributed.weight]
+        kept = [attention.contributed.weight] if family == "deepseek_v4" and attention.keys.rate is not None else []
+        if family == "deepseek_v41" and own.memory is not None:
+            rows = own.memory.table(jnp.arange(len(values[f"{name}.engram.embed.weight"])))
+            np.testing.assert_array_equal(rows, values[f"{name}.engram.embed.weight"])
         assert all(isinstance(weight, PlainWeight) for weight in kept)
         for module, weight in (("attn.wq_b", attention.q_b.weight), ("attn.wo_b", attention.out_b.weight)):
             stored = values[f"{name}.{module}.weight"]
