@@ -132,6 +132,7 @@ _MODULES = {
     "OlmoeForCausalLM": "olmoe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MuseGlimmerForCausalLM": "muse_glimmer",
+    "MuseGlimmerForConditionalGeneration": "muse_glimmer",
     "MuseSparkForConditionalGeneration": "muse_spark",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_moe",

@@ -33,6 +33,7 @@ from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import FixedRMSNorm, NormClass, OffsetRMSNorm, RMSNorm, rms_normalized
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.muse_glimmer import ADAPTER, PROJECTION, TOWER, read_muse_tower
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 # transformers' defaults for fields that a file lacks.
@@ -127,15 +128,13 @@ class MuseGlimmerForCausalLM(Gemma2ForCausalLM):
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.language_model.", "model."), ("language_model.", "model.")),
-        unused=("model.vision_tower.", "model.vision_adapter.", "model.vision_projection."),
+        tower=(f"{TOWER}.", f"{ADAPTER}.", f"{PROJECTION}."),
     )
     norm_class = RMSNorm
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        inner = "text_config" in fields.raw or "vision_config" in fields.raw
-        text = (text_fields(fields, optional=True) if inner else fields).with_defaults(**DEFAULTS)
-        return muse_fields(text, Activation("hidden_activation", ("silu", "swish")))
+        return muse_fields(fields.with_defaults(**DEFAULTS), Activation("hidden_activation", ("silu", "swish")))
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.mlp"
@@ -146,6 +145,15 @@ class MuseGlimmerForCausalLM(Gemma2ForCausalLM):
         """Return the embeddings [T, D] of tokens i32[T], with an RMS norm without weights, in their dtype."""
         x = self.embed(token_ids)
         return rms_normalized(x, self.config.rms_norm_eps).astype(x.dtype)
+
+
+class MuseGlimmerForConditionalGeneration(MuseGlimmerForCausalLM):
+    """Muse Glimmer with a tower of images and videos."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shared = super().read_hf(text_fields(fields, optional=True))
+        return shared | {"tower": read_muse_tower(fields, shared["rms_norm_eps"])}
 
 
 def muse_fields(fields: ConfigFields, activation: Activation) -> dict[str, Any]:

@@ -137,8 +137,9 @@ class PooledExperts(nnx.Module):
 class MuseSparkForConditionalGeneration(MuseGlimmerForCausalLM):
     """Decoder of MuseLayers with ResidualGates and, unless a layer is dense, PooledExperts."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = MuseGlimmerForCausalLM.checkpoint_names._replace(
-        unused=(*MuseGlimmerForCausalLM.checkpoint_names.unused, "model.audio_tower.")
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=MuseGlimmerForCausalLM.checkpoint_names.prefixes,
+        unused=(*MuseGlimmerForCausalLM.checkpoint_names.tower, "model.audio_tower."),
     )
 
     @classmethod
