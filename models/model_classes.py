@@ -131,7 +131,6 @@ _MODULES = {
     "Dots1ForCausalLM": "dots1",
     "OlmoeForCausalLM": "olmoe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
-    "MuseGlimmerForCausalLM": "muse_glimmer",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer",
     "MuseSparkForConditionalGeneration": "muse_spark",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",

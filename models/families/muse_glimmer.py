@@ -122,8 +122,10 @@ class MuseLayer(nnx.Module):
             return x + y if self.mlp_sum is None else self.mlp_sum(x, y), kv
 
 
-class MuseGlimmerForCausalLM(Gemma2ForCausalLM):
-    """Decoder of MuseLayers with normed embeddings, and with scaled and soft-capped logits."""
+class MuseGlimmerForConditionalGeneration(Gemma2ForCausalLM):
+    """Decoder of MuseLayers with normed embeddings, with scaled and soft-capped logits, and with a tower of images and
+    videos, except in checkpoints of the text alone.
+    """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
@@ -134,7 +136,10 @@ class MuseGlimmerForCausalLM(Gemma2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return muse_fields(fields.with_defaults(**DEFAULTS), Activation("hidden_activation", ("silu", "swish")))
+        sees = "text_config" in fields.raw or fields.value("model_type", None) == "muse_glimmer"
+        text = (text_fields(fields, optional=True) if sees else fields).with_defaults(**DEFAULTS)
+        shared = muse_fields(text, Activation("hidden_activation", ("silu", "swish")))
+        return shared | {"tower": read_muse_tower(fields, shared["rms_norm_eps"]) if sees else None}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.mlp"
@@ -145,15 +150,6 @@ class MuseGlimmerForCausalLM(Gemma2ForCausalLM):
         """Return the embeddings [T, D] of tokens i32[T], with an RMS norm without weights, in their dtype."""
         x = self.embed(token_ids)
         return rms_normalized(x, self.config.rms_norm_eps).astype(x.dtype)
-
-
-class MuseGlimmerForConditionalGeneration(MuseGlimmerForCausalLM):
-    """Muse Glimmer with a tower of images and videos."""
-
-    @classmethod
-    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = super().read_hf(text_fields(fields, optional=True))
-        return shared | {"tower": read_muse_tower(fields, shared["rms_norm_eps"])}
 
 
 def muse_fields(fields: ConfigFields, activation: Activation) -> dict[str, Any]:

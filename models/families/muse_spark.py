@@ -21,7 +21,7 @@ from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.muse_glimmer import (
     DEFAULTS,
     MuseAttention,
-    MuseGlimmerForCausalLM,
+    MuseGlimmerForConditionalGeneration,
     MuseLayer,
     muse_fields,
 )
@@ -134,12 +134,12 @@ class PooledExperts(nnx.Module):
         return self.back(self.experts(self.norm(self.into(x, rows)), rows, x), rows)
 
 
-class MuseSparkForConditionalGeneration(MuseGlimmerForCausalLM):
+class MuseSparkForConditionalGeneration(MuseGlimmerForConditionalGeneration):
     """Decoder of MuseLayers with ResidualGates and, unless a layer is dense, PooledExperts."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=MuseGlimmerForCausalLM.checkpoint_names.prefixes,
-        unused=(*MuseGlimmerForCausalLM.checkpoint_names.tower, "model.audio_tower."),
+        prefixes=MuseGlimmerForConditionalGeneration.checkpoint_names.prefixes,
+        unused=(*MuseGlimmerForConditionalGeneration.checkpoint_names.tower, "model.audio_tower."),
     )
 
     @classmethod
