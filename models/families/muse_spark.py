@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
@@ -27,12 +26,11 @@ from jaxengine.models.families.muse_glimmer import (
 )
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.layers.base.norm import FixedRMSNorm, OffsetRMSNorm, rms_normalized
+from jaxengine.models.layers.base.norm import FixedRMSNorm, InputScaledRMSNorm, OffsetRMSNorm
 from jaxengine.models.layers.base.rows import Rows
-from jaxengine.models.layers.experts.moe import MixtureOfExperts, RouterLogits
+from jaxengine.models.layers.experts.normed import NormedExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.sharding.collectives import shard_index, sum_parts
 
 # transformers' defaults for fields that a file lacks, where they differ from those of Muse Glimmer.
 _DEFAULTS: dict[str, Any] = {
@@ -56,14 +54,6 @@ _LEAST = 1e-3  # of the square of a residual's factor
 _SOURCE = f"{LAYER}.mlp"
 
 
-class InputScaledRMSNorm(OffsetRMSNorm):
-    """RMS norm y / rms(y) of y = x * (1 + weight), which is rounded to x's dtype."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32) * (self.offset + self.weight[...].astype(jnp.float32))
-        return rms_normalized(y.astype(x.dtype), self.eps).astype(x.dtype)
-
-
 class ResidualGate(nnx.Module):
     """Learned sum of the residual x and the output y of a layer's part, a * x + b * y, with factors for each element: b
     = sigmoid(gate / temperature) and a = sqrt(max(1 - b * b, 0.001)), so that the sum keeps the norm of its parts.
@@ -84,36 +74,6 @@ class ResidualGate(nnx.Module):
         return (kept * x.astype(jnp.float32) + ours * y.astype(jnp.float32)).astype(x.dtype)
 
 
-class NormedExperts(MixtureOfExperts):
-    """Mixture of experts whose outputs have a norm before they are weighted, and whose router's logits are multiplied
-    by the factor of the model's logits.
-    """
-
-    def __init__(self, config: ModelConfig, *, router_size: int, build: Build):
-        super().__init__(config, source=_SOURCE, build=build, router_dtype=jnp.float32, router_size=router_size)
-        assert config.normed_outputs is not None
-        source, eps = f"{_SOURCE}.experts.post_expert_norm", config.normed_outputs.eps
-        self.expert_norm = InputScaledRMSNorm(config.hidden_size, eps, source=source, build=build)
-        self.router_scale = config.logit_scale
-
-    def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        logits = super()._router_logits(x, adapters) * self.router_scale
-        if self.notes_logits:
-            self.logits = RouterLogits(logits)
-        return logits
-
-    def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the normed output [M, D] of this device's experts, as MixtureOfExperts. Devices with slices of all
-        experts add up their slices' outputs, and all but the first return zeros.
-        """
-        y = super()._multiply(rows, sizes, adapters)
-        with jax.named_scope("expert_norm"):
-            if self.axis != "ffn":
-                return self.expert_norm(y)
-            y = self.expert_norm(sum_parts(y, "ffn"))
-            return jnp.where(shard_index("ffn") == 0, y, jnp.zeros_like(y))
-
-
 class PooledExperts(nnx.Module):
     """Experts with a smaller input and output, projected from and to the hidden state, which alone the router sees. The
     projected input has a norm.
@@ -123,7 +83,15 @@ class PooledExperts(nnx.Module):
         assert config.experts is not None
         assert config.experts.latent_size is not None
         size, latent = config.hidden_size, config.experts.latent_size
-        self.experts = NormedExperts(replace(config, hidden_size=latent), router_size=size, build=build)
+        assert config.normed_outputs is not None
+        self.experts = NormedExperts(
+            replace(config, hidden_size=latent),
+            source=_SOURCE,
+            build=build,
+            eps=config.normed_outputs.eps,
+            router_size=size,
+            router_scale=config.logit_scale,
+        )
         into, back = (Source(f"{_SOURCE}.{name}_expert_proj", rows) for name, rows in (("pre", latent), ("post", size)))
         self.into = Linear(size, (into,), axes=("embed", "latent"), build=build)
         self.norm = OffsetRMSNorm(latent, config.rms_norm_eps, source=f"{_SOURCE}.pre_expert_norm", build=build)

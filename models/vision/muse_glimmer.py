@@ -14,7 +14,6 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_MERGE, MAX_PATCH, ConfigFields
-from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
@@ -36,7 +35,7 @@ from jaxengine.models.vision.base.layers import (
 
 TOWER, ADAPTER, PROJECTION = "model.vision_tower", "model.vision_adapter", "model.vision_projection"
 LAYER = f"{TOWER}.layers.{{layer}}"
-WINDOW = "window_attention"
+_FULL, _WINDOW = "full_attention", "window_attention"
 _EPS, _MOST_SIDE = 1e-5, 64
 
 
@@ -103,9 +102,11 @@ def read_muse_tower(fields: ConfigFields, row_eps: float) -> MuseTowerConfig:
     if width != size * merge * merge:
         raise fields.fail("out_hidden_size", f"hidden_size * merge_size ** 2 of vision_config, {size * merge * merge}")
     layers = vision.integer("num_hidden_layers", 50)
-    kinds = read_each_layer(vision.with_defaults(num_hidden_layers=layers), "layer_types", (FULL, WINDOW)) or [
-        FULL if (layer + 1) % 4 == 0 or layer == layers - 1 else WINDOW for layer in range(layers)
-    ]
+    kinds = vision.value("layer_types", None)
+    if kinds is None:
+        kinds = [_FULL if (layer + 1) % 4 == 0 or layer == layers - 1 else _WINDOW for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (_FULL, _WINDOW) for kind in kinds):
+        raise vision.fail("layer_types", f"a list of {layers} of {_FULL}, {_WINDOW}")
     return MuseTowerConfig(
         num_features=3 * frames * patch * patch,
         columns=("segment", "window", "row", "column", "height", "width"),
@@ -121,7 +122,7 @@ def read_muse_tower(fields: ConfigFields, row_eps: float) -> MuseTowerConfig:
         temporal_patch_size=frames,
         spatial_merge_size=merge,
         window_size=window,
-        full_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == FULL),
+        full_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL),
         rope_theta=read_axial_theta(vision),
         norm_eps=vision.number("layer_norm_eps", _EPS),
         row_eps=row_eps,
