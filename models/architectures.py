@@ -101,6 +101,7 @@ _OTHER_NAMES = {
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "MuseGlimmerForCausalLM": "MuseGlimmerForConditionalGeneration",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",

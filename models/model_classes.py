@@ -131,6 +131,8 @@ _MODULES = {
     "Dots1ForCausalLM": "dots1",
     "OlmoeForCausalLM": "olmoe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "MuseGlimmerForConditionalGeneration": "muse_glimmer",
+    "MuseSparkForConditionalGeneration": "muse_spark",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
     "Llama4ForCausalLM": "llama4",

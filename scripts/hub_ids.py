@@ -140,6 +140,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "DiffLlamaForCausalLM": ("kajuma/DiffLlama-0.3B-handcut",),
     "DoryForCausalLM": ("nvidia/NVIDIA-Nemotron-Labs-Dory1.0-4B-BF16",),
     "JetMoeForCausalLM": ("jetmoe/jetmoe-8b",),
+    "MuseGlimmerForConditionalGeneration": ("meta-models/Muse-Glimmer-30B",),
+    "MuseSparkForConditionalGeneration": ("meta-models/Muse-Spark-Open-816B-A42B",),
     "GPTNeoXForCausalLM": ("EleutherAI/pythia-160m", "EleutherAI/gpt-neox-20b"),
     "PhiForCausalLM": ("microsoft/phi-1_5", "microsoft/phi-2"),
     "FalconForCausalLM": ("tiiuae/falcon-7b-instruct", "tiiuae/falcon-40b-instruct", "tiiuae/falcon-rw-1b"),

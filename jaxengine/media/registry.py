@@ -33,6 +33,7 @@ PROCESSORS = {
     "Gemma4ForConditionalGeneration": "gemma4_sounds:gemma4",
     "MllamaForConditionalGeneration": "mllama:MllamaProcessor",
     "Molmo2ForConditionalGeneration": "molmo2:Molmo2Processor",
+    "MuseGlimmerForConditionalGeneration": "muse_glimmer:MuseGlimmerProcessor",
     "AriaForConditionalGeneration": "aria:AriaProcessor",
     "Idefics2ForConditionalGeneration": "idefics2:Idefics2Processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",

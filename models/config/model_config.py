@@ -53,6 +53,16 @@ class Multipliers(NamedTuple):
     mlp_out: float
 
 
+class NormedOutputs(NamedTuple):
+    """Norms and gates of the outputs of a layer's parts, before they are added to the residual.
+
+    eps: epsilon of these norms. gate_temperature: divisor of the gates' weights; None for layers without gates.
+    """
+
+    eps: float
+    gate_temperature: float | None = None
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of one model, and its layers.
@@ -61,7 +71,8 @@ class ModelConfig:
     dense layers. `logit_soft_cap` is for families that bound their logits. `scored_tokens` is the number of
     tokens, the first ones, that have logits; None for all. `embedding_multiplier` is a factor of
     embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale` of logits;
-    `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind.
+    `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind, except, with
+    `normed_outputs`, of those of the outputs of a layer's parts.
     `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
     predict further tokens, and those that are not read. `skipped_layers` are the numbers of layers that do nothing, and
     whose weights are not read. `pooler` is None for a model that generates. Token ids are None
@@ -95,6 +106,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
     multipliers: Multipliers | None = None
+    normed_outputs: NormedOutputs | None = None
     experts: ExpertsConfig | None = None
     num_nextn_predict_layers: int = 0
     num_unread_layers: int = 0

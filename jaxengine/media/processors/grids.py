@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from jaxengine.scheduler.base.errors import RequestError
 
 # Limit of the ratio of an image's sides.
 MAX_ASPECT_RATIO = 200
+# Part of an item in a prompt: tokens before its embeddings, i64[n], their number, and tokens after them, i64[m].
+Chunk = tuple[np.ndarray, int, np.ndarray]
 
 
 class GridProcessor:
@@ -27,9 +29,12 @@ class GridProcessor:
     Attributes:
       token_ids: placeholder token of each modality.
       factor: side in pixels of the square of merged patches that makes one row (embedding) of the tower.
+      frames_first: whether a patch is ordered frame by frame, and each of its frames colour by colour; otherwise colour
+        by colour, and each colour frame by frame.
     """
 
     modalities: tuple[str, ...] = ("image",)
+    frames_first = False
     token_ids: Mapping[str, int]
 
     def __init__(self, model_config: ModelConfig):
@@ -64,7 +69,7 @@ class GridProcessor:
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
         """Cut frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
-        patch colour by colour and frame by frame.
+        patch as `frames_first` says.
 
         H and W must be multiples of `factor`. seconds: time of each temporal step of a video; () for none. The last
         frame is repeated to fill a temporal patch.
@@ -76,7 +81,8 @@ class GridProcessor:
         num_frames, height, width, _ = frames.shape
         grid = num_frames // depth, height // patch, width // patch
         cut = frames.reshape(grid[0], depth, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, 3)
-        patches = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(int(np.prod(grid)), tower.num_features)
+        inner = (1, 8) if self.frames_first else (8, 1)
+        patches = cut.transpose(0, 2, 5, 3, 6, *inner, 4, 7).reshape(int(np.prod(grid)), tower.num_features)
         return self.processed(patches, grid, seconds)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
@@ -148,6 +154,37 @@ class GridProcessor:
         expanded, starts = repeated(ids, at, counts)
         spans = zip(starts.tolist(), counts, strict=True)
         return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
+
+    def expand_chunks(
+        self,
+        token_ids: Sequence[int],
+        items: Mapping[str, Sequence[Processed]],
+        chunks: Callable[[str, Processed], Sequence[Chunk]],
+        embedded_ids: Mapping[str, int],
+    ) -> Expanded:
+        """Return the prompt with each placeholder replaced by the chunks of its item. items: by modality, in the order
+        of the prompt. chunks: function from the modality and the item to the chunks. embedded_ids: the token of each
+        modality at whose positions embeddings go.
+
+        Raises RequestError for another number of items than placeholders, and what `chunks` raises.
+        """
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        parts: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        copied = end = 0
+        for place, (modality, number) in zip(at.tolist(), order, strict=True):
+            parts.append(ids[copied:place])
+            end += place - copied
+            spans = []
+            for before, count, after in chunks(modality, items[modality][number]):
+                parts += [before, np.full(count, embedded_ids[modality], np.int64), after]
+                spans.append(np.arange(count, dtype=np.int32) + end + len(before))
+                end += len(before) + count + len(after)
+            positions.append(np.concatenate(spans))
+            copied = place + 1
+        whole = np.concatenate([*parts, ids[copied:]]).astype(np.int64)
+        return Expanded(whole.tolist(), positions, order)
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
         """Return an item's grid in embeddings, after merging: (time, rows, columns)."""

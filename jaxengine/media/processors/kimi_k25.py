@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.grids import Chunk, check_ratio
 from jaxengine.media.processors.kimi_vl import MOST_PATCHES, KimiVLProcessor, read_limit
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import (
@@ -244,28 +244,10 @@ class KimiK25Processor(KimiMediaProcessor):
 
         Raises RequestError for another number of items than placeholders, and for a video without a tokenizer.
         """
-        ids = np.asarray(token_ids, np.int64)
-        at, order = self.placeholders(ids, items)
-        parts: list[np.ndarray] = []
-        positions: list[np.ndarray] = []
-        copied = end = 0
-        for place, (modality, number) in zip(at.tolist(), order, strict=True):
-            item = items[modality][number]
-            parts.append(ids[copied:place])
-            end += place - copied
-            spans = []
-            for before, count, after in self._chunks(modality, item):
-                parts += [before, np.full(count, self.embedded_ids[modality], np.int64), after]
-                spans.append(np.arange(count, dtype=np.int32) + end + len(before))
-                end += len(before) + count + len(after)
-            positions.append(np.concatenate(spans))
-            copied = place + 1
-        whole = np.concatenate([*parts, ids[copied:]]).astype(np.int64)
-        return Expanded(whole.tolist(), positions, order)
+        return self.expand_chunks(token_ids, items, self._chunks, self.embedded_ids)
 
-    def _chunks(self, modality: str, item: Processed) -> list[tuple[np.ndarray, int, np.ndarray]]:
-        """Return, for each chunk of a video (`item`), (tokens before its embeddings, their number, tokens after them).
-        An image is one chunk without such tokens.
+    def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
+        """Return the chunks of a video (`item`). An image is one chunk, without tokens around its embeddings.
 
         Raises RequestError for a video without a tokenizer.
         """

@@ -57,6 +57,14 @@ class OffsetRMSNorm(nnx.Module):
         return (rms_normalized(x, self.eps) * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
 
+class InputScaledRMSNorm(OffsetRMSNorm):
+    """RMS norm y / rms(y) of y = x * (offset + weight), rounded to x's dtype: Muse Spark's."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32) * (self.offset + self.weight[...].astype(jnp.float32))
+        return rms_normalized(y.astype(x.dtype), self.eps).astype(x.dtype)
+
+
 class FixedRMSNorm(nnx.Module):
     """RMS norm x / rms(x) without weights: nanochat's, whose checkpoints have nothing under `source`."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,7 @@ def stretched(
     columns: tuple[jax.Array, jax.Array],
     *,
     linear: bool = False,
+    fading: bool = False,
 ) -> jax.Array:
     """Return learned positions interpolated to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table
     entries, or linearly between 2 x 2.
@@ -103,9 +105,11 @@ def stretched(
       sides: (height, width) of the table.
       rows, columns: of each patch, its index i32[P], and the number of rows or columns of its image, i32[P] or f32[P].
       linear: whether to interpolate linearly.
+      fading: with `linear`, whether positions beyond an edge of the table count as zeros, instead of as that at the
+        edge.
     """
     height, width = sides
-    taps = _linear_taps if linear else _taps
+    taps = partial(_linear_taps, fading=fading) if linear else _taps
     total = jnp.zeros((len(rows[0]), table.shape[1]), jnp.float32)
     for row, row_share in taps(*rows, height):
         for column, share in taps(*columns, width):
@@ -132,17 +136,19 @@ def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Arra
     return taps
 
 
-def _linear_taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
+def _linear_taps(places: jax.Array, sizes: jax.Array, side: int, *, fading: bool) -> list[tuple[jax.Array, jax.Array]]:
     """Return the two of `side` learned positions around each of `places`, with their weights in linear interpolation:
     two pairs (i32[P], f32[P]).
 
     places: i32[P], indices of patches along a side of `sizes` i32[P] patches. Beyond an edge, the position at the edge
-    is repeated.
+    is repeated, or with `fading` has the weight 0.
     """
     spot = _spots(places, sizes, side)
     low = jnp.floor(spot)
     first = low.astype(jnp.int32)
     shares = (first, 1 - (spot - low)), (first + 1, spot - low)
+    if fading:
+        shares = [(tap, jnp.where((tap >= 0) & (tap < side), share, 0.0)) for tap, share in shares]
     return [(jnp.clip(tap, 0, side - 1), share) for tap, share in shares]
 
 

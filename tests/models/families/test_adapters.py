@@ -139,7 +139,8 @@ def stacked_experts(weights, model):
     outputs)."""
     takes = targets_of([model]).experts if model.config.experts else {}
     found: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {}
-    size, experts = model.config.hidden_size, model.config.experts
+    experts = model.config.experts
+    size = (experts and experts.latent_size) or model.config.hidden_size
     for key in weights:
         layer, _, part = model.checkpoint_names.renamed(key).rpartition(".")
         if layer in takes and part in JOINED:

@@ -111,6 +111,8 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("Glm5NextForConditionalGeneration", "model.language_model.layers.1.self_attn.q_b_proj", "self_attn.q_b_proj"),
         ("Glm5NextForConditionalGeneration", "self_attn.forget_gate.f_b_proj", "self_attn.f_b_proj"),
         ("Dots3NoteForCausalLM", "model.language_model.layers.1.self_attn.g_proj", "self_attn.g_proj"),
+        ("MuseSparkForConditionalGeneration", "model.language_model.layers.1.mlp.experts", "mlp.experts"),
+        ("MuseSparkForConditionalGeneration", "mlp.pre_expert_proj", "mlp.pre_expert_proj"),
         ("MistralLarge4ForConditionalGeneration", "model.language_model.layers.1.mlp.experts", "mlp.experts"),
         ("HYV4ForCausalLM", "mlp.shared_experts.linear_gate", "mlp.shared_experts.gate_proj"),
         ("HYV4ForCausalLM", "hc_attn_layer.hc_pre.hc_fn", "attn_hc.fn"),
