@@ -119,6 +119,7 @@ _MODULES = {
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
     "MusicFlamingoForConditionalGeneration": "audioflamingo3",
     "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe",
+    "FunAsrNanoForConditionalGeneration": "fun_asr_nano",
     "GlmAsrForConditionalGeneration": "glmasr",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech",

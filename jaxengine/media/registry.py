@@ -84,6 +84,7 @@ PROCESSORS = {
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3:AudioFlamingo3Processor",
     "MusicFlamingoForConditionalGeneration": "audioflamingo3:MusicFlamingoProcessor",
     "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe:MossTranscribeProcessor",
+    "FunAsrNanoForConditionalGeneration": "fun_asr_nano:FunAsrNanoProcessor",
     "GlmAsrForConditionalGeneration": "audioflamingo3:GlmAsrProcessor",
     "Qwen3ASRForConditionalGeneration": "sounds:Qwen3ASRProcessor",
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeechProcessor",

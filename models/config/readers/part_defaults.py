@@ -61,6 +61,10 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "deepseek_vl": {_VISION: (_SIGLIP_VISION, {}), _TEXT: ("llama", {})},
     "ernie4_5_vl_moe": {_VISION: ("ernie4_5_vl_moe_vision", {})},
     "exaone4_5": {_VISION: ("exaone4_5_vision", {}), _TEXT: ("exaone4", {})},
+    "fun_asr_nano": {
+        _AUDIO: ("fun_asr_nano_encoder", {}),
+        _TEXT: ("qwen3", {**_SMALL_QWEN, "max_position_embeddings": 40960, "tie_word_embeddings": True}),
+    },
     "gemma3": {_VISION: (_SIGLIP_VISION, {}), _TEXT: ("gemma3_text", {})},
     "gemma3n": {_TEXT: ("gemma3n_text", {})},
     "gemma4": {_TEXT: ("gemma4_text", {})},

@@ -67,6 +67,7 @@ _HEARING = (
     "AudioFlamingo3",
     "MusicFlamingo",
     "MossTranscribeDiarize",
+    "FunAsrNano",
     "GlmAsr",
     "GraniteSpeech",
     "GraniteSpeechPlus",
