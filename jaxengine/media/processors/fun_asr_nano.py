@@ -4,6 +4,7 @@ only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -143,12 +144,14 @@ def kaldi_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
 
 @lru_cache
 def kaldi_filters(num_bins: int) -> np.ndarray:
-    """Return Kaldi's filters [257, num_bins]: triangles on the mel scale 1127 log(1 + f / 700), evenly spaced from 20
-    hertz to half the rate; 0 for that last frequency.
+    """Return Kaldi's filters f32[257, num_bins]: triangles on the mel scale 1127 log(1 + f / 700), evenly spaced from 20
+    hertz to half the rate; 0 for that last frequency. They are computed in float32, as torchaudio does, whose rounding
+    shows in the fifth decimal of a spectrogram.
     """
-    low, high = (1127.0 * np.log(1.0 + each / 700.0) for each in (_LOWEST, RATE / 2))
-    edges = np.linspace(low, high, num_bins + 2)
-    mels = 1127.0 * np.log(1.0 + np.arange(_LENGTH // 2)[:, None] * (RATE / _LENGTH) / 700.0)
-    step = edges[1] - edges[0]
-    heights = np.maximum(0.0, np.minimum(mels - edges[:-2], edges[2:] - mels) / step)
-    return np.pad(heights, ((0, 1), (0, 0)))
+    low, high = (1127.0 * math.log(1.0 + each / 700.0) for each in (_LOWEST, RATE / 2))
+    step, number = (high - low) / (num_bins + 1), np.arange(num_bins, dtype=np.float32)
+    left, middle, right = (low + (number + more) * step for more in (0, 1, 2))
+    frequencies = np.arange(_LENGTH // 2, dtype=np.float32)[:, None] * (RATE / _LENGTH)
+    mels = 1127.0 * np.log(1.0 + frequencies / 700.0)
+    up, down = (mels - left) / (middle - left), (right - mels) / (right - middle)
+    return np.pad(np.maximum(0, np.minimum(up, down)), ((0, 1), (0, 0)))
