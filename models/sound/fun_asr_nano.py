@@ -49,6 +49,7 @@ _ADAPTOR = {
     "projector_hidden_size": 2048,
 }
 _MOST_TAPS, _MOST_STACKED = 64, 64
+_STRIDE = 6  # frames from one patch to the next
 _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 
 
@@ -68,7 +69,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FunAsrTowerConfig(TowerConfig):
-    """Sizes of the tower. A patch is several neighbouring frames of a spectrogram. Its column "segment" has the number of
+    """Sizes of the tower. A patch is several neighbouring frames of a spectrogram, of which `frames` are its own. Its column "segment" has the number of
     its sound, and "place" its index in the sound, from 1; both are -1 in patches after the sounds.
 
     Attributes:
@@ -128,6 +129,7 @@ def read_fun_asr_nano(fields: ConfigFields, hidden_size: int) -> FunAsrTowerConf
         merge=1,
         unit=UNIT,
         hears=True,
+        frames=_STRIDE,
         stacked=stacked,
         longest=positions - 1,
         encoder=encoder,

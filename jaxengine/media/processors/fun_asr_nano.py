@@ -16,9 +16,8 @@ from jaxengine.media.base.processor import Processed
 from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.log_mel import HOP, required_features
 from jaxengine.media.processors.sounds import SoundProcessor, check_length
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.media import AUDIO
 
 # Samples of a window, and the length to which it is padded with zeros.
@@ -28,8 +27,6 @@ _LOWEST = 20.0  # hertz
 _FLOOR = float(np.finfo(np.float32).eps)
 # Frames whose spectra are computed at a time.
 _BLOCK = 3000
-# Largest number of frames from one patch to the next.
-_MOST_STRIDE = 64
 # transformers' id of the token that a configuration does not name.
 _TOKEN = 151646
 
@@ -40,7 +37,6 @@ class FunAsrNanoProcessor(SoundProcessor):
     Attributes:
       languages: names of the languages in which a transcript may be requested, by their codes.
       text_mark: None: answers are only text.
-      stride: frames from one patch to the next.
     """
 
     languages: Mapping[str, str] = {"zh": "中文", "en": "英文", "ja": "日文"}
@@ -53,32 +49,22 @@ class FunAsrNanoProcessor(SoundProcessor):
         self.chunk = self.tower.unit
 
     def read_features(self, folder: Path) -> ConfigFields:
-        """Return the settings of spectrograms, and set `stride` and `num_bins`. Raises ModelFileError for settings other
-        than those of the tower and this module.
+        """Return the settings of spectrograms, and set `num_bins`. Raises ModelFileError for settings other than those
+        of the tower and this module.
         """
         stacked = self.tower.stacked
         self.num_bins = self.tower.num_features // stacked
-        wanted = {"feature_size": self.num_bins, "num_frames_lfr": stacked, "sampling_rate": RATE}
-        found = required_features(folder, **wanted, frame_length=25, frame_shift=10, window="hamming")
-        try:
-            self.stride = found.integer("stride_lfr", 6)
-            if self.stride > _MOST_STRIDE:
-                raise found.fail("stride_lfr", f"1 to {_MOST_STRIDE}")
-        except ModelConfigError as error:
-            raise ModelFileError(folder, str(error)) from None
-        return found
-
-    @property
-    def hop(self) -> int:
-        """Number of samples from one patch to the next."""
-        return HOP * self.stride
+        times = {"frame_length": 25, "frame_shift": 10, "stride_lfr": self.tower.frames, "window": "hamming"}
+        return required_features(
+            folder, feature_size=self.num_bins, num_frames_lfr=stacked, sampling_rate=RATE, **times
+        )
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """Return patches f32[P, F] of samples f32[N]: frames `stride` apart, each with its neighbours, as many before as
+        """Return patches f32[P, F] of samples f32[N]: frames `tower.frames` apart, each with its neighbours, as many before as
         after it (one more after it if the number is odd). The first and the last frame stand for those beyond them.
         """
         frames, stacked = kaldi_mel(samples, self.num_bins), self.tower.stacked
-        first = np.arange(0, len(frames), self.stride)[:, None] - (stacked - 1) // 2
+        first = np.arange(0, len(frames), self.tower.frames)[:, None] - (stacked - 1) // 2
         near = np.clip(first + np.arange(stacked), 0, len(frames) - 1)
         return frames[near].reshape(len(near), -1)
 
@@ -86,13 +72,13 @@ class FunAsrNanoProcessor(SoundProcessor):
         """Return the number of samples of a sound, which is not padded. Raises RequestError for more than the tower
         takes.
         """
-        check_length(sound, _WINDOW + HOP * self.stride * self.tower.longest - 1)
+        check_length(sound, _WINDOW + self.hop * self.tower.longest - 1)
         return len(sound.samples)
 
     def num_rows(self, sound: Sound) -> int:
         """Return the number of embeddings of a sound, one for each patch; 0 for one shorter than a window."""
         frames = max(0, 1 + (len(sound.samples) - _WINDOW) // HOP)
-        return -(-frames // self.stride)
+        return -(-frames // self.tower.frames)
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (columns, rows) of a sound with num_frames patches: 0 and the numbers from 1, i32[2, num_frames], and

@@ -32,7 +32,7 @@ ALWAYS = ("gemma4_sound",)
 # Seconds that are decoded, and are too many for a prompt, where they are not 5.9.
 LONG = {"voxtral_sound": 11.6, "qwen3_asr_sound": 11.6, "qwen3_asr_wide_sound": 10.99}
 LONG |= {"granite_speech_wide_sound": 23.4, "granite_speech_plus_wide_sound": 23.4, "glmasr_sound": 11.6}
-LONG |= {"glmasr_wide_sound": 11.6, "fun_asr_nano_wide_sound": 11.6}
+LONG |= dict.fromkeys(("glmasr_wide_sound", "fun_asr_nano_sound", "fun_asr_nano_wide_sound"), 11.6)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 

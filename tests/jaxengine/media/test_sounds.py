@@ -196,14 +196,15 @@ def test_windows_of_sounds_and_their_embeddings(tmp_path):
 
 def test_stacked_frames_and_their_transcripts(tmp_path):
     """Fun-ASR-Nano's prompts, rows and columns, and sounds that are too short or too long for it."""
-    name = "fun_asr_nano_sound"  # with a patch each four frames, and at most 130
+    name = "fun_asr_nano_sound"  # with at most 130 patches
     folder = sound_checkpoints.whole_checkpoint(name, tmp_path)
     made, found = processor(folder), np.load(sound_checkpoints.golden_path(name))
     (samples,) = sound_checkpoints.text_and_sounds(name, sound_checkpoints.PROMPTS["b"])[1]
     item = made.process("audio", Sound(samples), {})
-    assert item.num_rows == 25 and len(item.patches) == made.tower.unit
-    wanted = np.r_[np.arange(25), np.full(len(item.patches) - 25, -1)]
-    assert (item.rows == wanted).all() and (item.columns == [np.minimum(wanted, 0), np.where(wanted < 0, -1, wanted + 1)]).all()
+    assert item.num_rows == 17 and len(item.patches) == made.tower.unit
+    wanted = np.r_[np.arange(17), np.full(len(item.patches) - 17, -1)]
+    assert (item.rows == wanted).all()
+    assert (item.columns == [np.minimum(wanted, 0), np.where(wanted < 0, -1, wanted + 1)]).all()
     for case, asked in sound_checkpoints.ASKED.items():
         messages = made.transcription(asked.get("language"), asked.get("prompt", ""))
         text = made.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -211,13 +212,14 @@ def test_stacked_frames_and_their_transcripts(tmp_path):
         assert made.expand(ids, {"audio": [item]}).token_ids == found[f"{case}_ids"].tolist(), case
     media: Any = SimpleNamespace(processor=made)
     assert transcriber(media) is made and sorted(made.languages) == ["en", "ja", "zh"] and made.text_mark is None
-    longest = 400 + 160 * 4 * 130 - 1
-    assert [made.process("audio", Sound(np.zeros(count, np.float32)), {}).num_rows for count in (400, longest)] == [1, 130]
+    longest = 400 + 160 * 6 * 130 - 1
+    for count, rows in ((400, 1), (longest, 130)):
+        assert made.process("audio", Sound(np.zeros(count, np.float32)), {}).num_rows == rows
     assert made.largest("audio").num_rows == 130
-    for count, message in ((399, "is too short for an embedding"), (longest + 1, "this model takes at most 5")):
+    for count, message in ((399, "is too short for an embedding"), (longest + 1, "this model takes at most 7")):
         with pytest.raises(RequestError, match=message):
             made.process("audio", Sound(np.zeros(count, np.float32)), {})
-    for changes in ({"frame_shift": 20}, {"window": "povey"}, {"stride_lfr": 65}, {"num_frames_lfr": 7}):
+    for changes in ({"frame_shift": 20}, {"window": "povey"}, {"stride_lfr": 4}, {"num_frames_lfr": 7}):
         settings = sound_checkpoints.features_config(name) | changes
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         with pytest.raises(ModelFileError, match=next(iter(changes))):
