@@ -120,6 +120,7 @@ _MODULES = {
     "MusicFlamingoForConditionalGeneration": "audioflamingo3",
     "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe",
     "FunAsrNanoForConditionalGeneration": "fun_asr_nano",
+    "VibeVoiceAsrForConditionalGeneration": "vibevoice_asr",
     "GlmAsrForConditionalGeneration": "glmasr",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech",

@@ -41,9 +41,9 @@ def checked_messages(messages: Any, joint: str = "\n") -> list[Message]:
     """Check messages, a list or tuple of at least one, and return copies in the form that templates read.
 
     Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`;
-    with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES, THINKING
-    or LANGUAGE stays a list. Reasoning under any of REASONING_NAMES is stored under all of them, and a refusal becomes the content where
-    that is missing.
+    with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES, THINKING or
+    LANGUAGE stays a list. Reasoning under any of REASONING_NAMES is stored under all of them, and a refusal becomes the
+    content where that is missing.
 
     Raises RequestError(param="messages") for invalid messages.
     """

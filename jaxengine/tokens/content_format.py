@@ -146,8 +146,8 @@ def _has(kind: str, message: Message) -> bool:
 
 
 def _text(part: dict[str, Any], placeholder: Callable[[str], str] | None) -> str:
-    """Return the text of a part of text, THINKING or LANGUAGE, or the placeholder of a part of MEDIA_TYPES. Raises RequestError for the latter
-    if placeholder is None.
+    """Return the text of a part of text, THINKING or LANGUAGE, or the placeholder of a part of MEDIA_TYPES. Raises
+    RequestError for the latter if placeholder is None.
     """
     if part["type"] not in MEDIA_TYPES:
         return part[part["type"]]

@@ -25,7 +25,6 @@ from jaxengine.models.sound.gemma4 import neighbours, shifted
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import TowerMLP, tower_axis
-from jaxengine.models.vision.base.vit import linear
 from jaxengine.models.vision.llava import PROJECTOR, Projector
 
 # End of the names of tensors of more than two axes.
@@ -55,8 +54,8 @@ _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of layers: elements of hidden states, of a head, and within the MLP; number of layers; epsilon of norms; name
-    of the MLP's activation in jaxengine.models.layers.base.activations.ACTIVATIONS.
+    """Sizes of layers: elements of hidden states, of a head, and within the MLP; number of layers; epsilon of norms;
+    name of the MLP's activation in jaxengine.models.layers.base.activations.ACTIVATIONS.
     """
 
     size: int
@@ -69,8 +68,9 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FunAsrTowerConfig(TowerConfig):
-    """Sizes of the tower. A patch is several neighbouring frames of a spectrogram, of which `frames` are its own. Its column "segment" has the number of
-    its sound, and "place" its index in the sound, from 1; both are -1 in patches after the sounds.
+    """Sizes of the tower. A patch is several neighbouring frames of a spectrogram, of which `frames` are its own. Its
+    column "segment" has the number of its sound, and "place" its index in the sound, from 1; both are -1 in patches
+    after the sounds.
 
     Attributes:
       stacked: number of frames of a patch.
@@ -106,7 +106,10 @@ def read_fun_asr_nano(fields: ConfigFields, hidden_size: int) -> FunAsrTowerConf
     Raises ModelConfigError for wrong fields, for sizes that are too large, and if the adaptor's `hidden_size` is not
     hidden_size.
     """
-    audio, adaptor = fields.part_or_empty("audio_config", **_DEFAULTS), fields.part_or_empty("adaptor_config", **_ADAPTOR)
+    audio, adaptor = (
+        fields.part_or_empty("audio_config", **_DEFAULTS),
+        fields.part_or_empty("adaptor_config", **_ADAPTOR),
+    )
     if adaptor.integer("hidden_size") != hidden_size:
         raise adaptor.fail("hidden_size", f"{hidden_size}, hidden_size of the text model")
     bins, stacked = audio.integer("num_mel_bins"), audio.integer("num_stacked_frames")
@@ -163,8 +166,8 @@ def _read_layers(fields: ConfigFields) -> LayerSizes:
 class FunAsrAttention(nnx.Module):
     """Attention of all positions of a sound to each other.
 
-    in_size: elements of its input. taps: number of positions, with its own in the middle, whose values are added up with
-    weights and then, with the value itself, added to the result; 0 for no such sum.
+    in_size: elements of its input. taps: number of positions, with its own in the middle, whose values are added up
+    with weights and then, with the value itself, added to the result; 0 for no such sum.
     """
 
     def __init__(self, in_size: int, sizes: LayerSizes, taps: int, source: str, build: Build):

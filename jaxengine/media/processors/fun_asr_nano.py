@@ -60,8 +60,9 @@ class FunAsrNanoProcessor(SoundProcessor):
         )
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """Return patches f32[P, F] of samples f32[N]: frames `tower.frames` apart, each with its neighbours, as many before as
-        after it (one more after it if the number is odd). The first and the last frame stand for those beyond them.
+        """Return patches f32[P, F] of samples f32[N]: frames `tower.frames` apart, each with its neighbours, as many
+        before as after it (one more after it if the number is odd). The first and the last frame stand for those beyond
+        them.
         """
         frames, stacked = kaldi_mel(samples, self.num_bins), self.tower.stacked
         first = np.arange(0, len(frames), self.tower.frames)[:, None] - (stacked - 1) // 2
@@ -130,9 +131,9 @@ def kaldi_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
 
 @lru_cache
 def kaldi_filters(num_bins: int) -> np.ndarray:
-    """Return Kaldi's filters f32[257, num_bins]: triangles on the mel scale 1127 log(1 + f / 700), evenly spaced from 20
-    hertz to half the rate; 0 for that last frequency. They are computed in float32, as torchaudio does, whose rounding
-    shows in the fifth decimal of a spectrogram.
+    """Return Kaldi's filters f32[257, num_bins]: triangles on the mel scale 1127 log(1 + f / 700), evenly spaced from
+    20 hertz to half the rate; 0 for that last frequency. They are computed in float32, as torchaudio does, whose
+    rounding shows in the fifth decimal of a spectrogram.
     """
     low, high = (1127.0 * math.log(1.0 + each / 700.0) for each in (_LOWEST, RATE / 2))
     step, number = (high - low) / (num_bins + 1), np.arange(num_bins, dtype=np.float32)

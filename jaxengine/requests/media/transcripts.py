@@ -21,13 +21,19 @@ from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.log_mel import HOP
 from jaxengine.media.processors.moss_transcribe import MossTranscribeProcessor
 from jaxengine.media.processors.sounds import Qwen3ASRProcessor
+from jaxengine.media.processors.vibevoice_asr import VibeVoiceAsrProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.requests.media.inputs import DATA, MediaInputs
 from jaxengine.requests.media.words import token_positions
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
 Transcriber = (
-    Qwen3ASRProcessor | GraniteSpeechProcessor | GlmAsrProcessor | MossTranscribeProcessor | FunAsrNanoProcessor
+    Qwen3ASRProcessor
+    | GraniteSpeechProcessor
+    | GlmAsrProcessor
+    | MossTranscribeProcessor
+    | FunAsrNanoProcessor
+    | VibeVoiceAsrProcessor
 )
 # Seconds from one timestamp to the next, and frames of a spectrogram in them.
 PRECISION = 0.02
@@ -87,7 +93,8 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
 
 def transcriber(media: MediaInputs | None) -> Transcriber | None:
     """Return the processor of a model that transcribes with the whole sound in one prompt (Qwen3-ASR, Granite Speech,
-    GLM-ASR, MOSS-Transcribe-Diarize, Fun-ASR-Nano); None for others. media: media inputs of the model; None for a text model.
+    GLM-ASR, MOSS-Transcribe-Diarize, Fun-ASR-Nano, VibeVoice-ASR); None for others. media: media inputs of the model;
+    None for a text model.
     """
     processor = None if media is None else media.processor
     return processor if isinstance(processor, Transcriber) else None

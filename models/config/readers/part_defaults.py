@@ -198,6 +198,11 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
     },
     "smolvlm": {_VISION: ("smolvlm_vision", {}), _TEXT: ("llama", _SHORT_EPS)},
+    "vibevoice_asr": {
+        _TEXT: ("qwen2", {}),
+        "acoustic_tokenizer_encoder_config": ("vibevoice_acoustic_tokenizer_encoder", {}),
+        "semantic_tokenizer_encoder_config": ("vibevoice_acoustic_tokenizer_encoder", {"hidden_size": 128}),
+    },
     "video_llama_3": {_VISION: ("video_llama_3_vision", {}), _TEXT: ("qwen2", {})},
     "voxtral": {_AUDIO: ("voxtral_encoder", {}), _TEXT: ("llama", {})},
 }

@@ -226,6 +226,46 @@ def test_stacked_frames_and_their_transcripts(tmp_path):
             processor(folder)
 
 
+def test_overlapping_windows_and_durations(tmp_path):
+    """VibeVoice-ASR's frames, of which windows have some twice, its prompts, and wrong settings."""
+    name = "vibevoice_asr_sound"  # with windows of 32 frames, of which six are those of the window before
+    folder = sound_checkpoints.whole_checkpoint(name, tmp_path)
+    made, found = processor(folder), np.load(sound_checkpoints.golden_path(name))
+    assert (made.tower.unit, made.tower.context, made.hop) == (32, 6, 1000)
+    item = made.process("audio", Sound(sound(*sound_checkpoints.B), 24_000), {})
+    text = sound_checkpoints.DURATION + "".join(sound_checkpoints.marks(name))
+    ids = made.tokenizer.encode(text, add_special_tokens=False)
+    assert made.expand(ids, {"audio": [item]}).token_ids == found["asked_ids"].tolist()
+    with pytest.raises(RequestError, match="the prompt has 2 of the text .* and 1 sounds are given"):
+        made.expand(made.tokenizer.encode(text + sound_checkpoints.DURATION), {"audio": [item]})
+    for frames, windows in ((1, 1), (32, 1), (33, 2), (58, 2), (59, 3)):
+        item = made.process("audio", Sound(np.ones(1000 * frames - 999, np.float32)), {})
+        new = item.rows[item.rows >= 0]
+        assert item.num_rows == frames and new.tolist() == list(range(frames)), frames
+        assert -(-len(item.patches) // 32) == windows and len(item.patches) == len(item.rows)
+    silent = made.process("audio", Sound(np.zeros(1000, np.float32)), {}).patches
+    assert not silent.any() and made.languages == {} and made.text_mark is None
+    (message,) = made.transcription(None, "Ann.")
+    assert message["content"] == [{"type": "audio"}, {"type": "text", "text": "Ann."}]
+    for changes in ({"sampling_rate": 16_000}, {"pad_to_multiple_of": 3200}, {"target_dB_FS": 201}, {"eps": -1}):
+        settings = sound_checkpoints.features_config(name) | changes
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ModelFileError, match=next(iter(changes))):
+            processor(folder)
+
+
+def test_sounds_are_read_at_the_rate_of_the_model():
+    samples = sound(4, 0.2)
+    found = read_of_prompt((samples, 16_000), OPTIONS, SecondsBudget(1), 24_000)
+    np.testing.assert_allclose(found.samples, resample_poly(samples.astype(np.float64), 3, 2), atol=2e-6)
+    assert abs(found.seconds - 0.2) < 1e-9
+    assert len(read_of_prompt(samples, OPTIONS, SecondsBudget(1), 24_000).samples) == len(samples)
+    file = read_of_prompt(
+        wav(np.round(samples * 32767).astype("<i2"), 1, 16, 16_000), OPTIONS, SecondsBudget(1), 24_000
+    )
+    np.testing.assert_allclose(file.samples, found.samples, atol=1e-4)
+
+
 def test_settings_of_windows(tmp_path):
     name = "audioflamingo3_sound"  # with windows of two seconds
     folder = sound_checkpoints.whole_checkpoint(name, tmp_path)

@@ -283,6 +283,36 @@ def test_fun_asr_nano():
             read_hf(raw | changes)
 
 
+def test_vibevoice_asr():
+    raw: dict[str, Any] = {"architectures": ["VibeVoiceAsrForConditionalGeneration"], "model_type": "vibevoice_asr"}
+    acoustic, semantic = (f"{kind}_tokenizer_encoder_config" for kind in ("acoustic", "semantic"))
+    config = read_hf(raw)
+    tower = config.tower
+    assert (tower.num_features, tower.rate, tower.context, tower.unit, config.tie_word_embeddings) == (
+        *(3200, 24_000, 58, 256),
+        False,
+    )
+    assert (tower.acoustic.size, tower.semantic.size, tower.acoustic.depths) == (64, 128, (3, 3, 3, 3, 3, 3, 8))
+    null = dict.fromkeys(("text_config", acoustic, semantic))
+    assert read_hf(raw | null) == config
+    # An empty one has the class's own size, and depths after the last reduction count nothing.
+    other = read_hf(raw | {semantic: {"depths": [3, 3, 3, 3, 3, 3, 8, 9]}}).tower
+    assert other.semantic == tower.acoustic
+    for changes, name in (
+        ({semantic: {"downsampling_ratios": [2, 2, 4, 5, 5, 4]}}, "semantic.*downsampling_ratios"),
+        ({acoustic: {"downsampling_ratios": [2, 0]}}, "downsampling_ratios"),
+        ({acoustic: {"downsampling_ratios": [64] * 6}}, "downsampling_ratios"),
+        ({acoustic: {"depths": [3, 3]}}, "depths"),
+        ({acoustic: {"depths": [3, 3, 3, 3, 3, 3, 600]}}, "depths"),
+        ({acoustic: {"channels": 2}}, "channels"),
+        ({acoustic: {"kernel_size": 65}}, "kernel_size"),
+        ({acoustic: {"num_filters": 1 << 14}}, "num_filters"),
+        ({"acoustic_tokenizer_chunk_size": 3201}, "acoustic_tokenizer_chunk_size"),
+    ):
+        with pytest.raises(ModelConfigError, match=name):
+            read_hf(raw | changes)
+
+
 def test_music_flamingo():
     towers = [read_hf({**MUSIC_FLAMINGO, "rope_parameters": rope}).tower for rope in (None, {"rope_theta": 900})]
     assert [(each.rotated, each.theta) for each in towers] == [(256, 1200.0), (256, 900.0)]

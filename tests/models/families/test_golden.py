@@ -68,6 +68,7 @@ _HEARING = (
     "MusicFlamingo",
     "MossTranscribeDiarize",
     "FunAsrNano",
+    "VibeVoiceAsr",
     "GlmAsr",
     "GraniteSpeech",
     "GraniteSpeechPlus",
