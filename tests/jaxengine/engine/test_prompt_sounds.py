@@ -147,7 +147,9 @@ def test_spectrograms(llm):
         elif llm.name.startswith(("gemma4", "granite", "fun")):  # each as long as it is, and zeros behind it
             for frames, held_frames in zip(ours, [] if wanted is None else wanted, strict=True):
                 count = min(len(frames[::13]), len(held_frames))
-                np.testing.assert_allclose(frames[::13][:count], held_frames[:count], atol=1e-5)
+                # Kaldi's in float32 differ by up to 3e-5 from those in float64, and ours by less than 2e-6.
+                tolerance = 4e-5 if llm.name.startswith("fun") else 1e-5
+                np.testing.assert_allclose(frames[::13][:count], held_frames[:count], atol=tolerance)
                 assert not frames[::13][count:].any() and not held_frames[count:].any()
         elif ours:
             size = len(np.concatenate(ours)) // len(wanted)

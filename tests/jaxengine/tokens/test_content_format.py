@@ -157,7 +157,6 @@ def test_parts_with_a_language_are_for_templates_that_take_them(tokenizer):
         render(tokenizer, [{"role": "user", "content": [{"type": "language", "language": 1}]}], template)
 
 
-
 def test_a_part_of_a_picture_has_nothing_but_its_type(tokenizer):
     for part in ({"type": "image", "image": "a"}, {"type": "image_url", "image_url": {}}, {"type": ["image"]}):
         with pytest.raises(RequestError, match=r"content\[1\].type must be 'text' or 'refusal'"):
