@@ -119,6 +119,8 @@ _MODULES = {
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
     "MusicFlamingoForConditionalGeneration": "audioflamingo3",
     "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe",
+    "FunAsrNanoForConditionalGeneration": "fun_asr_nano",
+    "VibeVoiceAsrForConditionalGeneration": "vibevoice_asr",
     "GlmAsrForConditionalGeneration": "glmasr",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech",

@@ -74,6 +74,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "AudioFlamingo3ForConditionalGeneration": ("nvidia/audio-flamingo-3-hf",),
     "MusicFlamingoForConditionalGeneration": ("nvidia/music-flamingo-2601-hf",),
     "MossTranscribeDiarizeForConditionalGeneration": ("hf-audio/MOSS-Transcribe-Diarize-HF",),
+    "FunAsrNanoForConditionalGeneration": ("FunAudioLLM/Fun-ASR-Nano-2512-hf",),
+    "VibeVoiceAsrForConditionalGeneration": ("microsoft/VibeVoice-ASR-HF",),
     "GlmAsrForConditionalGeneration": ("zai-org/GLM-ASR-Nano-2512",),
     "GraniteSpeechForConditionalGeneration": (
         "ibm-granite/granite-speech-3.3-2b",

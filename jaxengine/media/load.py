@@ -17,6 +17,7 @@ from PIL import Image
 
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES, VIDEO, MediaOptions
 from jaxengine.media.base.errors import MediaError
+from jaxengine.media.base.samples import RATE
 from jaxengine.media.decoding.bounds import PixelBudget, SecondsBudget
 from jaxengine.media.decoding.images import quiet_pillow, read_image
 from jaxengine.media.decoding.sounds import read_sound
@@ -41,12 +42,12 @@ class MediaLoader:
     Loaded images are uint8 [H, W, 3], videos frames.Video, and sounds samples.Sound or samples.Spectrogram.
     """
 
-    def __init__(self, options: MediaOptions):
-        """Create the thread pools, of options.media_loading_thread_count threads each. Silences Pillow's warnings and
-        log, for the whole process.
+    def __init__(self, options: MediaOptions, rate: int = RATE):
+        """Create the thread pools, of options.media_loading_thread_count threads each. rate: samples a second of the
+        model's sounds. Silences Pillow's warnings and log, for the whole process.
         """
         quiet_pillow()
-        self._options = options
+        self._options, self._rate = options, rate
         count = options.media_loading_thread_count
         self._decoders = FairThreads(count, "decode media")
         # Separate threads: slow hosts must not delay images that have arrived.
@@ -155,7 +156,7 @@ class MediaLoader:
                 return read_embeds(source, self._options)
             pixels, seconds = budget
             if part.modality == AUDIO:
-                return read_sound(source, self._options, seconds)
+                return read_sound(source, self._options, seconds, self._rate)
             reader = read_image if part.modality == IMAGE else read_video
             return reader(source, self._options, pixels)
         except MediaError as error:

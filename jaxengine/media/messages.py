@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.samples import RATE
 from jaxengine.media.load import MediaLoader, MultiModalData
 from jaxengine.media.parts import MediaModel, MediaPart, collect_media
 
@@ -14,17 +15,18 @@ from jaxengine.media.parts import MediaModel, MediaPart, collect_media
 class MediaReader:
     """Collector and loader of the media in chat messages.
 
-    model: the model's media capabilities; None for a text-only model. options: limits.
+    model: the model's media capabilities; None for a text-only model. options: limits. rate: samples a second of its
+    sounds.
     """
 
-    def __init__(self, model: MediaModel | None, options: MediaOptions):
+    def __init__(self, model: MediaModel | None, options: MediaOptions, rate: int = RATE):
         self._model = model
-        self._options = options
+        self._options, self._rate = options, rate
 
     @cached_property
     def loader(self) -> MediaLoader:
         """Thread pools that load media, started on first use."""
-        return MediaLoader(self._options)
+        return MediaLoader(self._options, self._rate)
 
     @property
     def placeholder(self) -> Callable[[str], str] | None:

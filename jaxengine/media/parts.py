@@ -19,7 +19,7 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 # Roles whose messages may contain media: the model's own answers are text.
 ROLES = ("user", "system", "developer", "tool")
 _DETAILS = ("auto", "low", "high", "original")
-_TEXTS = ("text", "refusal", "input_text", "output_text", "thinking")
+_TEXTS = ("text", "refusal", "input_text", "output_text", "thinking", "language")
 # Allowed values of a sound's `format`, which is otherwise ignored: the file's first bytes determine its type.
 _FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "mp4", "m4a", "aac", "webm")
 

@@ -86,6 +86,8 @@ PROCESSORS = {
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3:AudioFlamingo3Processor",
     "MusicFlamingoForConditionalGeneration": "audioflamingo3:MusicFlamingoProcessor",
     "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe:MossTranscribeProcessor",
+    "FunAsrNanoForConditionalGeneration": "fun_asr_nano:FunAsrNanoProcessor",
+    "VibeVoiceAsrForConditionalGeneration": "vibevoice_asr:VibeVoiceAsrProcessor",
     "GlmAsrForConditionalGeneration": "audioflamingo3:GlmAsrProcessor",
     "Qwen3ASRForConditionalGeneration": "sounds:Qwen3ASRProcessor",
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeechProcessor",

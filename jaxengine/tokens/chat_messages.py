@@ -21,6 +21,8 @@ MAX_DEPTH = 32
 MEDIA_TYPES = ("image", "video", "audio")
 # Type of a part with a model's reasoning, which only some templates take; also the name of reasoning in gpt-oss's.
 THINKING = "thinking"
+# Type of a part with the name of a language, which templates of requests for transcripts may take (Fun-ASR-Nano).
+LANGUAGE = "language"
 # Type of a text part -> key of the part that holds the text. Types of /v1/responses are allowed, as in vLLM.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Names of a model's reasoning in answers, the one that counts first. Templates use one of them (gpt-oss's the last).
@@ -39,9 +41,9 @@ def checked_messages(messages: Any, joint: str = "\n") -> list[Message]:
     """Check messages, a list or tuple of at least one, and return copies in the form that templates read.
 
     Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`;
-    with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES or THINKING stays a
-    list. Reasoning under any of REASONING_NAMES is stored under all of them, and a refusal becomes the content where
-    that is missing.
+    with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES, THINKING or
+    LANGUAGE stays a list. Reasoning under any of REASONING_NAMES is stored under all of them, and a refusal becomes the
+    content where that is missing.
 
     Raises RequestError(param="messages") for invalid messages.
     """
@@ -242,9 +244,9 @@ def _object(arguments: Any) -> Any:
 
 def _checked_part(part: Any, where: str) -> dict[str, Any]:
     """Check a content part, and return it as {"type": "text", "text": ...}, as {"type": ...} for one of MEDIA_TYPES, or
-    as {"type": "thinking", "thinking": text, "closed": bool}, True by default. A plain text and a refusal become text
-    parts. where: path of the part in errors. Raises RequestError for an invalid part; a part of MEDIA_TYPES with a
-    field beside "type" is one.
+    as {"type": "thinking", "thinking": text, "closed": bool}, True by default, or as {"type": "language", "language":
+    text}. A plain text and a refusal become text parts. where: path of the part in errors. Raises RequestError for an
+    invalid part; a part of MEDIA_TYPES with a field beside "type" is one.
     """
     if isinstance(part, str):
         return {"type": "text", "text": str.__str__(part)}
@@ -258,12 +260,13 @@ def _checked_part(part: Any, where: str) -> dict[str, Any]:
         if not isinstance(thought, str) or type(closed) is not bool:
             raise _refused(f"{where} must have a text, thinking, and may have a bool, closed", part)
         return {"type": THINKING, THINKING: str.__str__(thought), "closed": closed}
-    key = _TEXT_KEYS.get(name) if isinstance(name, str) else None
+    key = {**_TEXT_KEYS, LANGUAGE: LANGUAGE}.get(name) if isinstance(name, str) else None
     if key is None:
         raise _refused(f"{where}.type must be 'text' or 'refusal', got {show_value(name)}", name)
     if not isinstance(part.get(key), str):
         raise _refused(f"{where}.{key} must be a text, got {kind(part.get(key))}", part.get(key))
-    return {"type": "text", "text": str.__str__(part[key])}
+    kept = LANGUAGE if key == LANGUAGE else "text"
+    return {"type": kept, kept: str.__str__(part[key])}
 
 
 def _refused(message: str, value: Any) -> RequestError:

@@ -17,7 +17,7 @@ from jinja2 import nodes
 
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens import chat_sandbox
-from jaxengine.tokens.chat_messages import MEDIA_TYPES, THINKING, Message
+from jaxengine.tokens.chat_messages import LANGUAGE, MEDIA_TYPES, THINKING, Message
 
 _CONTENT = "content"
 _IMAGE, _VIDEO, _AUDIO = MEDIA_TYPES
@@ -40,12 +40,12 @@ def with_contents(
       placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
         unchanged.
 
-    Raises RequestError for media if `placeholder` is None and the template takes texts, and for parts of THINKING if it
-    takes none.
+    Raises RequestError for media if `placeholder` is None and the template takes texts, and for parts of THINKING or
+    LANGUAGE if it takes none.
     """
-    if THINKING not in template and any(map(_thinks, messages)):
-        problem = "the chat template takes no content part of type 'thinking'; reasoning_content has earlier reasoning"
-        raise RequestError(problem, param="messages")
+    for kind, instead in ((THINKING, "; reasoning_content has earlier reasoning"), (LANGUAGE, "")):
+        if kind not in template and any(_has(kind, message) for message in messages):
+            raise RequestError(f"the chat template takes no content part of type '{kind}'{instead}", param="messages")
     has_media = any(isinstance(message.get("content"), list) for message in messages)
     if not has_media and placeholder is None:
         return list(messages)
@@ -139,15 +139,15 @@ def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Mess
     return {**message, "content": "\n".join(_text(part, placeholder) for part in content)}
 
 
-def _thinks(message: Message) -> bool:
-    """Whether a message's content has a part of THINKING."""
+def _has(kind: str, message: Message) -> bool:
+    """Whether a message's content is a list with a part of this type."""
     content = message.get("content")
-    return isinstance(content, list) and any(part["type"] == THINKING for part in content)
+    return isinstance(content, list) and any(part["type"] == kind for part in content)
 
 
 def _text(part: dict[str, Any], placeholder: Callable[[str], str] | None) -> str:
-    """Return the text of a text part, or the placeholder of a part of MEDIA_TYPES. Raises RequestError for the latter
-    if placeholder is None.
+    """Return the text of a part of text, THINKING or LANGUAGE, or the placeholder of a part of MEDIA_TYPES. Raises
+    RequestError for the latter if placeholder is None.
     """
     if part["type"] not in MEDIA_TYPES:
         return part[part["type"]]

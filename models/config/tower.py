@@ -50,6 +50,7 @@ class TowerConfig:
         to it. What tokens before the first image compute depends on all of them.
       hears: whether it encodes audio instead of images. Patches are then frames of spectrograms.
       frames: spectrogram frames of a patch, for a tower that encodes audio.
+      rate: samples a second, for a tower that encodes audio.
       adapter: folder, within the checkpoint's, of the LoRA adapter with which prompts with images or audio run, if it
         is there; None for a family without one.
     """
@@ -69,6 +70,7 @@ class TowerConfig:
     by_place: bool = False
     hears: bool = False
     frames: int = 1
+    rate: int = 16_000
     adapter: str | None = None
 
     @property

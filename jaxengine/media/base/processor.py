@@ -17,7 +17,8 @@ class Processed(NamedTuple):
       patches, columns, rows: fields of the same names of jaxengine.scheduler.base.media.MediaItem.
       num_rows: number of embeddings in the prompt.
       grid: size in patches before merging: time, height, width.
-      seconds: for videos of families that use it, the time of each temporal step of the grid; empty otherwise.
+      seconds: for videos of families that use it, the time of each temporal step of the grid; for sounds of such
+        families, their duration; empty otherwise.
       crops: for images that are cut into crops of several sizes, (height, width) of each in patches; empty otherwise.
       size: (height, width) of an image as it was given, in pixels, for families whose prompts state it; None otherwise.
     """

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Samples per second that models with sounds take.
+# Samples per second that most models with sounds take.
 RATE = 16_000
 
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """Sound of one channel. samples: f32[N], RATE per second, from -1 to 1."""
+    """Sound of one channel. samples: f32[N], `rate` per second, from -1 to 1."""
 
     samples: np.ndarray
+    rate: int = RATE
 
     @property
     def seconds(self) -> float:
         """Duration in seconds."""
-        return len(self.samples) / RATE
+        return len(self.samples) / self.rate
 
 
 @dataclass(frozen=True, eq=False)

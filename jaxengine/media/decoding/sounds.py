@@ -29,14 +29,16 @@ _DEMUXERS = {"MP3": "mp3", "FLAC": "flac", "Ogg": "ogg", "MP4": "mov", "WebM": "
 _CODECS = ("mp3", "mp3float", "flac", "vorbis", "opus", "libopus", "aac", "alac")
 _PCM = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
 _EXTENSIBLE = 0xFFFE
-FORMS = "the bytes or Path of a file, an array of samples at 16,000 a second, or a pair (array, rate)"
+FORMS = "the bytes or Path of a file, an array of samples at the rate of the model, or a pair (array, rate)"
 
 
-def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Sound | Spectrogram:
-    """Return a sound at RATE samples per second, with channels averaged; a Sound or Spectrogram is returned unchanged.
+def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget, model_rate: int = RATE) -> Sound | Spectrogram:
+    """Return a sound at model_rate samples per second, with channels averaged; a Sound or Spectrogram is returned
+    unchanged.
 
     value: see FORMS; arrays are [N] or [channels, N], of floats from -1 to 1, int16 or int32. budget: budget of the
-    prompt; decoded seconds are taken from it before they are stored. Blocks while it reads and decodes. Raises
+    prompt; decoded seconds are taken from it before they are stored. model_rate: samples a second of the result, and of
+    an array that is given without a rate. Blocks while it reads and decodes. Raises
     MediaError for other values, a file that is damaged, of an unknown type, too large or too long, no samples, and
     samples that are not finite.
     """
@@ -46,8 +48,8 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
         value = read_file(value, options.max_media_bytes)
     if isinstance(value, (bytes, bytearray, memoryview)):
         check_bytes(len(value), options.max_media_bytes)
-        return _decode(bytes(value), budget)
-    rate: Any = RATE
+        return _decode(bytes(value), budget, model_rate)
+    rate: Any = model_rate
     if isinstance(value, (tuple, list)) and len(value) == 2 and not np.isscalar(value[0]):
         value, rate = value
     if isinstance(value, list):
@@ -57,12 +59,12 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
             raise MediaError(f"is a list that is not of numbers; allowed: {FORMS}") from None
     if not isinstance(value, np.ndarray):
         raise MediaError(f"is a {type(value).__name__}; allowed: {FORMS}")
-    return _at_rate(_mono(value), _checked_rate(rate), budget)
+    return _at_rate(_mono(value), _checked_rate(rate), budget, model_rate)
 
 
-def _decode(data: bytes, budget: SecondsBudget) -> Sound:
-    """Decode the bytes of a sound file by its type, at RATE samples per second; take its seconds from the prompt's
-    budget.
+def _decode(data: bytes, budget: SecondsBudget, model_rate: int) -> Sound:
+    """Decode the bytes of a sound file by its type, at model_rate samples per second; take its seconds from the
+    prompt's budget.
 
     Raises MediaError for other types, damage, more seconds than the budget has, and no samples.
     """
@@ -73,8 +75,8 @@ def _decode(data: bytes, budget: SecondsBudget) -> Sound:
         )
     if name == "WAV":
         samples, rate = _read_wav(data, budget)
-        return _checked(resampled(samples, rate, RATE))
-    return _checked(_read_av(data, name, budget))
+        return _checked(resampled(samples, rate, model_rate), model_rate)
+    return _checked(_read_av(data, name, budget, model_rate), model_rate)
 
 
 def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
@@ -143,8 +145,8 @@ def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.n
     return _mono(values.reshape(-1, channels).T)
 
 
-def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
-    """Return samples f32[N] at RATE of a sound file, decoded by PyAV, and take their seconds from the budget.
+def _read_av(data: bytes, name: str, budget: SecondsBudget, model_rate: int) -> np.ndarray:
+    """Return samples f32[N] at model_rate of a sound file, decoded by PyAV, and take their seconds from the budget.
 
     name: the file's type, a key of _DEMUXERS. Samples are resampled while they are decoded, because a small file may
     have many at a high rate. Raises MediaError without PyAV, for a damaged file, no sound in it, a codec that is not
@@ -160,7 +162,7 @@ def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
         with av.open(io.BytesIO(data), format=_DEMUXERS[name], options={"protocol_whitelist": ""}) as container:
             stream = _av_stream(container, name)
             parts = _av_parts(container, stream, budget)
-            return resampled_parts(parts, stream.codec_context.sample_rate, RATE)
+            return resampled_parts(parts, stream.codec_context.sample_rate, model_rate)
     except MediaError:
         raise
     except Exception as error:  # errors of FFmpeg and its libraries
@@ -235,19 +237,19 @@ def _checked_rate(rate: Any) -> int:
     return int(rate)
 
 
-def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget) -> Sound:
-    """Return samples f32[N] at `rate` as a Sound, resampled to RATE; take their seconds from the budget.
+def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget, model_rate: int) -> Sound:
+    """Return samples f32[N] at `rate` as a Sound, resampled to model_rate; take their seconds from the budget.
 
     Raises MediaError for more seconds than the budget has, no samples, and samples that are not finite.
     """
     budget.take(len(samples) / rate)
-    return _checked(resampled(samples, rate, RATE))
+    return _checked(resampled(samples, rate, model_rate), model_rate)
 
 
-def _checked(samples: np.ndarray) -> Sound:
-    """Return samples f32[N] at RATE as a Sound. Raises MediaError if there are none, or some are not finite."""
+def _checked(samples: np.ndarray, rate: int) -> Sound:
+    """Return samples f32[N] at `rate` as a Sound. Raises MediaError if there are none, or some are not finite."""
     if not len(samples):
         raise MediaError("has no samples")
     if not np.isfinite(samples).all():
         raise MediaError("has samples that are not finite")
-    return Sound(samples)
+    return Sound(samples, rate)

@@ -116,7 +116,8 @@ class MediaInputs:
         size = config.mm_processor_cache_bytes
         self.adapter: Path | None = None
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
-        self.reader = MediaReader(processor, _heard(config, processor, towers))
+        rate = next((tower.rate for tower in towers if tower.hears), RATE)
+        self.reader = MediaReader(processor, _heard(config, processor, towers), rate)
         self._towers, self._num_parts = towers, max(tower.num_parts for tower in towers)
         self._row_size = self._num_parts * hidden_size
         self._config = config
@@ -330,7 +331,7 @@ def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[T
     if tower is None:
         return config
     windows = -(-(config.max_model_len - 1) // processor.largest(AUDIO).num_rows)
-    most = windows * tower.window * tower.frames * HOP // RATE
+    most = windows * tower.window * tower.frames * HOP // tower.rate
     return replace(config, max_audio_seconds=max(1, min(config.max_audio_seconds, most)))
 
 

@@ -16,16 +16,25 @@ from jaxengine.media.base.samples import RATE, Sound, Spectrogram
 from jaxengine.media.parts import MediaPart
 from jaxengine.media.processors.attended import PieceProcessor
 from jaxengine.media.processors.audioflamingo3 import GlmAsrProcessor
+from jaxengine.media.processors.fun_asr_nano import FunAsrNanoProcessor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.log_mel import HOP
 from jaxengine.media.processors.moss_transcribe import MossTranscribeProcessor
 from jaxengine.media.processors.sounds import Qwen3ASRProcessor
+from jaxengine.media.processors.vibevoice_asr import VibeVoiceAsrProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.requests.media.inputs import DATA, MediaInputs
 from jaxengine.requests.media.words import token_positions
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
-Transcriber = Qwen3ASRProcessor | GraniteSpeechProcessor | GlmAsrProcessor | MossTranscribeProcessor
+Transcriber = (
+    Qwen3ASRProcessor
+    | GraniteSpeechProcessor
+    | GlmAsrProcessor
+    | MossTranscribeProcessor
+    | FunAsrNanoProcessor
+    | VibeVoiceAsrProcessor
+)
 # Seconds from one timestamp to the next, and frames of a spectrogram in them.
 PRECISION = 0.02
 _FRAMES = round(PRECISION * RATE / HOP)
@@ -84,7 +93,8 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
 
 def transcriber(media: MediaInputs | None) -> Transcriber | None:
     """Return the processor of a model that transcribes with the whole sound in one prompt (Qwen3-ASR, Granite Speech,
-    GLM-ASR, MOSS-Transcribe-Diarize); None for others. media: media inputs of the model; None for a text model.
+    GLM-ASR, MOSS-Transcribe-Diarize, Fun-ASR-Nano, VibeVoice-ASR); None for others. media: media inputs of the model;
+    None for a text model.
     """
     processor = None if media is None else media.processor
     return processor if isinstance(processor, Transcriber) else None

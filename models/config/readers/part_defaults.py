@@ -62,6 +62,10 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "embedding_gemma2": {_TEXT: ("embedding_gemma2_text", {})},
     "ernie4_5_vl_moe": {_VISION: ("ernie4_5_vl_moe_vision", {})},
     "exaone4_5": {_VISION: ("exaone4_5_vision", {}), _TEXT: ("exaone4", {})},
+    "fun_asr_nano": {
+        _AUDIO: ("fun_asr_nano_encoder", {}),
+        _TEXT: ("qwen3", {**_SMALL_QWEN, "max_position_embeddings": 40960, "tie_word_embeddings": True}),
+    },
     "gemma3": {_VISION: (_SIGLIP_VISION, {}), _TEXT: ("gemma3_text", {})},
     "gemma3n": {_TEXT: ("gemma3n_text", {})},
     "gemma4": {_TEXT: ("gemma4_text", {})},
@@ -195,6 +199,11 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
     },
     "smolvlm": {_VISION: ("smolvlm_vision", {}), _TEXT: ("llama", _SHORT_EPS)},
+    "vibevoice_asr": {
+        _TEXT: ("qwen2", {}),
+        "acoustic_tokenizer_encoder_config": ("vibevoice_acoustic_tokenizer_encoder", {}),
+        "semantic_tokenizer_encoder_config": ("vibevoice_acoustic_tokenizer_encoder", {"hidden_size": 128}),
+    },
     "video_llama_3": {_VISION: ("video_llama_3_vision", {}), _TEXT: ("qwen2", {})},
     "voxtral": {_AUDIO: ("voxtral_encoder", {}), _TEXT: ("llama", {})},
 }

@@ -194,6 +194,78 @@ def test_windows_of_sounds_and_their_embeddings(tmp_path):
     assert transcriber(media) is made and made.languages == {} and made.text_mark is None
 
 
+def test_stacked_frames_and_their_transcripts(tmp_path):
+    """Fun-ASR-Nano's prompts, rows and columns, and sounds that are too short or too long for it."""
+    name = "fun_asr_nano_sound"  # with at most 130 patches
+    folder = sound_checkpoints.whole_checkpoint(name, tmp_path)
+    made, found = processor(folder), np.load(sound_checkpoints.golden_path(name))
+    (samples,) = sound_checkpoints.text_and_sounds(name, sound_checkpoints.PROMPTS["b"])[1]
+    item = made.process("audio", Sound(samples), {})
+    assert item.num_rows == 17 and len(item.patches) == made.tower.unit
+    wanted = np.r_[np.arange(17), np.full(len(item.patches) - 17, -1)]
+    assert (item.rows == wanted).all()
+    assert (item.columns == [np.minimum(wanted, 0), np.where(wanted < 0, -1, wanted + 1)]).all()
+    for case, asked in sound_checkpoints.ASKED.items():
+        messages = made.transcription(asked.get("language"), asked.get("prompt", ""))
+        text = made.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        ids = made.tokenizer.encode(text, add_special_tokens=False)
+        assert made.expand(ids, {"audio": [item]}).token_ids == found[f"{case}_ids"].tolist(), case
+    media: Any = SimpleNamespace(processor=made)
+    assert transcriber(media) is made and sorted(made.languages) == ["en", "ja", "zh"] and made.text_mark is None
+    longest = 400 + 160 * 6 * 130 - 1
+    for count, rows in ((400, 1), (longest, 130)):
+        assert made.process("audio", Sound(np.zeros(count, np.float32)), {}).num_rows == rows
+    assert made.largest("audio").num_rows == 130
+    for count, message in ((399, "is too short for an embedding"), (longest + 1, "this model takes at most 7")):
+        with pytest.raises(RequestError, match=message):
+            made.process("audio", Sound(np.zeros(count, np.float32)), {})
+    for changes in ({"frame_shift": 20}, {"window": "povey"}, {"stride_lfr": 4}, {"num_frames_lfr": 7}):
+        settings = sound_checkpoints.features_config(name) | changes
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ModelFileError, match=next(iter(changes))):
+            processor(folder)
+
+
+def test_overlapping_windows_and_durations(tmp_path):
+    """VibeVoice-ASR's frames, of which windows have some twice, its prompts, and wrong settings."""
+    name = "vibevoice_asr_sound"  # with windows of 32 frames, of which six are those of the window before
+    folder = sound_checkpoints.whole_checkpoint(name, tmp_path)
+    made, found = processor(folder), np.load(sound_checkpoints.golden_path(name))
+    assert (made.tower.unit, made.tower.context, made.hop) == (32, 6, 1000)
+    item = made.process("audio", Sound(sound(*sound_checkpoints.B), 24_000), {})
+    text = sound_checkpoints.DURATION + "".join(sound_checkpoints.marks(name))
+    ids = made.tokenizer.encode(text, add_special_tokens=False)
+    assert made.expand(ids, {"audio": [item]}).token_ids == found["asked_ids"].tolist()
+    with pytest.raises(RequestError, match="the prompt has 2 of the text .* and 1 sounds are given"):
+        made.expand(made.tokenizer.encode(text + sound_checkpoints.DURATION), {"audio": [item]})
+    for frames, windows in ((1, 1), (32, 1), (33, 2), (58, 2), (59, 3)):
+        item = made.process("audio", Sound(np.ones(1000 * frames - 999, np.float32)), {})
+        new = item.rows[item.rows >= 0]
+        assert item.num_rows == frames and new.tolist() == list(range(frames)), frames
+        assert -(-len(item.patches) // 32) == windows and len(item.patches) == len(item.rows)
+    silent = made.process("audio", Sound(np.zeros(1000, np.float32)), {}).patches
+    assert not silent.any() and made.languages == {} and made.text_mark is None
+    (message,) = made.transcription(None, "Ann.")
+    assert message["content"] == [{"type": "audio"}, {"type": "text", "text": "Ann."}]
+    for changes in ({"sampling_rate": 16_000}, {"pad_to_multiple_of": 3200}, {"target_dB_FS": 201}, {"eps": -1}):
+        settings = sound_checkpoints.features_config(name) | changes
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ModelFileError, match=next(iter(changes))):
+            processor(folder)
+
+
+def test_sounds_are_read_at_the_rate_of_the_model():
+    samples = sound(4, 0.2)
+    found = read_of_prompt((samples, 16_000), OPTIONS, SecondsBudget(1), 24_000)
+    np.testing.assert_allclose(found.samples, resample_poly(samples.astype(np.float64), 3, 2), atol=2e-6)
+    assert abs(found.seconds - 0.2) < 1e-9
+    assert len(read_of_prompt(samples, OPTIONS, SecondsBudget(1), 24_000).samples) == len(samples)
+    file = read_of_prompt(
+        wav(np.round(samples * 32767).astype("<i2"), 1, 16, 16_000), OPTIONS, SecondsBudget(1), 24_000
+    )
+    np.testing.assert_allclose(file.samples, found.samples, atol=1e-4)
+
+
 def test_settings_of_windows(tmp_path):
     name = "audioflamingo3_sound"  # with windows of two seconds
     folder = sound_checkpoints.whole_checkpoint(name, tmp_path)

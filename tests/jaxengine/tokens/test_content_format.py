@@ -146,6 +146,17 @@ def test_parts_of_thinking_are_for_templates_that_take_them(tokenizer):
         render(tokenizer, [{"role": "assistant", "content": [{"type": "thinking", "thinking": 1}]}], QWEN)
 
 
+def test_parts_with_a_language_are_for_templates_that_take_them(tokenizer):
+    parts = [{"type": "language", "language": "French"}, TEXT]
+    template = "{% for part in messages[0]['content'] %}{{ part['type'] }}:{{ part['language'] }};{% endfor %}"
+    messages = [{"role": "user", "content": parts}]
+    assert render(tokenizer, messages, template).startswith("language:French;text:")
+    with pytest.raises(RequestError, match="the chat template takes no content part of type 'language'"):
+        render(tokenizer, messages, QWEN)
+    with pytest.raises(RequestError, match=r"content\[0\]\.language must be a text"):
+        render(tokenizer, [{"role": "user", "content": [{"type": "language", "language": 1}]}], template)
+
+
 def test_a_part_of_a_picture_has_nothing_but_its_type(tokenizer):
     for part in ({"type": "image", "image": "a"}, {"type": "image_url", "image_url": {}}, {"type": ["image"]}):
         with pytest.raises(RequestError, match=r"content\[1\].type must be 'text' or 'refusal'"):

@@ -278,6 +278,60 @@ def test_moss_transcribe():
             read_hf(raw | changes)
 
 
+def test_fun_asr_nano():
+    raw: dict[str, Any] = {"architectures": ["FunAsrNanoForConditionalGeneration"], "model_type": "fun_asr_nano"}
+    config, null = read_hf(raw), dict.fromkeys(("audio_config", "adaptor_config", "text_config"))
+    assert (config.hidden_size, config.tie_word_embeddings, config.max_position_embeddings) == (1024, True, 40960)
+    tower = config.tower
+    assert (tower.num_features, tower.longest, tower.window, tower.normed) == (560, 2048, 2048, (49, 69))
+    assert (tower.encoder.head_dim, tower.encoder.activation, tower.adaptor.ffn_size) == (128, "relu", 256)
+    assert read_hf(raw | null) == config
+    # The number of heads follows from their size, and an adaptor may have no other size than the text.
+    assert read_hf(raw | {"audio_config": {"head_dim": 32}}).tower.encoder.head_dim == 32
+    for changes, name in (
+        ({"adaptor_config": {"hidden_size": 1028}}, "adaptor_config.hidden_size"),
+        ({"audio_config": {"num_stacked_frames": 7, "num_mel_bins": 5}}, "num_stacked_frames"),
+        ({"audio_config": {"num_mel_bins": 3}}, "num_mel_bins"),
+        ({"audio_config": {"num_attention_heads": 3}}, "num_attention_heads"),
+        ({"audio_config": {"num_timestamp_prediction_layers": 71}}, "num_timestamp_prediction_layers"),
+        ({"audio_config": {"max_position_embeddings": 1 << 20}}, "max_position_embeddings"),
+        ({"audio_config": {"fsmn_kernel_size": 65}}, "fsmn_kernel_size"),
+        ({"audio_config": {"hidden_act": "x"}}, "hidden_act"),
+    ):
+        with pytest.raises(ModelConfigError, match=name):
+            read_hf(raw | changes)
+
+
+def test_vibevoice_asr():
+    raw: dict[str, Any] = {"architectures": ["VibeVoiceAsrForConditionalGeneration"], "model_type": "vibevoice_asr"}
+    acoustic, semantic = (f"{kind}_tokenizer_encoder_config" for kind in ("acoustic", "semantic"))
+    config = read_hf(raw)
+    tower = config.tower
+    assert (tower.num_features, tower.rate, tower.context, tower.unit, config.tie_word_embeddings) == (
+        *(3200, 24_000, 58, 256),
+        False,
+    )
+    assert (tower.acoustic.size, tower.semantic.size, tower.acoustic.depths) == (64, 128, (3, 3, 3, 3, 3, 3, 8))
+    null = dict.fromkeys(("text_config", acoustic, semantic))
+    assert read_hf(raw | null) == config
+    # An empty one has the class's own size, and depths after the last reduction count nothing.
+    other = read_hf(raw | {semantic: {"depths": [3, 3, 3, 3, 3, 3, 8, 9]}}).tower
+    assert other.semantic == tower.acoustic
+    for changes, name in (
+        ({semantic: {"downsampling_ratios": [2, 2, 4, 5, 5, 4]}}, "semantic.*downsampling_ratios"),
+        ({acoustic: {"downsampling_ratios": [2, 0]}}, "downsampling_ratios"),
+        ({acoustic: {"downsampling_ratios": [64] * 6}}, "downsampling_ratios"),
+        ({acoustic: {"depths": [3, 3]}}, "depths"),
+        ({acoustic: {"depths": [3, 3, 3, 3, 3, 3, 600]}}, "depths"),
+        ({acoustic: {"channels": 2}}, "channels"),
+        ({acoustic: {"kernel_size": 65}}, "kernel_size"),
+        ({acoustic: {"num_filters": 1 << 14}}, "num_filters"),
+        ({"acoustic_tokenizer_chunk_size": 3201}, "acoustic_tokenizer_chunk_size"),
+    ):
+        with pytest.raises(ModelConfigError, match=name):
+            read_hf(raw | changes)
+
+
 def test_music_flamingo():
     towers = [read_hf({**MUSIC_FLAMINGO, "rope_parameters": rope}).tower for rope in (None, {"rope_theta": 900})]
     assert [(each.rotated, each.theta) for each in towers] == [(256, 1200.0), (256, 900.0)]

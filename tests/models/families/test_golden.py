@@ -69,6 +69,8 @@ _HEARING = (
     "AudioFlamingo3",
     "MusicFlamingo",
     "MossTranscribeDiarize",
+    "FunAsrNano",
+    "VibeVoiceAsr",
     "GlmAsr",
     "GraniteSpeech",
     "GraniteSpeechPlus",

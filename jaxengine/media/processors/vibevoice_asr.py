@@ -1,0 +1,153 @@
+"""Processor of VibeVoice-ASR's sounds: samples of equal loudness, in windows that overlap, and their durations in
+prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.samples import Sound
+from jaxengine.media.processors.log_mel import required_features
+from jaxengine.media.processors.settings import WHOLE
+from jaxengine.media.processors.sounds import SoundProcessor
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.media import AUDIO
+
+# transformers' id of the token that a configuration does not name.
+_TOKEN = 151648
+_MOST_DECIBELS = 200
+
+
+class VibeVoiceAsrProcessor(SoundProcessor):
+    """Processor of VibeVoiceAsrForConditionalGeneration, which transcribes when it is asked to.
+
+    Attributes:
+      languages: empty: the request for a transcript names no language.
+      text_mark: None: answers are only text.
+      duration: text in prompts in the place of a sound's seconds.
+    """
+
+    around = ("<|object_ref_start|>", "<|object_ref_end|>")
+    languages: Mapping[str, str] = {}
+    text_mark: str | None = None
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        if config_json.get(self.token_fields[0]) is None:
+            config_json = {**config_json, self.token_fields[0]: _TOKEN}
+        super().__init__(folder, config_json, model_config, tokenizer)
+        whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
+        try:
+            self.duration = whole.text("audio_duration_token", "<|AUDIO_DURATION|>")
+        except ModelConfigError as error:
+            raise ModelFileError(Path(folder) / WHOLE, str(error)) from None
+
+    def read_features(self, folder: Path) -> ConfigFields:
+        """Return the settings of samples, and set `loudness`, the root mean square that they get, None for that of the
+        sound, and `eps`, which is added to what they are divided by. Raises ModelFileError for settings other than
+        those of the tower, and values out of range.
+        """
+        hop = self.tower.num_features
+        wanted = {"feature_size": 1, "sampling_rate": self.tower.rate, "padding_value": 0.0, "padding_side": "right"}
+        found = required_features(folder, **wanted, pad_to_multiple_of=hop)
+        try:
+            decibels = found.value("target_dB_FS", -25)
+            is_number = isinstance(decibels, int | float) and not isinstance(decibels, bool)
+            if not is_number or not -_MOST_DECIBELS <= decibels <= _MOST_DECIBELS:
+                raise found.fail("target_dB_FS", f"a number from -{_MOST_DECIBELS} to {_MOST_DECIBELS}")
+            self.loudness = 10 ** (decibels / 20) if found.boolean("normalize_audio", True) else None
+            self.eps = found.number("eps", 1e-6)
+        except ModelConfigError as error:
+            raise ModelFileError(folder, str(error)) from None
+        return found
+
+    @property
+    def hop(self) -> int:
+        """Number of samples of a patch."""
+        return self.tower.num_features
+
+    def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        """Return frames f32[P, F] of samples f32[N], scaled to `loudness` and then, if one is above 1, by the largest;
+        the last frame is filled up with zeros. Each window but the first begins with the last `context` frames of the
+        one before.
+        """
+        if self.loudness is not None:
+            samples = samples * np.float32(
+                self.loudness / (np.sqrt(np.mean(samples.astype(np.float64) ** 2)) + self.eps)
+            )
+            if (largest := np.abs(samples).max()) > 1:
+                samples = samples / (largest + np.float32(self.eps))
+        frames = np.pad(samples, (0, -len(samples) % self.hop)).reshape(-1, self.hop)
+        return frames[np.minimum(self._order(len(frames)), len(frames) - 1)].astype(np.float32)
+
+    def num_samples(self, sound: Sound) -> int:
+        """Return the number of samples of a sound, which is not padded."""
+        return len(sound.samples)
+
+    def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound, one for each frame that it begins."""
+        return -(-len(sound.samples) // self.hop)
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (columns, rows) of a sound with num_frames frames in all windows: no columns, and the numbers of its
+        embeddings, -1 for frames that a window has from the one before.
+        """
+        order = self._order(self.num_rows(sound))
+        is_new = np.arange(len(order)) % self.tower.unit >= self.tower.context
+        is_new[: self.tower.unit] = True
+        rows = np.where(is_new, order, -1).astype(np.int32)
+        return np.zeros((0, num_frames), np.int32), np.pad(rows, (0, num_frames - len(rows)), constant_values=-1)
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Return the item of a Sound (`value`), with its duration in `seconds`. Raises the errors of
+        SoundProcessor.process.
+        """
+        made = super().process(modality, value, options, most)
+        return made._replace(seconds=(value.seconds,))
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Return the expanded prompt of SoundProcessor.expand, in whose text each `duration` is replaced by the seconds
+        of a sound, with two decimals, in order. Raises RequestError for another number of sounds than placeholders, and
+        for more durations than sounds.
+        """
+        sounds = items.get(AUDIO, ())
+        if self.tokenizer is not None and sounds:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+            pieces = text.split(self.duration)
+            if len(pieces) - 1 > len(sounds):
+                problem = (
+                    f"the prompt has {len(pieces) - 1} of the text {self.duration} and {len(sounds)} sounds are given"
+                )
+                raise RequestError(problem, param=AUDIO)
+            if len(pieces) > 1:
+                shown = [f"{item.seconds[0]:.2f}" for item in sounds]
+                text = "".join(
+                    piece + each for piece, each in zip(pieces, [*shown[: len(pieces) - 1], ""], strict=True)
+                )
+                token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return super().expand(token_ids, items)
+
+    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
+        """Return the messages that request a transcript of a sound; `language` is ignored.
+
+        context: text that may help; "" for none.
+        """
+        del language  # there is none
+        text = [{"type": "text", "text": context}] if context else []
+        return [{"role": "user", "content": [{"type": AUDIO}, *text]}]
+
+    def _order(self, num_frames: int) -> np.ndarray:
+        """Return the number of the frame at each place of all windows, i64[P]."""
+        unit, context = self.tower.unit, self.tower.context
+        windows = [np.arange(min(unit, num_frames))]
+        for first in range(unit, num_frames, unit - context):
+            windows.append(np.arange(first - context, min(first - context + unit, num_frames)))
+        return np.concatenate(windows)
