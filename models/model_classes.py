@@ -131,6 +131,7 @@ _MODULES = {
     "Dots1ForCausalLM": "dots1",
     "OlmoeForCausalLM": "olmoe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "MiniMaxM3VLForCausalLM": "minimax_m3",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
     "Llama4ForCausalLM": "llama4",
