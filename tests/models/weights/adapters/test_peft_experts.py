@@ -112,6 +112,8 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("Glm5NextForConditionalGeneration", "self_attn.forget_gate.f_b_proj", "self_attn.f_b_proj"),
         ("Dots3NoteForCausalLM", "model.language_model.layers.1.self_attn.g_proj", "self_attn.g_proj"),
         ("MistralLarge4ForConditionalGeneration", "model.language_model.layers.1.mlp.experts", "mlp.experts"),
+        ("MiniMaxM3VLForCausalLM", "self_attn.indexer.k_proj", "self_attn.index_k_proj"),
+        ("MiniMaxM3VLForCausalLM", "model.language_model.layers.1.mlp.experts", "block_sparse_moe.experts"),
         ("HYV4ForCausalLM", "mlp.shared_experts.linear_gate", "mlp.shared_experts.gate_proj"),
         ("HYV4ForCausalLM", "hc_attn_layer.hc_pre.hc_fn", "attn_hc.fn"),
         ("HYV4ForCausalLM", "hc_pre.hc_mlp_layer.hc_fn", "ffn_hc.fn"),
