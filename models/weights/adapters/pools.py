@@ -62,6 +62,7 @@ class AdapterTargets:
       names: mapping from the checkpoint's names to the model's.
       parts: for each module that only transformers has, the module whose matrix the checkpoint joins from it and
         others, and the slice of its rows.
+      wholes: for each module that only transformers has, the modules whose matrices it joins, in the order of its rows.
       blocks: blocks that layers share, whose lists of low-rank products an adapter's file names; None without any.
       unused: modules by whose matrices no layer multiplies, though transformers has them or had them in older releases:
         keys and values of layers that take those of another layer.
@@ -72,6 +73,7 @@ class AdapterTargets:
     others: frozenset[str]
     names: CheckpointNames
     parts: Mapping[str, tuple[str, slice]] = field(default_factory=dict)
+    wholes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: SharedBlocks | None = None
     unused: frozenset[str] = frozenset()
 
@@ -84,7 +86,10 @@ class AdapterTargets:
         return self.module(stored) in self.unused
 
     def sides(self, module: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of a module of `shapes` or `parts`. Raises KeyError for another one."""
+        """Return (inputs, outputs) of a module of `shapes`, `parts` or `wholes`. Raises KeyError for another one."""
+        if module in self.wholes:
+            sizes = [self.shapes[part] for part in self.wholes[module]]
+            return sizes[0][0], sum(out for _, out in sizes)
         if module not in self.parts:
             return self.shapes[module]
         joined, rows = self.parts[module]
@@ -100,7 +105,7 @@ class AdapterTargets:
         names = [self.names.renamed(f"{stored}.weight").removesuffix(".weight"), self.names.renamed(stored)]
         whole = self.names.base + stored
         names += [self.names.renamed(f"{whole}.weight").removesuffix(".weight"), self.names.renamed(whole)]
-        for known in (self.shapes, self.experts, self.others, self.unused):
+        for known in (self.shapes, self.experts, self.wholes, self.others, self.unused):
             if (found := next((name for name in names if name in known), None)) is not None:
                 return found
         return names[1]
@@ -142,7 +147,21 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
         if model.config.pooler is None:
             tensors.add("lm_head")  # transformers has one even where its weight is the token table
     others = {name for name in tensors if "{expert}" not in name}
-    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names, parts, blocks, unused)
+    wholes = _wholes(shapes, names)
+    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names, parts, wholes, blocks, unused)
+
+
+def _wholes(shapes: Mapping[str, Any], names: CheckpointNames) -> dict[str, tuple[str, ...]]:
+    """Return AdapterTargets.wholes: those of CheckpointNames.joined whose parts are all in `shapes`."""
+    found, ends = {}, [part for parts in names.joined.values() for part in parts[:1]]
+    for module in shapes:
+        for end in (end for end in ends if f"{module}.weight".endswith(end)):
+            stem = f"{module}.weight".removesuffix(end)
+            for whole, parts in names.joined.items():
+                own = tuple(f"{stem}{part}".removesuffix(".weight") for part in parts)
+                if parts[0] == end and all(part in shapes for part in own):
+                    found[f"{stem}{whole}".removesuffix(".weight")] = own
+    return found
 
 
 def _divided(pool: DeclaredPool, names: CheckpointNames) -> dict[str, tuple[str, slice]]:
