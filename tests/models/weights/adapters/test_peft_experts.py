@@ -143,6 +143,24 @@ def test_modules_as_transformers_names_them(architecture, name, own):
         assert targets.module(name) == targets.module(own) == own and name in targets.stored_names(own)
 
 
+def test_a_matrix_that_transformers_joins(model_of, tmp_path):
+    """MiniMax M3's gate and up are one module in transformers: each has its A, and its own rows of B."""
+    targets, mlp = targets_of([model_of("minimax_m3")]), "model.layers.0.mlp"
+    gate, up, whole = (f"{mlp}.{name}_proj" for name in ("gate", "up", "gate_up"))
+    assert targets.wholes[whole] == (gate, up) and targets.sides(whole) == (64, 144)
+    write_adapter(tmp_path, {whole: (144, 64)}, seed=1, r=2, target_modules=r".*\.0\.mlp\.gate.*_proj")
+    found, file = read_adapter(tmp_path, targets, 4, "float32"), load_file(tmp_path / "adapter_model.safetensors")
+    found = found.matrices
+    a, b = (file[f"base_model.model.{whole}.lora_{side}.weight"] for side in "AB")
+    assert found.keys() == {gate, up}
+    for part, rows in ((gate, b[:72]), (up, b[72:])):
+        np.testing.assert_array_equal(found[part][0], a)
+        np.testing.assert_array_equal(found[part][1] / rows, found[gate][1][0, 0] / b[0, 0])
+    write_adapter(tmp_path, {whole: (144, 64), up: (72, 64)}, seed=1, r=2, target_modules=r".*\.0\.mlp.*up_proj")
+    with pytest.raises(ModelFileError, match="stands for rows of model.layers.0.mlp.gate_up_proj, as does another"):
+        read_adapter(tmp_path, targets, 4, "float32")
+
+
 def test_parts_of_a_matrix_that_the_checkpoint_joins(model_of, tmp_path):
     """Sarvam's queries, keys and values are three modules in transformers, and one here with the sum of their ranks."""
     targets, layer = targets_of([model_of("sarvam_moe")]), "model.layers.1"
