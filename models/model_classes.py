@@ -135,6 +135,7 @@ _MODULES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer",
     "MuseSparkForConditionalGeneration": "muse_spark",
+    "MiniMaxM3VLForCausalLM": "minimax_m3",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
     "Llama4ForCausalLM": "llama4",

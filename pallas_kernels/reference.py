@@ -172,6 +172,72 @@ def selected_attention(
     return out
 
 
+def select_blocks(
+    q: np.ndarray,  # [T, K, J]
+    key_pages: np.ndarray,  # [P, page_size, J]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    kv_lens: np.ndarray,  # [S]
+    page_table: np.ndarray,  # [S, W]
+    num_seqs: int,
+    *,
+    size: int,
+    count: int,
+    local: int,
+) -> np.ndarray:
+    """Return i64 [T, K, count], the blocks that attention.selected.select_blocks selects, by scores in float64: all
+    that a token sees, ascending, if they are at most `count`, else the last `local` and those of the largest scores,
+    the best first. Unused entries are -1.
+
+    key_pages: keys of the indexer. The other arguments are those of attention.selected.select_blocks and RaggedBatch.
+    """
+    found, page_size = np.full((*q.shape[:2], count), -1), key_pages.shape[1]
+    for seq in range(num_seqs):
+        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
+        for token in range(first, end):
+            seen = np.arange(int(kv_lens[seq]) - (end - first) + token - first + 1)
+            keys = key_pages[page_table[seq, seen // page_size], seen % page_size].astype(np.float64)
+            products = q[token].astype(np.float64) @ keys.T
+            firsts = range(0, len(seen), size)
+            scores = np.stack([products[:, at : at + size].max(axis=1) for at in firsts], axis=1)
+            scores[:, max(len(firsts) - local, 0) :] = np.inf
+            order = np.argsort(-scores, axis=1, kind="stable") if len(firsts) > count else np.indices(scores.shape)[1]
+            found[token, :, : len(firsts)] = order[:, :count]
+    return found
+
+
+def block_attention(
+    q: np.ndarray,  # [T, N, H]
+    joined_pages: np.ndarray,  # [P, page_size, K, H + Hv]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    kv_lens: np.ndarray,  # [S]
+    page_table: np.ndarray,  # [S, W]
+    num_seqs: int,
+    blocks: np.ndarray,  # [T, K, k]
+    *,
+    size: int,
+    sm_scale: float,
+) -> np.ndarray:
+    """Compute softmax attention of q [T, N, H] over the keys of `blocks` [T, K, k] of `size` tokens that each token
+    sees: return float64 [T, N, Hv], 0 for a token of no sequence. joined_pages: keys followed by their values.
+    sm_scale: factor of the logits. The other arguments are those of RaggedBatch.
+    """
+    num_kv_heads, width, page_size = joined_pages.shape[2], q.shape[2], joined_pages.shape[1]
+    out = np.zeros((*q.shape[:2], joined_pages.shape[3] - width))
+    for seq in range(num_seqs):
+        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
+        for token in range(first, end):
+            position = int(kv_lens[seq]) - (end - first) + token - first
+            for head in range(q.shape[1]):
+                group = head * num_kv_heads // q.shape[1]
+                chosen = blocks[token, group]
+                own = (chosen[chosen >= 0][:, None] * size + np.arange(size)).ravel()
+                own = own[own <= position]
+                rows = joined_pages[page_table[seq, own // page_size], own % page_size, group].astype(np.float64)
+                logits = rows[:, :width] @ q[token, head].astype(np.float64) * sm_scale
+                out[token, head], _ = softmax_average(logits, rows[:, width:], -np.inf)
+    return out
+
+
 def kv_cache_update(
     k_pages: np.ndarray, v_pages: np.ndarray, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

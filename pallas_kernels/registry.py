@@ -83,6 +83,8 @@ _ROWS: dict[tuple[str, str], str] = {
     ("selection_schedule", "xla"): "attention.xla.selected",
     ("select_keys", "xla"): "attention.xla.selected",
     ("selected_attention", "xla"): "attention.xla.selected",
+    ("select_blocks", "xla"): "attention.xla.selected_blocks",
+    ("block_attention", "xla"): "attention.xla.selected_blocks",
     ("whole_prompt_schedule", "cpu"): "attention.xla.whole_prompts",
     ("whole_prompt_attention", "cpu"): "attention.xla.whole_prompts",
     ("kv_update_schedule", "tpu"): "kv.update_tpu",
@@ -146,7 +148,7 @@ KERNELS = tuple(
 # Modules that replace kernels that are not used, for operations without a row in plain XLA for their platforms.
 _STAND_INS = {"lora_product": "matmul.xla.lora"}
 # Operations that an engine's option attention_backend chooses.
-_ATTENTION = ("ragged_paged_attention", "selected_attention", "whole_prompt_attention")
+_ATTENTION = ("ragged_paged_attention", "selected_attention", "block_attention", "whole_prompt_attention")
 # Pairs of a schedule and the operation that uses it. Both must run as the same kind.
 _TOGETHER = (("attention_schedule", "ragged_paged_attention"), ("kv_update_schedule", "kv_cache_update"))
 # Modules that can compile a block of attention by itself for a profile.

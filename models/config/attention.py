@@ -89,10 +89,16 @@ class KeyIndex:
     """Indexer of a layer with sparse attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"): a token attends to the
     `top_k` keys that it scores highest.
 
+    With a `block` (MiniMax M3) it selects blocks of keys for each KV head of a layer without a latent, by queries of
+    its own for each of these heads; then the fields from `interleaved` on have their defaults.
+
     Attributes:
       num_heads: heads of its queries.
       head_dim: elements of a query, and of its one key for each token, which is cached in addition to the layer's keys.
       top_k: number of keys that a token attends to; all of them if there are no more.
+      block: tokens of a block of keys, counted from the first one, of which all are selected if the best of them scores
+        high; None where keys are selected one by one.
+      local: number of blocks, the last of which has the token's own key, that are always selected.
       interleaved: Rope.interleaved of its rope, which otherwise equals the layer's.
       rotates_last: whether the last elements of its queries and keys are rotated instead of the first.
       norm_eps: epsilon of the norm of its keys.
@@ -106,6 +112,8 @@ class KeyIndex:
     num_heads: int
     head_dim: int
     top_k: int
+    block: int | None = None
+    local: int = 0
     interleaved: bool = False
     rotates_last: bool = False
     norm_eps: float = 1e-6
@@ -121,6 +129,14 @@ class KeyIndex:
             check_size("index_kpool", self.pool, _MOST_POOLED)
             if self.top_k % self.pool:
                 raise ModelConfigError(f"index_topk must be a multiple of index_kpool = {self.pool}, got {self.top_k}")
+        if self.block is not None:
+            check_size("index_block_size", self.block, MAX_INTEGER)
+            check_size("index_local_blocks", self.local, self.top_k // self.block, 0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that a token attends to, if it selects blocks."""
+        return self.top_k // (self.block or 1)
 
     @property
     def stored_size(self) -> int:
@@ -163,7 +179,8 @@ class LayerAttention:
       bias: whether the projections to q, k and v have a bias.
       output_bias: whether the projection after attention has a bias.
       temperature: factor of queries by their positions; None for none.
-      index: indexer that selects the keys that a token attends to; None for all keys. Only with a latent.
+      index: indexer that selects the keys that a token attends to; None for all keys. With a latent it selects single
+        keys, without one blocks of them.
       latent: latent that keys and values are computed from, None where they are projected directly.
       state: recurrent state instead of attention; None for a layer that only attends. With a state, the sizes equal
         those of the attending layers, and the other fields have their defaults.
@@ -264,13 +281,25 @@ class LayerAttention:
             if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
                 raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
         if self.index is not None:
-            if self.latent is None or (self.latent.q_lora_rank is None and not self.index.reads_hidden):
-                raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
-            if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
-                raise ModelConfigError("attention to selected keys takes no window, chunk, soft cap or temperature")
-            if self.latent.qk_rope_head_dim > self.index.head_dim:
-                allowed = f"index_head_dim must be at least qk_rope_head_dim = {self.latent.qk_rope_head_dim}"
-                raise ModelConfigError(f"{allowed}, got {self.index.head_dim}")
+            self._check_index(self.index)
+
+    def _check_index(self, index: KeyIndex) -> None:
+        """Raise ModelConfigError if the layer cannot attend to the keys that its indexer selects."""
+        if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
+            raise ModelConfigError("attention to selected keys takes no window, chunk, soft cap or temperature")
+        if index.block is not None:
+            if self.latent is not None or self.sinks or self.slopes is not None or self.kv_source is not None:
+                raise ModelConfigError("attention to blocks of keys takes no latent, sinks, slopes or kv_source")
+            if index.num_heads != self.num_kv_heads:
+                allowed = f"num_key_value_heads = {self.num_kv_heads}, each of which selects its own blocks"
+                raise ModelConfigError(f"index_n_heads must be {allowed}, got {index.num_heads}")
+        elif self.latent is None or (self.latent.q_lora_rank is None and not index.reads_hidden):
+            raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
+        rotated = 0 if self.rope is None else self.rope.rotary_dim
+        size = rotated if self.latent is None else self.latent.qk_rope_head_dim
+        if size > index.head_dim:
+            name = "the rotated part of a head" if self.latent is None else "qk_rope_head_dim"
+            raise ModelConfigError(f"index_head_dim must be at least {name} = {size}, got {index.head_dim}")
 
     @property
     def attends(self) -> bool:
@@ -284,10 +313,10 @@ class LayerAttention:
 
     @property
     def v_head_dim(self) -> int:
-        """Number of elements of a cached value. With a latent these are the first elements of the key. With an indexer,
-        its key, and its gates if it has any, are cached in place of the value.
+        """Number of elements of a value. With a latent these are the first elements of the key; with a latent and an
+        indexer, its key, and its gates if it has any, are cached in place of the value.
         """
-        if self.index is not None:
+        if self.index is not None and self.latent is not None:
             return self.index.stored_size
         return (self.value_size or self.head_dim) if self.latent is None else self.latent.kv_lora_rank
 
@@ -306,13 +335,25 @@ class LayerAttention:
         """Number of the earlier layer whose selection of keys or blocks the layer uses; None for its own."""
         return self.selected_by if self.index is None else self.index.source
 
+    @property
+    def cached(self) -> tuple[int, int, bool]:
+        """Number of elements of a KV head's key in a page, and of its value, and whether values are parts of keys, for
+        a layer without compressed keys.
+
+        Where blocks of keys are selected, keys and values are joined in place of the key, and every KV head has the
+        indexer's key in place of the value.
+        """
+        if self.index is not None and self.index.block is not None:
+            return self.head_dim + self.v_head_dim, self.index.head_dim, False
+        return self.head_dim, self.v_head_dim, self.values_in_keys
+
     def page_sizes(self, page_size: int) -> dict[str, Any]:
         """Return fields of KVSpec by name: the sizes of a cached key and value, and whether values are part of the
         keys. Raises ModelConfigError if the layer does not support pages of `page_size` tokens.
         """
         if (compressed := self.compressed) is not None:
             return compressed.page_sizes(page_size)
-        return {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "values_in_keys": self.values_in_keys}
+        return dict(zip(("head_dim", "v_head_dim", "values_in_keys"), self.cached, strict=True))
 
     @property
     def reach(self) -> int | None:

@@ -290,5 +290,4 @@ class ModelConfig:
     @property
     def has_equal_pages(self) -> bool:
         """Whether a page takes the same number of bytes in every layer."""
-        sizes = {(each.num_kv_heads, each.head_dim, each.v_head_dim, each.values_in_keys) for each in self.attention}
-        return len(sizes) == 1
+        return len({(each.num_kv_heads, *each.cached) for each in self.attention}) == 1

@@ -4,11 +4,8 @@ clamped activation."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -17,6 +14,7 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
 from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, require_rope, windows_by_kind
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.base.mlp import ClampedSwish
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
@@ -59,12 +57,6 @@ class GptOssForCausalLM(LlamaForCausalLM):
         experts = self.config.experts
         if experts is None:
             raise ModelConfigError(f"experts must be set for {self.config.architecture}, got None")
-        activation = partial(clamped_swiglu, alpha=experts.swiglu_alpha, limit=experts.swiglu_limit)
+        activation = ClampedSwish(experts.swiglu_alpha, experts.swiglu_limit)
         names = ExpertNames(router="router")
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, activation=activation, build=build)
-
-
-def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
-    """Return (up + 1) * gate * sigmoid(alpha * gate), with gate bounded above by `limit` and up to [-limit, limit]."""
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)

@@ -1,11 +1,12 @@
 """Sparse attention: the keys of each token's sequence that an indexer scores highest, and attention to these alone.
 
-The public operations of DeepSeek Sparse Attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"). Their arithmetic is in the
-folder of each implementation, their oracles in reference.py. Pages hold latents as keys. In place of values they hold
-the indexer's keys, of KVSpec.v_head_dim elements. Layers and requests do not occur here.
+The public operations of DeepSeek Sparse Attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"), and those of MiniMax M3,
+where each KV head of a token selects blocks of keys. Their arithmetic is in the folder of each implementation, their
+oracles in reference.py. Pages hold latents as keys; where blocks are selected, the keys and values of each head joined.
+In place of values they hold the indexer's keys, of KVSpec.v_head_dim elements. Layers and requests do not occur here.
 
-Further shape letters: I heads of the indexer, J elements of its keys, k keys that a token selects, m tokens of a group
-where one key is pooled for a group.
+Further shape letters: I heads of the indexer, J elements of its keys, k keys or blocks that are selected, m tokens of a
+group where one key is pooled for a group.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from jaxengine.pallas_kernels.kv.pages import KVPages, is_quantized
 from jaxengine.pallas_kernels.registry import kernel
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
-__all__ = ["positions_of_groups", "select_keys", "selected_attention", "selection_schedule"]
+__all__ = [
+    "block_attention",
+    "positions_of_groups",
+    "select_blocks",
+    "select_keys",
+    "selected_attention",
+    "selection_schedule",
+]
 
 
 def selection_schedule(
     batch: RaggedBatch, *, num_tokens: int, page_size: int, platform: str, tuning: Tuning | None = None
 ) -> Any:
-    """Return the work list of a step's `select_keys`, a pytree that all layers share.
+    """Return the work list of a step's `select_keys` or `select_blocks`, a pytree that all layers share.
 
     It depends on lengths only. num_tokens: T. page_size: tokens of a page. platform: one of registry.PLATFORMS. tuning:
     tile sizes, None for the chip's sizes from the table. Raises ValueError for a batch whose arrays do not fit.
@@ -143,3 +151,77 @@ def selected_attention(
     check_batch(batch, num_tokens)
     options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning or tuning_of(kv.platform)}
     return kernel("selected_attention", kv.platform)(q, q_rest, kv, batch, positions, **options)
+
+
+def select_blocks(
+    q: jax.Array, kv: KVPages, batch: RaggedBatch, *, size: int, count: int, local: int, schedule: Any = None
+) -> jax.Array:
+    """Return, for each token and KV head, the numbers i32 [T, K, k] of the k = count blocks with the highest scores
+    among those of which the token sees a key. A block has `size` keys, counted from the sequence's first one.
+
+    The score of a block is the largest product, in float32, of the head's query q [T, K, J] and a key of the indexer in
+    the block. A token sees its own key and those before it, which must be in the pool, the same for all heads. The last
+    `local` blocks that it sees come first, then the others by their scores; of equal ones the lowest number comes
+    first, whatever the step's shape. If a token sees at most k blocks, all are selected, in order, followed by -1; a
+    token of no sequence gets -1 alone. Slots that no token sees may hold NaN.
+
+    schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes and
+    dtypes that do not fit, a pool of codes, sizes below 1, and more local blocks than `count`.
+    """
+    num_tokens = q.shape[0]
+    if q.ndim != 3 or num_tokens < 1 or q.shape[2] != kv.spec.v_head_dim:
+        raise ValueError(f"select_blocks: q must be [T, K, {kv.spec.v_head_dim}] with T >= 1, got {list(q.shape)}")
+    if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"select_blocks: q must be float32, bfloat16 or float16, got {q.dtype}")
+    _check_joined("select_blocks", kv)
+    if size < 1 or not 0 <= local <= count or count < 1:
+        text = "size and count must be at least 1, and local from 0 to count"
+        raise ValueError(f"select_blocks: {text}, got {size}, {count} and {local}")
+    check_batch(batch, num_tokens)
+    if schedule is None:
+        sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "platform": kv.platform}
+        schedule = selection_schedule(batch, **sizes)
+    return kernel("select_blocks", kv.platform)(q, kv, batch, schedule, size=size, count=count, local=local)
+
+
+def _check_joined(name: str, kv: KVPages) -> None:
+    """Raise ValueError, for the operation `name`, for a pool without keys of an indexer, or of codes."""
+    if kv.spec.values_in_keys or is_quantized(kv.spec):
+        raise ValueError(f"{name}: the pool must have keys of an indexer and no codes, got one of {kv.dtype}")
+
+
+def block_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    blocks: jax.Array,
+    *,
+    spec: AttentionSpec,
+    size: int,
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """Compute the attention of q [T, N, H] over those keys of `blocks` that a token sees, its own and earlier ones;
+    return o [T, N, Hv] in q's dtype.
+
+    blocks: i32 [T, K, k], for each token and KV head the numbers of blocks of `size` tokens, distinct, with -1 after
+    the last one. A token without any, or of no sequence, gets exactly 0. Only these blocks of the pool are read, whose
+    keys have H + Hv elements: a key followed by its value. spec: must have no window, chunk, soft cap or slopes, and be
+    causal. tuning: tile sizes, None for the chip's sizes from the table. Raises ValueError for shapes, dtypes or
+    options that do not fit, and a pool of codes.
+    """
+    num_tokens, shape = q.shape[0], (spec.num_q_heads, spec.head_dim)
+    if q.ndim != 3 or num_tokens < 1 or q.shape[1:] != shape:
+        raise ValueError(f"block_attention: q must be [T, {shape[0]}, {shape[1]}] with T >= 1, got {list(q.shape)}")
+    if blocks.ndim != 3 or blocks.shape[:2] != (num_tokens, spec.num_kv_heads) or blocks.dtype != jnp.int32:
+        wanted = f"int32[{num_tokens}, {spec.num_kv_heads}, k]"
+        raise ValueError(f"block_attention: blocks must be {wanted}, got {blocks.dtype}{list(blocks.shape)}")
+    limits = spec.window, spec.chunk, spec.soft_cap
+    if spec.values_in_keys or spec.has_slopes or not spec.causal or limits != (None,) * 3:
+        raise ValueError("block_attention: needs causal attention without window, chunk, soft cap, slopes or a latent")
+    if kv.spec.head_dim != spec.head_dim + spec.v_head_dim:
+        wanted = f"{spec.head_dim} + {spec.v_head_dim}"
+        raise ValueError(f"block_attention: the pool must hold keys of {wanted} elements, got {kv.spec.head_dim}")
+    _check_joined("block_attention", kv)
+    check_batch(batch, num_tokens)
+    options: dict[str, Any] = {"spec": spec, "size": size, "tuning": tuning or tuning_of(kv.platform)}
+    return kernel("block_attention", kv.platform)(q, kv, batch, blocks, **options)

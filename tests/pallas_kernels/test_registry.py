@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.attention.test_selected import IMPLEMENTATIONS as SELECTED
+from tests.pallas_kernels.attention.test_selected_blocks import IMPLEMENTATIONS as SELECTED_BLOCKS
 from tests.pallas_kernels.attention.test_whole_prompts import IMPLEMENTATIONS as WHOLE_PROMPTS
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
 from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
@@ -47,6 +48,7 @@ def run_by_tests() -> set:
         {kernel(*row) for row in ops if row in KERNELS}
         | WHOLE_PROMPTS
         | SELECTED
+        | SELECTED_BLOCKS
         | set(GROUPED)
         | set(DENSE)
         | set(QUANTIZED)

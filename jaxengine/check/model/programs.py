@@ -272,7 +272,7 @@ class StagePrograms:
             return self._on_one_device(own)
 
         layers = sorted(layer for layer in locations if config.attention[layer].compressed is None)
-        paged = {attention_spec(config.attention[layer], shared): layer for layer in layers}
+        paged = {(attention_spec(each := config.attention[layer], shared), each.index): layer for layer in layers}
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._platform}
 
@@ -284,7 +284,7 @@ class StagePrograms:
             common = False, False, function, arguments, donate, work, must_not_copy, None
             return CheckedProgram(f"{name}, {bucket}", self._one_device, *common)
 
-        for spec, layer in paged.items():
+        for (spec, _), layer in paged.items():
             attention, kv = config.attention[layer], pool_of(layer)
             if attention.index is not None:
                 shape_of = lambda *shape: self._on_one_device(jax.ShapeDtypeStruct(*shape))  # noqa: E731
@@ -314,8 +314,8 @@ class StagePrograms:
         for page, layer in kinds.items():
             attention = config.attention[layer]
             count = num_kv_heads(attention, shared)
-            k = heads(count, attention.head_dim)
-            v = None if attention.values_in_keys else heads(count, attention.v_head_dim)
+            key_size, value_size, in_keys = attention.cached
+            k, v = heads(count, key_size), None if in_keys else heads(count, value_size)
             work = update_work(attention, bucket, kv_dtype, dtype)
             name = "kv write" if len(kinds) == 1 else f"kv write of head_dim {page.head_dim}"
             yield kernel(name, write, (pool_of(layer), k, v, batch.slot_mapping, schedule), (0,), work)

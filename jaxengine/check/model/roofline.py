@@ -91,17 +91,18 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
     """Return the work of the attention of a layer with an indexer.
 
-    Each visible key of the indexer and each latent that may be selected is read once. The indexer counts only in layers
-    that select by themselves (index.source None). kv_dtype: dtype of the cache. dtype: dtype of queries and outputs.
-    context: keys per sequence of a decode.
+    Each visible key of the indexer, and each latent or, for each KV head, key and value that may be selected is read
+    once. The indexer counts only in layers that select by themselves (index.source None). kv_dtype: dtype of the cache.
+    dtype: dtype of queries and outputs. context: keys per sequence of a decode.
     """
     index, latent, itemsize = attention.index, attention.latent, jnp.dtype(dtype).itemsize
-    assert index is not None and latent is not None
-    spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype)
+    assert index is not None
+    spec = KVSpec(1, 1, 1, *attention.cached[:2], kv_dtype)
     cached = jnp.dtype(spec.dtype).itemsize
-    both = attention.head_dim + latent.kv_lora_rank
+    both = attention.head_dim + (attention.v_head_dim if latent is None else latent.kv_lora_rank)
     keys, pairs = visible_keys(bucket, context, index.top_k)
-    num_bytes = bucket.num_tokens * attention.num_heads * both * itemsize + keys * spec.key_width * cached
+    num_bytes = bucket.num_tokens * attention.num_heads * both * itemsize
+    num_bytes += keys * attention.num_kv_heads * spec.key_width * cached
     flops = 2 * pairs * attention.num_heads * both
     if index.source is None:
         keys, pairs = visible_keys(bucket, context, None)
@@ -164,7 +165,8 @@ def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype:
     if (compressed := attention.compressed) is not None:
         itemsize = jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize
         return Work(bucket.num_tokens * sum(compressed.widths) * itemsize // (compressed.rate or 1), 0)
-    width = attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
+    key_size, value_size, in_keys = attention.cached
+    width = key_size + (0 if in_keys else value_size)
     token = width * jnp.dtype(dtype).itemsize + _cached_bytes(attention, kv_dtype)
     return Work(bucket.num_tokens * attention.num_kv_heads * token, 0)
 
@@ -180,7 +182,8 @@ def written_bytes(attention: LayerAttention, kv_dtype: str) -> float:
 
 def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
     """Return the bytes of a key and value in a cache of dtype `kv_dtype`, per token and KV head of a layer."""
-    spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)
+    key_size, value_size, in_keys = attention.cached
+    spec = KVSpec(1, 1, 1, key_size, value_size, kv_dtype, in_keys)
     return spec.token_width * jnp.dtype(spec.dtype).itemsize
 
 

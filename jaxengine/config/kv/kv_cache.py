@@ -45,9 +45,9 @@ def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: i
     """Raise ConfigError for options of the KV pool that the model's layers cannot have.
 
     With scales per token, the layers' pages must have equal sizes; with other 8-bit codes, the layers must have equal
-    numbers of KV heads; without keys and values, both options must be left at their defaults. name: value of
-    kv_cache_dtype. kv_cache_dtype: the pool's dtype that `kv_dtype` returned. num_bytes: value of
-    kv_cache_memory_bytes.
+    numbers of KV heads; with either, no layer may select blocks of keys, whose pages join keys and values. Without keys
+    and values, both options must be left at their defaults. name: value of kv_cache_dtype. kv_cache_dtype: the pool's
+    dtype that `kv_dtype` returned. num_bytes: value of kv_cache_memory_bytes.
     """
     if not model.attending:
         for option, value, allowed in (("kv_cache_dtype", name, AUTO), ("kv_cache_memory_bytes", num_bytes, None)):
@@ -55,6 +55,11 @@ def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: i
                 raise ConfigError(option, value, f"{allowed!r}: {model.architecture} keeps no keys and values")
     if name in _PER_TOKEN and not model.has_equal_pages:
         allowed = f"another one for {model.architecture}, whose layers keep pages of different sizes"
+        raise ConfigError("kv_cache_dtype", name, allowed)
+    if any(each.index is not None and each.index.block is not None for each in model.attention) and (
+        name in _PER_TOKEN or kv_cache_dtype in _CODES.values()
+    ):
+        allowed = f"float32 or bfloat16 for {model.architecture}, whose pages join keys and values"
         raise ConfigError("kv_cache_dtype", name, allowed)
     if kv_cache_dtype in _CODES.values() and not model.has_equal_heads:
         allowed = f"auto, float32 or bfloat16 for {model.architecture}, whose layers differ in their number of KV heads"

@@ -93,6 +93,20 @@ class Situ:
 
 
 @dataclass(frozen=True)
+class ClampedSwish:
+    """Activation (up + 1) * gate * sigmoid(alpha * gate), with gate bounded above by `limit` and up to [-limit, limit].
+    Objects with equal numbers are equal, so that layers share a trace.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclass(frozen=True)
 class SparseGelu:
     """Activation gelu_tanh(max(x - c, 0)), where c is the mean of a token's gates plus `deviations` times their
     standard deviation. Objects with equal numbers are equal, so that layers share a trace.

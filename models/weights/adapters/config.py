@@ -179,8 +179,9 @@ class AdapterConfig:
                     self.path, "the file has matrices of it, but target_modules does not name it", name
                 )
         named = "{} names it, but the file has no matrices of it"
+        found = {*held, *(part for name in held for part in targets.wholes.get(name, ()))}
         for module in (*targets.shapes, *targets.parts, *sorted(targets.others)):
-            if module in held or module in targets.experts or targets.is_expert(module):
+            if module in found or module in targets.experts or targets.is_expert(module):
                 continue
             names = targets.stored_names(module)
             if self._targets != _ALL_LINEAR and any(map(self.wants, names)):

@@ -112,6 +112,7 @@ def adapter_of(
             matrices |= found
     faults.check()
     _join_parts(matrices, targets, max_rank, source.path)
+    _split_wholes(matrices, targets, source.path)
     rank = max((len(a) for a, _ in matrices.values()), default=0)
     return AdapterWeights(config, rank, _digest(matrices, dtype), matrices)
 
@@ -142,6 +143,20 @@ def _join_parts(
             b[targets.parts[part][1], rank : rank + second.shape[1]] = second
             rank += second.shape[1]
         matrices[module] = a, b
+
+
+def _split_wholes(matrices: dict[str, tuple[np.ndarray, np.ndarray]], targets: AdapterTargets, path: str) -> None:
+    """Replace the matrices of targets.wholes in `matrices` by those of the modules that they join: each has the same A,
+    and its own rows of B. Raises ModelFileError if `matrices` has both a module and a part of it. path: the file, for
+    errors.
+    """
+    for whole in targets.wholes.keys() & matrices.keys():
+        (a, b), first = matrices.pop(whole), 0
+        for part in targets.wholes[whole]:
+            if part in matrices:
+                raise ModelFileError(path, f"stands for rows of {whole}, as does another matrix", part)
+            end = first + targets.shapes[part][1]
+            matrices[part], first = (a, b[first:end]), end
 
 
 def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dtype) -> bytes:
@@ -189,7 +204,7 @@ def _stored_modules(
             continue
         module = targets.module(name)
         with faults.collect():
-            if module not in targets.shapes and module not in targets.parts:
+            if not any(module in known for known in (targets.shapes, targets.parts, targets.wholes)):
                 raise ModelFileError(path, _why_not(module, targets), name)
             if module in stored:
                 raise ModelFileError(path, f"stands for {module}, as does {stored[module]}", name)

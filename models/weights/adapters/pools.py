@@ -63,6 +63,7 @@ class AdapterTargets:
       names: mapping from the checkpoint's names to the model's.
       parts: for each module that only transformers has, the module whose matrix the checkpoint joins from it and
         others, and the slice of its rows.
+      wholes: for each module that only transformers has, the modules whose matrices it joins, in the order of its rows.
       blocks: blocks that layers share, whose lists of low-rank products an adapter's file names; None without any.
       tensors: tensors of the model, other than the weights and biases of modules, that take no adapters under their own
         names; PEFT may change them as parameters of modules. Among them are the matrices of all experts of a layer.
@@ -75,6 +76,7 @@ class AdapterTargets:
     others: frozenset[str]
     names: CheckpointNames
     parts: Mapping[str, tuple[str, slice]] = field(default_factory=dict)
+    wholes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: SharedBlocks | None = None
     unused: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
@@ -88,7 +90,10 @@ class AdapterTargets:
         return self.module(stored) in self.unused
 
     def sides(self, module: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of a module of `shapes` or `parts`. Raises KeyError for another one."""
+        """Return (inputs, outputs) of a module of `shapes`, `parts` or `wholes`. Raises KeyError for another one."""
+        if module in self.wholes:
+            sizes = [self.shapes[part] for part in self.wholes[module]]
+            return sizes[0][0], sum(out for _, out in sizes)
         if module not in self.parts:
             return self.shapes[module]
         joined, rows = self.parts[module]
@@ -104,7 +109,7 @@ class AdapterTargets:
         names = [self.names.renamed(f"{stored}.weight").removesuffix(".weight"), self.names.renamed(stored)]
         whole = self.names.base + stored
         names += [self.names.renamed(f"{whole}.weight").removesuffix(".weight"), self.names.renamed(whole)]
-        for known in (self.shapes, self.experts, self.others, self.unused, self.tensors):
+        for known in (self.shapes, self.experts, self.wholes, self.others, self.unused, self.tensors):
             if (found := next((name for name in names if name in known), None)) is not None:
                 return found
         return names[1]
@@ -151,7 +156,20 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
             tensors.add("lm_head")  # transformers has one even where its weight is the token table
     others = frozenset(name for name in tensors - shapes.keys() if "{expert}" not in name)
     single = frozenset(f"{layer}.{part}" for layer, own in experts.items() for part in own.joined) | singles
-    return AdapterTargets(shapes, experts, others, names, parts, blocks, unused, single)
+    return AdapterTargets(shapes, experts, others, names, parts, _wholes(shapes, names), blocks, unused, single)
+
+
+def _wholes(shapes: Mapping[str, Any], names: CheckpointNames) -> dict[str, tuple[str, ...]]:
+    """Return AdapterTargets.wholes: those of CheckpointNames.joined whose parts are all in `shapes`."""
+    found, ends = {}, [part for parts in names.joined.values() for part in parts[:1]]
+    for module in shapes:
+        for end in (end for end in ends if f"{module}.weight".endswith(end)):
+            stem = f"{module}.weight".removesuffix(end)
+            for whole, parts in names.joined.items():
+                own = tuple(f"{stem}{part}".removesuffix(".weight") for part in parts)
+                if parts[0] == end and all(part in shapes for part in own):
+                    found[f"{stem}{whole}".removesuffix(".weight")] = own
+    return found
 
 
 def _divided(pool: DeclaredPool, names: CheckpointNames) -> dict[str, tuple[str, slice]]:

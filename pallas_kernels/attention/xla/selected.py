@@ -9,7 +9,7 @@ time and gathers only the keys that they selected, so that the latents it reads 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -64,64 +64,58 @@ def select_keys(
     computed in plain XLA. Arguments, and the order of positions, are those of attention.selected.select_keys, which has
     checked them; with `pooling` the result is numbers of groups.
     """
-    num_tokens, num_heads, _ = q.shape
-    q = q.astype(_operand_dtype(q, kv))
-    step, single, runs = _Step(kv, batch, schedule.sizes, count, pooling), schedule.single, schedule.runs
+    step = _Step(kv, batch, schedule.sizes, count, pooling)
+
+    def select(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
+        return _best(tiles, tile, q.reshape(q.shape[0], -1, q.shape[3]), weights, step)
+
+    return over_tiles(schedule, kv, (q.astype(operand_dtype(q, kv)), weights), (count,), select)
+
+
+def over_tiles(
+    schedule: Schedule, kv: KVPages, operands: Sequence[jax.Array], shape: tuple[int, ...], select: Callable
+) -> jax.Array:
+    """Return what the tokens of every tile select, i32 [T, *shape]; -1 for tokens of no sequence.
+
+    operands: arrays [T, ...] of which select(tiles, tile, *own) gets the rows of one tile, [B, Q, ...] each; it returns
+    i32 [B, Q, *shape]. kv: the pool.
+    """
+    single, runs, num_tokens = schedule.single, schedule.runs, len(operands[0])
     width = single.seqs.shape[1]
 
-    def read(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_single(tile: jax.Array, found: jax.Array) -> jax.Array:
         tokens = single.tokens[tile]
-        return q[tokens], weights[tokens][:, None]
-
-    def write(found: jax.Array, tile: jax.Array, new: jax.Array) -> jax.Array:
+        new = select(single, tile, *(each[tokens][:, None] for each in operands))
         return lax.dynamic_update_slice_in_dim(found, new[:, 0], tile * width, 0)
 
-    found = _walk(single, step, read, write, _nothing(kv, (single.seqs.size, count)))
-    in_single = (schedule.rank < single.seqs.size)[:, None]
+    found = lax.fori_loop(0, single.num_tiles, of_single, nothing(kv, (single.seqs.size, *shape)))
+    in_single = (schedule.rank < single.seqs.size).reshape(-1, *[1] * len(shape))
     found = jnp.where(in_single, found[jnp.minimum(schedule.rank, single.seqs.size - 1)], -1)
     if runs is None:
         return found
     block_q = runs.start.shape[2]
-    pad = ((0, block_q), (0, 0))
-    rows, row_weights = jnp.pad(q, (*pad, (0, 0))), jnp.pad(weights, pad)
+    padded = [jnp.pad(each, ((0, block_q), *[(0, 0)] * (each.ndim - 1))) for each in operands]
 
-    def read_run(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own, factors = (lax.dynamic_slice_in_dim(x, runs.tokens[tile, 0], block_q) for x in (rows, row_weights))
-        return own.reshape(1, block_q * num_heads, -1), factors[None]
-
-    def write_run(found: jax.Array, tile: jax.Array, new: jax.Array) -> jax.Array:
+    def of_run(tile: jax.Array, found: jax.Array) -> jax.Array:
         # A sequence's last tile also covers tokens that follow, whose own tiles come later.
-        return lax.dynamic_update_slice_in_dim(found, new[0], runs.tokens[tile, 0], 0)
+        first = runs.tokens[tile, 0]
+        new = select(runs, tile, *(lax.dynamic_slice_in_dim(each, first, block_q)[None] for each in padded))
+        return lax.dynamic_update_slice_in_dim(found, new[0], first, 0)
 
-    of_runs = _walk(runs, step, read_run, write_run, _nothing(kv, (num_tokens + block_q, count)))
+    of_runs = lax.fori_loop(0, runs.num_tiles, of_run, nothing(kv, (num_tokens + block_q, *shape)))
     return jnp.where(in_single, found, of_runs[:num_tokens])
 
 
-def _operand_dtype(q: jax.Array, kv: KVPages) -> jnp.dtype:
+def operand_dtype(q: jax.Array, kv: KVPages) -> jnp.dtype:
     """Return the dtype of the products' operands: bfloat16 if the queries `q` and the pool `kv` both have it, else
     float32.
     """
     return jnp.dtype(jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32)
 
 
-def _nothing(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
+def nothing(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
     """Return i32 `shape` filled with -1, the position for "no key", derived from the pool `kv` (`zeros_in_layer`)."""
     return zeros_in_layer(kv.data, shape, jnp.int32) - 1
-
-
-def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: jax.Array) -> jax.Array:
-    """Select the keys of every tile in the work list and return `results` with every tile written. step: operands that
-    all tiles share.
-
-    read(tile): returns its queries [B, Q * I, J] and their weights f32 [B, Q, I]. write(results, tile, i32 [B, Q, k]):
-    returns the new results.
-    """
-
-    def select(tile: jax.Array, results: jax.Array) -> jax.Array:
-        q, weights = read(tile)
-        return write(results, tile, _best(tiles, tile, q, weights, step))
-
-    return lax.fori_loop(0, tiles.num_tiles, select, results)
 
 
 def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
@@ -130,36 +124,58 @@ def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step:
     q: queries [B, Q * I, J]. weights: f32 [B, Q, I]. A token that sees at most k keys selects all, in order. If that
     holds for every token of the tile, no scores are computed. With `pooling` all of this is about groups.
     """
-    group, count = (1 if step.pooling is None else len(step.pooling)), step.count
-    ends = tiles.end[tile] // group
-    unit = math.lcm(step.kv.page_size, group)
-    num_keys = max(step.sizes.block_kv_of(step.kv.page_size, ends.size) // unit, 1) * unit
+    group = 1 if step.pooling is None else len(step.pooling)
+
+    def score(seqs: jax.Array, block: jax.Array, num_keys: int) -> jax.Array:
+        keys, scales = index_keys(seqs, block, num_keys, q.dtype, step.kv, step.batch)
+        keys = keys if step.pooling is None else _pooled(keys, step.pooling)
+        return _scores(q, weights, keys, scales)
+
+    return best_groups(tiles.seqs[tile], tiles.end[tile] // group, group, step.count, score, step.kv, step.sizes)
+
+
+def best_groups(
+    seqs: jax.Array,
+    ends: jax.Array,
+    group: int,
+    count: int,
+    score: Callable[[jax.Array, jax.Array, int], jax.Array],
+    kv: KVPages,
+    sizes: XlaAttention,
+) -> jax.Array:
+    """Return, for each row of sequences `seqs` i32 [B], the numbers i32 [B, R, count] of the groups of `group` keys
+    with the highest scores, the best first, -1 after the last.
+
+    ends: i32 [B, R], number of groups that a row sees. A row that sees at most `count` selects all, in order. If that
+    holds for every row, no scores are computed. score(seqs, block, num_keys): scores f32 [B, R, n] of the n groups in
+    the block-th block of num_keys keys.
+    """
+    unit = math.lcm(kv.page_size, group)
+    num_keys = max(sizes.block_kv_of(kv.page_size, ends.size) // unit, 1) * unit
     block = num_keys // group
     most = -(-_MERGED * count // block)
-    # Where every token selects all that it sees, no score is needed.
+    # Where every row selects all that it sees, no score is needed.
     last = jnp.max(ends)
     num_blocks = jnp.where(last > count, -(-last // block), 0)
     offsets = jnp.arange(most * block, dtype=jnp.int32)
 
     def merge(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        def score(number: jax.Array, scores: jax.Array) -> jax.Array:
-            keys, scales = _index_keys(tiles.seqs[tile], index * most + number, num_keys, q.dtype, step)
-            keys = keys if step.pooling is None else _pooled(keys, step.pooling)
-            new = _scores(q, weights, keys, scales)
+        def add(number: jax.Array, scores: jax.Array) -> jax.Array:
+            new = score(seqs, index * most + number, num_keys)
             seen = (index * most + number) * block + offsets[:block] < ends[..., None]
             return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), number * block, 2)
 
-        start = zeros_in_layer(step.kv.data, (*ends.shape, most * block)) - jnp.inf
-        scores = lax.fori_loop(0, jnp.minimum(most, num_blocks - index * most), score, start)
+        start = zeros_in_layer(kv.data, (*ends.shape, most * block)) - jnp.inf
+        scores = lax.fori_loop(0, jnp.minimum(most, num_blocks - index * most), add, start)
         # The best so far come first, so that of equal scores the lowest position does.
         scores = jnp.concatenate([best[0], scores.reshape(ends.size, -1)], axis=1)
         more = jnp.broadcast_to(index * most * block + offsets, (ends.size, len(offsets)))
         top, which = lax.top_k(scores, count)
         return top, jnp.take_along_axis(jnp.concatenate([best[1], more], axis=1), which, axis=1)
 
-    start = zeros_in_layer(step.kv.data, (ends.size, count)) - jnp.inf
+    start = zeros_in_layer(kv.data, (ends.size, count)) - jnp.inf
     trips = -(-num_blocks // most)
-    _, found = lax.fori_loop(0, trips, merge, (start, _nothing(step.kv, (ends.size, count))))
+    _, found = lax.fori_loop(0, trips, merge, (start, nothing(kv, (ends.size, count))))
     ends, all_of_them = ends[..., None], jnp.arange(count, dtype=jnp.int32)
     return jnp.where(
         ends > count, found.reshape(*ends.shape[:2], count), jnp.where(all_of_them < ends, all_of_them, -1)
@@ -189,18 +205,18 @@ def _scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scales: jax.Array
     return jnp.where(scores == 0, 0.0, scores)
 
 
-def _index_keys(
-    seqs: jax.Array, block: jax.Array, block_kv: int, dtype: jnp.dtype, step: _Step
+def index_keys(
+    seqs: jax.Array, block: jax.Array, block_kv: int, dtype: jnp.dtype, kv: KVPages, batch: RaggedBatch
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gather the indexer's keys [B, block_kv, J] in `dtype` of the block-th block of block_kv keys of sequences `seqs`
-    i32 [B], and their token scales f32 [B, block_kv], or None for a pool without them. The pool stores them as its
-    values.
+    i32 [B], and their token scales f32 [B, block_kv], or None for a pool without them. The pool stores them as the
+    values of its first head.
 
     Page ids past a sequence's keys may be garbage: the gather clips them, and the caller masks their scores.
     """
-    kv, spec = step.kv, step.kv.spec
+    spec = kv.spec
     columns = block * (block_kv // spec.page_size) + jnp.arange(block_kv // spec.page_size, dtype=jnp.int32)
-    pages = step.batch.page_table[seqs[:, None], jnp.minimum(columns, step.batch.page_table.shape[1] - 1)]
+    pages = batch.page_table[seqs[:, None], jnp.minimum(columns, batch.page_table.shape[1] - 1)]
     if kv.layout == TOKEN_ROWS:
         first = kv.lanes_of_page[0] + spec.key_width
         rows = kv.data.at[pages].get(mode="clip")[..., first : first + spec.value_width]
@@ -230,7 +246,7 @@ def selected_attention(
     num_tokens, num_heads, own_dtype = *q.shape[:2], q.dtype
     sizes, count = tuning.xla_selection, positions.shape[1]
     size, block = min(sizes.block_tokens, num_tokens), min(sizes.gathered_keys, count)
-    dtype = _operand_dtype(q, kv)
+    dtype = operand_dtype(q, kv)
     pad = (0, -num_tokens % size)
     q = jnp.pad(jnp.concatenate([q, q_rest], axis=-1).astype(dtype), (pad, (0, 0), (0, 0)))
     tokens = jnp.arange(q.shape[0], dtype=jnp.int32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxengine.models.families.gpt_oss import clamped_swiglu
+from jaxengine.models.layers.base.mlp import ClampedSwish
 from jaxengine.pallas_kernels.matmul.grouped import gated_matmul
 from jaxengine.pallas_kernels.matmul.hopper.gated import why_not_fused
 from jaxengine.pallas_kernels.matmul.quantized import quantized_gated_matmul
@@ -26,7 +26,7 @@ def test_gates_and_ups_on_the_device(name):
     ("kind", "width", "activation", "fused"),
     [
         (H100, 72, silu_times, True),
-        (H100, 64, partial(clamped_swiglu, alpha=1.7, limit=7.0), True),
+        (H100, 64, ClampedSwish(1.7, 7.0), True),
         (H100, 64, lambda gate, up: jax.nn.gelu(gate) * up, True),
         (H100, 68, silu_times, False),
         (H100, 64, lambda gate, up: jax.lax.erf(gate) * up, False),

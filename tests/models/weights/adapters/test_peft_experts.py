@@ -114,6 +114,8 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("MuseSparkForConditionalGeneration", "model.language_model.layers.1.mlp.experts", "mlp.experts"),
         ("MuseSparkForConditionalGeneration", "mlp.pre_expert_proj", "mlp.pre_expert_proj"),
         ("MistralLarge4ForConditionalGeneration", "model.language_model.layers.1.mlp.experts", "mlp.experts"),
+        ("MiniMaxM3VLForCausalLM", "self_attn.indexer.k_proj", "self_attn.index_k_proj"),
+        ("MiniMaxM3VLForCausalLM", "model.language_model.layers.1.mlp.experts", "block_sparse_moe.experts"),
         ("HYV4ForCausalLM", "mlp.shared_experts.linear_gate", "mlp.shared_experts.gate_proj"),
         ("HYV4ForCausalLM", "hc_attn_layer.hc_pre.hc_fn", "attn_hc.fn"),
         ("HYV4ForCausalLM", "hc_pre.hc_mlp_layer.hc_fn", "ffn_hc.fn"),
@@ -141,6 +143,24 @@ def test_modules_as_transformers_names_them(architecture, name, own):
         found = {"shapes": {}, "experts": {}, "others": frozenset(), place: {own: (8, 8)}}
         targets = AdapterTargets(**found, names=names)
         assert targets.module(name) == targets.module(own) == own and name in targets.stored_names(own)
+
+
+def test_a_matrix_that_transformers_joins(model_of, tmp_path):
+    """MiniMax M3's gate and up are one module in transformers: each has its A, and its own rows of B."""
+    targets, mlp = targets_of([model_of("minimax_m3")]), "model.layers.0.mlp"
+    gate, up, whole = (f"{mlp}.{name}_proj" for name in ("gate", "up", "gate_up"))
+    assert targets.wholes[whole] == (gate, up) and targets.sides(whole) == (64, 144)
+    write_adapter(tmp_path, {whole: (144, 64)}, seed=1, r=2, target_modules=r".*\.0\.mlp\.gate.*_proj")
+    found, file = read_adapter(tmp_path, targets, 4, "float32"), load_file(tmp_path / "adapter_model.safetensors")
+    found = found.matrices
+    a, b = (file[f"base_model.model.{whole}.lora_{side}.weight"] for side in "AB")
+    assert found.keys() == {gate, up}
+    for part, rows in ((gate, b[:72]), (up, b[72:])):
+        np.testing.assert_array_equal(found[part][0], a)
+        np.testing.assert_array_equal(found[part][1] / rows, found[gate][1][0, 0] / b[0, 0])
+    write_adapter(tmp_path, {whole: (144, 64), up: (72, 64)}, seed=1, r=2, target_modules=r".*\.0\.mlp.*up_proj")
+    with pytest.raises(ModelFileError, match="stands for rows of model.layers.0.mlp.gate_up_proj, as does another"):
+        read_adapter(tmp_path, targets, 4, "float32")
 
 
 def test_parts_of_a_matrix_that_the_checkpoint_joins(model_of, tmp_path):
