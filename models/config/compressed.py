@@ -136,22 +136,27 @@ class CompressedKeys:
 @dataclass(frozen=True)
 class HyperConnections:
     """Several hidden states of a token, which a layer mixes to one input and to all of which it adds its output (Xie
-    et al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4).
+    et al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4 or, with a `rank`,
+    in Qwen4-Exp).
 
     Attributes:
       num_streams: number of hidden states of a token.
       rounds: rounds of scaling rows and columns (Sinkhorn) that make the mixing matrix doubly stochastic; None where
         hidden states are not mixed with each other.
-      eps: number added to divisors, and to shares.
+      eps: number added to divisors, and to shares; with a rank, to the squares of norms.
       magnitude: largest factor of a layer's output, without eps.
+      rank: rank of the product from which each element's shares are computed; None for one share for all elements.
     """
 
     num_streams: int
     rounds: int | None
     eps: float
     magnitude: float = 2.0
+    rank: int | None = None
 
     def __post_init__(self) -> None:
+        if self.rank is not None:
+            check_size("hc_lowrank", self.rank, MAX_HIDDEN)
         check_size("hc_mult", self.num_streams, _MOST_STREAMS, 2)
         if self.rounds is not None:
             check_size("hc_sinkhorn_iters", self.rounds, _MOST_ROUNDS)

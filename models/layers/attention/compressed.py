@@ -31,12 +31,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import BlockIndex, CompressedKeys
-from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec
+from jaxengine.models.layers.attention.recent import Recent, TokenBlocks, recent_rows
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import FixedRMSNorm, RMSNorm
-from jaxengine.models.layers.base.rope import apply_rope, rope_table
-from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
+from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
@@ -50,109 +49,6 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 _TOKENS, _GATHERED, _MADE = 16, 128, 8
 # Blocks whose scores are merged at a time into the best so far: _MERGED * k, but at most _SCORED.
 _MERGED, _SCORED = 4, 4096
-
-
-class TokenBlocks(NamedTuple):
-    """Location of a step's tokens in their sequences, and the blocks that they complete.
-
-    Attributes:
-      token_ids, positions: i32[T].
-      seqs, index: i32[T], the row of each token's sequence, and the token's number among that sequence's new ones.
-      num_tokens: i32[], tokens of sequences; padding comes after them.
-      last: i32[M], indices of the tokens that complete a block, in order, then T; M is 0 without blocks.
-      num_blocks: i32[], number of blocks that the step completes.
-      rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks.
-    """
-
-    token_ids: jax.Array
-    positions: jax.Array
-    seqs: jax.Array
-    index: jax.Array
-    num_tokens: jax.Array
-    last: jax.Array
-    num_blocks: jax.Array
-    rope: tuple[jax.Array, jax.Array]
-
-
-def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
-    """Return the TokenBlocks of a step. key: (tokens of a block, None for a layer without blocks; rope of the keys)."""
-    (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
-    num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= ragged.cu_q_lens[1:], axis=1, dtype=jnp.int32), num_seqs - 1)
-    live = ragged.cu_q_lens[ragged.num_seqs]
-    most = min(num_tokens, num_tokens // rate + num_seqs) if rate else 0
-    ends = ((batch.positions + 1) % (rate or 1) == 0) & (tokens < live)
-    (last,) = jnp.nonzero(ends, size=most, fill_value=num_tokens)
-    first = batch.positions[jnp.minimum(last, num_tokens - 1)] + 1 - (rate or 1)
-    return TokenBlocks(
-        token_ids=batch.token_ids,
-        positions=batch.positions,
-        seqs=seqs,
-        index=tokens - ragged.cu_q_lens[seqs],
-        num_tokens=live,
-        last=last.astype(jnp.int32),
-        num_blocks=jnp.minimum(jnp.sum(ends, dtype=jnp.int32), most),
-        rope=rope_table(first, rope),
-    )
-
-
-def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None, Rope] | None:
-    """Return the argument `key` of `token_blocks` for a layer, (tokens of a block or None, rope); None for a layer
-    without compressed keys or without rope.
-    """
-    if attention.compressed is None or attention.rope is None:
-        return None
-    return attention.compressed.rate, attention.rope
-
-
-BLOCKS = StepInput("token_blocks", _rate_and_rope, token_blocks)
-
-
-class _Recent(NamedTuple):
-    """Rows of this step's tokens, followed by the R rows before them that the state of each of the S sequences has.
-
-    Attributes:
-      rows: [T + S * R, .].
-      kept: R.
-      blocks: location of the step's tokens.
-    """
-
-    rows: jax.Array
-    kept: int
-    blocks: TokenBlocks
-
-    def indices(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
-        """Return the index in `rows`, i32, of the token that is `lags` tokens before each of `tokens` in its sequence.
-        tokens, lags: i32 of one shape; lags are at most R. Where a sequence has no such token the index is that of an
-        arbitrary row, which callers must mask.
-        """
-        blocks, num_tokens = self.blocks, self.blocks.positions.shape[0]
-        tokens = jnp.minimum(tokens, num_tokens - 1)
-        index, seqs = blocks.index[tokens], blocks.seqs[tokens]
-        before = num_tokens + seqs * self.kept + self.kept + index - lags
-        return jnp.where(lags <= index, tokens - lags, before)
-
-    def after(self, state: jax.Array, rows: StateRows) -> jax.Array:
-        """Return `state` [rows, R, .] with the last R rows of each sequence written to its row `writes`, and also to
-        its row `saves` for sequences with two or more tokens in this step. Sequences without tokens write nothing.
-        """
-        ends = rows.cu_q_lens[1:]
-        counts = jnp.where(jnp.arange(len(ends)) < rows.num_seqs, ends - rows.cu_q_lens[:-1], 0)
-        lags = jnp.broadcast_to(jnp.arange(self.kept - 1, -1, -1, dtype=jnp.int32), (len(ends), self.kept))
-        new = self.rows[self.indices(jnp.broadcast_to(ends[:, None] - 1, lags.shape), lags)]
-        for index, least in ((rows.writes, 1), (rows.saves, 2)):
-            state = state.at[jnp.where(counts >= least, index, state.shape[0])].set(new, mode="drop")
-        return state
-
-
-def _recent(new: jax.Array, state: jax.Array, rows: StateRows, blocks: TokenBlocks) -> _Recent:
-    """Return the _Recent of new rows [T, .] and the rows in `state` [rows, R, .] that this step reads, in the dtype of
-    `state`; zeros for sequences that read none (`reads` < 0).
-    """
-    kept = state[jnp.clip(rows.reads, 0, state.shape[0] - 1)]
-    kept = jnp.where((rows.reads >= 0)[:, None, None], kept, 0)
-    return _Recent(jnp.concatenate([new.astype(state.dtype), kept.reshape(-1, new.shape[1])]), state.shape[1], blocks)
 
 
 def rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -275,12 +171,13 @@ def _folded(
     return new_largest, total * decay + jnp.sum(shares, axis=-1), sums * decay[..., None] + new
 
 
-def _selected(
-    q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: _Pages
+def best_blocks(
+    q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: Any
 ) -> jax.Array:
     """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence,
     best first, of equal ones the lowest block first. A sequence with at most k blocks has all of them, ascending, then
     -1. q, weights: queries [B, I, J] and weights f32[B, I] of the indexer. seqs: i32[B], sequences' rows. top_k: k.
+    pages: _Pages, or others with `kv`, `most_blocks` and `read`.
     """
     at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
@@ -360,11 +257,11 @@ class CompressedAttention(nnx.Module):
             q = self.q_b(q_latent, step.rows).reshape(x.shape[0], -1, self.spec.head_dim)
             q = rotated(self.head_norm(q), step.rope)
             key = rotated(self.kv_norm(key)[:, None], step.rope)[:, 0]
-        window = _recent(key, states[0], rows, blocks)
+        window = recent_rows(key, states[0], rows, blocks)
         left = [window.after(states[0], rows)]
         pages = index = None
         if kv is not None and where is not None:
-            contributed = _recent(self.contributed(x, step.rows), states[1], rows, blocks)
+            contributed = recent_rows(self.contributed(x, step.rows), states[1], rows, blocks)
             left.append(contributed.after(states[1], rows))
             with jax.named_scope("compress"):
                 kv, pages = self._write(contributed, kv, where)
@@ -379,7 +276,7 @@ class CompressedAttention(nnx.Module):
             o = self.out_b(o.reshape(x.shape[0], -1), step.rows)
         return o, (kv, tuple(left)) if has_blocks else tuple(left)
 
-    def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
+    def _write(self, contributed: Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
         """Compute the keys of the blocks that this step completes and write them to the pool; return the new pool and
         the _Pages that reads blocks from it. contributed: contributions of tokens. where: the layer's pages. Raises
         ModelConfigError for a page size that does not suit the blocks.
@@ -433,7 +330,7 @@ class CompressedAttention(nnx.Module):
         return made.reshape(made.shape[0] * slots, 1, -1)
 
     def _attend(
-        self, q: jax.Array, window: _Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
+        self, q: jax.Array, window: Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
     ) -> jax.Array:
         """Return the attention output f32[T, N, H] of queries q [T, N, H] over the window's keys and the complete
         blocks, computed _TOKENS tokens at a time. Rows of padding are arbitrary. window: keys of this step and of the
@@ -483,7 +380,7 @@ class CompressedAttention(nnx.Module):
             top_k = min(index.top_k, pages.most_blocks)
             at_once = min(_GATHERED, top_k)
             index_q, weights = of_index
-            chosen = _selected(index_q, weights, seqs, counts, top_k, pages)
+            chosen = best_blocks(index_q, weights, seqs, counts, top_k, pages)
             most = jnp.minimum(jnp.max(counts), top_k)
             chosen = jnp.pad(chosen, ((0, 0), (0, -top_k % at_once)), constant_values=-1)
 
