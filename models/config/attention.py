@@ -24,6 +24,7 @@ from jaxengine.models.config.state import (
     GatedDelta,
     GatedRecurrence,
     LinearState,
+    RecentPlaces,
     SelectiveScan,
     ShortConvolution,
     StateSpace,
@@ -32,7 +33,16 @@ from jaxengine.models.config.state import (
 _MOST_POOLED = 4096  # tokens of a group of keys
 
 # Recurrent state that a layer may have instead of attention, or in addition to it.
-LayerState = GatedDelta | GatedRecurrence | LinearState | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
+LayerState = (
+    GatedDelta
+    | GatedRecurrence
+    | LinearState
+    | ShortConvolution
+    | StateSpace
+    | SelectiveScan
+    | CompressedKeys
+    | RecentPlaces
+)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Qwen4-Exp (Qwen Team 2026), served as text: Qwen3.5's layers with experts, whose attention is to blocks of keys that
-an indexer selects, several hidden states of a token, and embeddings of n-grams in some layers.
+"""Qwen4-Exp (Qwen Team 2026): Qwen3.5's layers with experts, whose attention is to blocks of keys that an indexer
+selects, several hidden states of a token, embeddings of n-grams in some layers, and Qwen3.5's vision tower.
 
 Multi-token-prediction (MTP) layers are not read.
 """
@@ -18,10 +18,10 @@ from jaxengine.models.config.attention import KeyBlocks, LayerAttention
 from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, read_each_layer, text_fields
-from jaxengine.models.config.state import GatedDelta, NGrams
+from jaxengine.models.config.state import GatedDelta, NGrams, RecentPlaces
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen2_moe import gated_experts
-from jaxengine.models.families.qwen2_vl import without_mrope
+from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.families.qwen3_next import LINEAR, gated_inputs, hybrid_fields
 from jaxengine.models.forward_batch import ForwardBatch
@@ -31,6 +31,7 @@ from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.hyper_connections import GatedConnection, GatedStreams
 from jaxengine.models.layers.states.ngrams import GatedNGrams
 from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 
 INDEXED = "indexed_attention"
 # transformers' defaults for fields that a file lacks.
@@ -92,11 +93,8 @@ class Qwen4ExpLayer(nnx.Module):
 class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
     """Decoder of Qwen4ExpLayers, which pass on A hidden states of each token, [T, A * D]."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(("model.language_model.", "model."),),
-        unused=("model.visual.", "visual."),
-        unused_ends=_UNREAD,
-        squeezed=(".conv1d.weight",),
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
+        unused_ends=_UNREAD, squeezed=(".conv1d.weight",)
     )
 
     @classmethod
@@ -132,12 +130,18 @@ class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen4ExpForConditionalGeneration(Qwen4ExpForCausalLM):
-    """Qwen4-Exp as it is published. The vision tower is not read."""
+    """Qwen4-Exp as published: with a vision tower, and positions in three dimensions (M-RoPE)."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         own = ConfigFields(fields.mapping("text_config") or {})  # the outer tokens only end generation
-        return _read(text_fields(fields, optional=True), own.token_ids("eos_token_id"))
+        text = without_mrope(text_fields(fields))
+        shared = with_sight(_read(text, own.token_ids("eos_token_id")), text, fields, read_qwen3_5)
+        layers = (
+            each if each.blocks is None else replace(each, state=RecentPlaces(each.blocks.size), beside_state=True)
+            for each in shared["attention"]
+        )
+        return shared | {"attention": tuple(layers)}
 
 
 def _read(fields: ConfigFields, ends: tuple[int, ...]) -> dict[str, Any]:

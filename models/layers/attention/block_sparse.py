@@ -4,7 +4,8 @@ The indexer's key of a block is the mean of its tokens' keys, normed and rotated
 computed in the step that completes the block, from keys of this step and of slots written before. Slots hold the
 indexer's key after the first head's value: a token's own, or, in the slot of a block's last token, that of the block.
 No other block needs the key that this replaces, and a prefix that ends within a block has only keys of tokens, so
-nothing depends on how a prompt was cut. All heads' slots have a copy, because devices may hold different heads. Plain
+nothing depends on how a prompt was cut. With M-RoPE the places of a block's tokens are a state of the sequence until the
+block is complete. All heads' slots have a copy, because devices may hold different heads. Plain
 XLA on every platform.
 
 Further shape letters: m tokens of a block, k selected blocks, I heads of the indexer, J elements of its keys, B tokens
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,16 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.models.build import Build
+from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import KeyBlocks, LayerAttention
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.state import RecentPlaces
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.attention.compressed import best_blocks
-from jaxengine.models.layers.attention.recent import TokenBlocks
+from jaxengine.models.layers.attention.recent import TokenBlocks, recent_rows
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
-from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.layers.base.rope import apply_rope, rope_table
 from jaxengine.models.params.declare import Source
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -116,7 +120,8 @@ class BlockSparseAttention(Attention):
     """Attention with a gate and norms of q and k, configured by a LayerAttention with `blocks`. A token attends to the
     blocks that the indexer selects, and to the tokens after its sequence's last whole block, itself included.
 
-    qkv: checkpoint modules of q, k and v. gate, qk_norms: see Attention.
+    qkv: checkpoint modules of q, k and v. gate, qk_norms: see Attention. Raises ModelConfigError for M-RoPE without a
+    state of places, and the reverse.
     """
 
     def __init__(
@@ -132,19 +137,45 @@ class BlockSparseAttention(Attention):
         qk_norms: Sequence[nnx.Module],
     ):
         blocks = attention.blocks
-        assert blocks is not None
-        own = replace(attention, blocks=None, value_size=None)
+        assert blocks is not None and attention.rope is not None
+        if isinstance(attention.state, RecentPlaces) != bool(attention.rope.sections):
+            raise ModelConfigError("blocks of keys need the places of tokens where rope has sections, and only there")
+        own = replace(attention, blocks=None, value_size=None, state=None, beside_state=False)
         shared = {"eps": eps, "build": build}
         super().__init__(own, hidden_size, source=source, qkv=qkv, gate=gate, qk_norms=qk_norms, **shared)
-        self.blocks = blocks
+        self.blocks, self.rope = blocks, attention.rope
         self.indexer = BlockIndexer(blocks, hidden_size, source=f"{source}.indexer", **shared)
 
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+    def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
+        """Map x[T, D] to ([T, D], the pool with this step's keys and values, and the indexer's keys, written). kept:
+        the pool; with M-RoPE (the pool, the states), and so is what is returned. located: LayerPages, or (LayerPages,
+        StateRows).
+        """
+        if step.blocks.places is None:
+            return self._attended(x, kept, located, step, step.blocks)
+        (kv, (state,)), (pages, rows) = kept, located
+        with jax.named_scope("places"):
+            blocks, state = self._placed(step.blocks, state, rows)
+        o, kv = self._attended(x, kv, pages, step, blocks)
+        return o, (kv, (state,))
+
+    def _placed(self, blocks: TokenBlocks, state: jax.Array, rows: StateRows) -> tuple[TokenBlocks, jax.Array]:
+        """Return `blocks` with the rope at the places of the first tokens of the blocks that the step completes, and
+        the state after the step. state: i32[rows, m - 1, 3], places of the last tokens. rows: see StateRows.
+        """
+        assert blocks.places is not None and self.rope is not None
+        recent = recent_rows(blocks.places, state, rows, blocks)
+        first = recent.rows[recent.indices(blocks.last, jnp.full_like(blocks.last, self.blocks.size - 1))]
+        return blocks._replace(rope=rope_table(first.T, self.rope)), recent.after(state, rows)
+
+    def _attended(
+        self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs, blocks: TokenBlocks
+    ) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's keys and values, and the indexer's keys, written)."""
         with jax.named_scope("qkv"):
             q, k, v, gate = self._heads(self.qkv(x, step.rows))
             q, k = self.rotate(q, k, step)
-        ragged, blocks = pages.in_pool(kv.page_size), step.blocks
+        ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("indexer"):
             index_q, index_k = self.indexer(x, step)
             index_k = self._with_blocks(index_k, self._pages(kv, ragged), blocks)

@@ -26,6 +26,7 @@ class TokenBlocks(NamedTuple):
       last: i32[M], indices of the tokens that complete a block, in order, then T; M is 0 without blocks.
       num_blocks: i32[], number of blocks that the step completes.
       rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks; None for a layer without rope.
+      places: i32[T, 3], positions of tokens in time, height and width; None for a layer whose rope has no sections.
     """
 
     token_ids: jax.Array
@@ -36,6 +37,7 @@ class TokenBlocks(NamedTuple):
     last: jax.Array
     num_blocks: jax.Array
     rope: tuple[jax.Array, jax.Array] | None
+    places: jax.Array | None = None
 
 
 def token_blocks(key: tuple[int | None, Rope | None], step: StepContext) -> TokenBlocks:
@@ -48,6 +50,7 @@ def token_blocks(key: tuple[int | None, Rope | None], step: StepContext) -> Toke
     most = min(num_tokens, num_tokens // rate + num_seqs) if rate else 0
     ends = ((batch.positions + 1) % (rate or 1) == 0) & (tokens < live)
     (last,) = jnp.nonzero(ends, size=most, fill_value=num_tokens)
+    places = batch.sections.get("mrope_positions", batch.positions)
     first = batch.positions[jnp.minimum(last, num_tokens - 1)] + 1 - (rate or 1)
     return TokenBlocks(
         token_ids=batch.token_ids,
@@ -58,6 +61,7 @@ def token_blocks(key: tuple[int | None, Rope | None], step: StepContext) -> Toke
         last=last.astype(jnp.int32),
         num_blocks=jnp.minimum(jnp.sum(ends, dtype=jnp.int32), most),
         rope=None if rope is None else rope_table(first, rope),
+        places=jnp.broadcast_to(places, (3, num_tokens)).T if rope is not None and rope.sections else None,
     )
 
 

@@ -136,11 +136,11 @@ class NGramTables(nnx.Module):
 
     def __call__(self, rows: jax.Array) -> jax.Array:
         """Return the embeddings [T, size] of rows i32[T, num_tables], those of all tables side by side."""
-        numbers, shards = rows.reshape(-1), num_shards("vocab")
+        shards = num_shards("vocab")
+        numbers = gather_tokens(rows.reshape(-1), "vocab")
         part, inner = numbers // self.stored, numbers % self.stored
         if shards == 1:
             return self.weight.rows(part * self.of_part + inner).reshape(len(rows), -1)
-        part, inner = gather_tokens(part, "vocab"), gather_tokens(inner, "vocab")
         share = self.of_part // shards
         own = inner // share == shard_index("vocab")
         here = jnp.where(own, part * share + inner % share, -1)
