@@ -95,17 +95,34 @@ def _remainders(high: jax.Array, low: jax.Array, sizes: np.ndarray) -> jax.Array
     return rest.astype(jnp.int32)
 
 
+def rows_of(ngrams: NGrams, blocks: TokenBlocks, before: jax.Array) -> jax.Array:
+    """Return the numbers i32[T, num_tables] of the rows that a step's tokens look up, counted through all tables.
+
+    before: i32[T, longest - 1], ids of the tokens before each token in its sequence, the last one first; those before
+    the first one may be any.
+    """
+    lags = jnp.arange(1, ngrams.longest, dtype=jnp.int32)
+    ends = (before == ngrams.end) | (lags > blocks.positions[:, None])
+    ids = jnp.where(jnp.cumsum(ends, axis=1) > 0, ngrams.end, before).astype(jnp.uint32)
+    factors, sizes, found = hash_factors(ngrams), table_sizes(ngrams), []
+    high, low = _multiplied(blocks.token_ids.astype(jnp.uint32), factors[0])
+    for index, factor in enumerate(factors[1:]):
+        more_high, more_low = _multiplied(ids[:, index], factor)
+        high, low = high ^ more_high, low ^ more_low
+        own = sizes[index * ngrams.num_heads :][: ngrams.num_heads]
+        found.append(_remainders(high, low, np.asarray(own, np.int64)))
+    return jnp.concatenate(found, axis=1) + jnp.asarray(np.cumsum([0, *sizes[:-1]]), jnp.int32)
+
+
 class NGramTables(nnx.Module):
     """Tables of a layer's n-grams. Their rows are split over devices by the logical axis "vocab"."""
 
     def __init__(self, ngrams: NGrams, *, source: str, build: Build):
-        self.ngrams, self.sizes = ngrams, table_sizes(ngrams)
-        total = -(-sum(self.sizes) // ngrams.divisor) * ngrams.divisor
-        stored = -(-total // ngrams.parts)
+        total = -(-sum(table_sizes(ngrams)) // ngrams.divisor) * ngrams.divisor
+        self.stored = stored = -(-total // ngrams.parts)
         shards = build.mesh.num_shards("vocab")
         # Each part has as many rows, so that a row's device follows from its number.
         self.of_part = -(-stored // shards) * shards
-        self.stored = stored
         counts = [min(stored, total - first) for first in range(0, total, stored)]
         parts = [
             Source(f"{source}.shard_{index}", count, padding=self.of_part - count) for index, count in enumerate(counts)
@@ -113,26 +130,6 @@ class NGramTables(nnx.Module):
         self.num_rows = len(parts) * self.of_part
         width = ngrams.size // ngrams.num_tables
         self.weight = build.for_table().weight((self.num_rows, width), parts, ("vocab", "embed"), table=True)
-
-    def rows_of(self, blocks: TokenBlocks, before: jax.Array) -> jax.Array:
-        """Return the numbers i32[T, num_tables] of the rows that a step's tokens look up, counted through all tables.
-
-        before: i32[T, longest - 1], ids of the tokens before each token in its sequence, the last one first; those
-        before the first one may be any.
-        """
-        ngrams, current = self.ngrams, blocks.token_ids.astype(jnp.int32)
-        lags = jnp.arange(1, ngrams.longest, dtype=jnp.int32)
-        ends = (before == ngrams.end) | (lags > blocks.positions[:, None])
-        ids = jnp.where(jnp.cumsum(ends, axis=1) > 0, ngrams.end, before)
-        factors = hash_factors(ngrams)
-        high, low = _multiplied(current.astype(jnp.uint32), factors[0])
-        sizes, found = np.asarray(self.sizes, np.int64), []
-        for index, factor in enumerate(factors[1:]):
-            more_high, more_low = _multiplied(ids[:, index].astype(jnp.uint32), factor)
-            high, low = high ^ more_high, low ^ more_low
-            found.append(_remainders(high, low, sizes[index * ngrams.num_heads :][: ngrams.num_heads]))
-        firsts = np.cumsum([0, *self.sizes[:-1]])
-        return jnp.concatenate(found, axis=1) + jnp.asarray(firsts, jnp.int32)
 
     def __call__(self, rows: jax.Array) -> jax.Array:
         """Return the embeddings [T, size] of rows i32[T, num_tables], those of all tables side by side."""
@@ -187,7 +184,7 @@ class GatedNGrams(nnx.Module):
             shape = x.shape[0], ngrams.longest - 1
             tokens = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], shape)
             before = recent.rows[recent.indices(tokens, jnp.broadcast_to(lags, shape))][..., 0]
-            embedded = self.tables(self.tables.rows_of(blocks, before)).astype(x.dtype)
+            embedded = self.tables(rows_of(ngrams, blocks, before)).astype(x.dtype)
         with jax.named_scope("gated_ngrams"):
             added = self._gated(x, embedded, step)
         with jax.named_scope("causal_conv"):

@@ -148,7 +148,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
             "Zamba2ForCausalLM",
         ),
         *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM", "AXK2ForCausalLM", "InternLMForCausalLM", "RWForCausalLM"),
-        *("HYV4ForCausalLM", "Dots3NoteForCausalLM"),
+        *("HYV4ForCausalLM", "Dots3NoteForCausalLM", "Qwen4ExpForCausalLM"),
         *("DeepseekOCRForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "Param2MoEForCausalLM"),
         *("PanguUltraMoEForCausalLM", "Plamo3ForCausalLM", "Step3TextForCausalLM", "TeleChat2ForCausalLM"),
         *("TeleFLMForCausalLM", "MllamaForCausalLM"),
