@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jaxengine.models.config.compressed import CompressedKeys
+from jaxengine.models.config.compressed import CompressedKeys, RecentPlaces
 from jaxengine.models.config.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -24,7 +24,6 @@ from jaxengine.models.config.state import (
     GatedDelta,
     GatedRecurrence,
     LinearState,
-    RecentPlaces,
     SelectiveScan,
     ShortConvolution,
     StateSpace,
@@ -198,8 +197,8 @@ class LayerAttention:
       output_bias: whether the projection after attention has a bias.
       temperature: factor of queries by their positions; None for none.
       index: indexer that selects the keys that a token attends to; None for all keys. Only with a latent.
-      blocks: blocks of keys, of which an indexer selects those that a token attends to; None for none. `value_size` then
-        counts the indexer's key, too.
+      blocks: blocks of keys, of which an indexer selects those that a token attends to; None for none. `value_size`
+        then counts the indexer's key, too.
       latent: latent that keys and values are computed from, None where they are projected directly.
       state: recurrent state instead of attention; None for a layer that only attends. With a state, the sizes equal
         those of the attending layers, and the other fields have their defaults.
@@ -297,14 +296,8 @@ class LayerAttention:
                 raise ModelConfigError(text)
             if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
                 raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
-        if (blocks := self.blocks) is not None:
-            if self.latent is not None or self.value_size != self.head_dim + blocks.head_dim:
-                raise ModelConfigError("blocks of keys need values followed by the indexer's keys, and no latent")
-            if self.rope is None or self.rope.rotary_dim > blocks.head_dim:
-                least = 0 if self.rope is None else self.rope.rotary_dim
-                raise ModelConfigError(f"indexer_head_dim must be at least {least}, of rope, got {blocks.head_dim}")
-            if self.reach is not None or self.soft_cap is not None or self.temperature is not None or self.sinks:
-                raise ModelConfigError("attention to selected blocks takes no window, soft cap, temperature or sinks")
+        if self.blocks is not None:
+            self._check_blocks(self.blocks)
         if self.index is not None:
             if self.latent is None or (self.latent.q_lora_rank is None and not self.index.reads_hidden):
                 raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
@@ -313,6 +306,16 @@ class LayerAttention:
             if self.latent.qk_rope_head_dim > self.index.head_dim:
                 allowed = f"index_head_dim must be at least qk_rope_head_dim = {self.latent.qk_rope_head_dim}"
                 raise ModelConfigError(f"{allowed}, got {self.index.head_dim}")
+
+    def _check_blocks(self, blocks: KeyBlocks) -> None:
+        """Raise ModelConfigError if the layer's other fields do not suit `blocks`."""
+        if self.latent is not None or self.value_size != self.head_dim + blocks.head_dim:
+            raise ModelConfigError("blocks of keys need values followed by the indexer's keys, and no latent")
+        if self.rope is None or self.rope.rotary_dim > blocks.head_dim:
+            least = 0 if self.rope is None else self.rope.rotary_dim
+            raise ModelConfigError(f"indexer_head_dim must be at least {least}, of rope, got {blocks.head_dim}")
+        if self.reach is not None or self.soft_cap is not None or self.temperature is not None or self.sinks:
+            raise ModelConfigError("attention to selected blocks takes no window, soft cap, temperature or sinks")
 
     @property
     def attends(self) -> bool:

@@ -1,5 +1,5 @@
-"""Fields of DeepSeek-V4 (DeepSeek-AI 2026): compressed keys, each for a block of tokens, and parallel hidden states
-that are mixed by doubly stochastic matrices.
+"""Fields of DeepSeek-V4 (DeepSeek-AI 2026) and Qwen4-Exp: keys for blocks of tokens, and parallel hidden states, which
+DeepSeek-V4 mixes by doubly stochastic matrices.
 """
 
 from __future__ import annotations
@@ -131,6 +131,27 @@ class CompressedKeys:
         """
         own, *of_index = (-(-width // self.num_slots(page_size)) for width in self.widths)
         return {"head_dim": own, "v_head_dim": (of_index or [own])[0], "values_in_keys": not of_index}
+
+
+@dataclass(frozen=True)
+class RecentPlaces:
+    """Positions in time, height and width of the last tokens, which a layer with M-RoPE and keys of blocks keeps until
+    their block is complete.
+
+    size: tokens of a block.
+    """
+
+    size: int
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """State arrays: the positions int32[size - 1, 3], at least of one token."""
+        return (StateArray((max(self.size - 1, 1), 3), "int32", (None, None)),)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations for one token: none."""
+        return 0
 
 
 @dataclass(frozen=True)

@@ -82,27 +82,6 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
-class RecentPlaces:
-    """Positions in time, height and width of the last tokens, which a layer with M-RoPE and keys of blocks keeps until
-    their block is complete.
-
-    size: tokens of a block.
-    """
-
-    size: int
-
-    @property
-    def arrays(self) -> tuple[StateArray, ...]:
-        """State arrays: the positions int32[size - 1, 3], at least of one token."""
-        return (StateArray((max(self.size - 1, 1), 3), "int32", (None, None)),)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations for one token: none."""
-        return 0
-
-
-@dataclass(frozen=True)
 class NGrams:
     """Embeddings of n-grams of token ids, which a layer adds to all hidden states of a token (Qwen4-Exp).
 

@@ -15,10 +15,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyBlocks, LayerAttention
-from jaxengine.models.config.compressed import HyperConnections
+from jaxengine.models.config.compressed import HyperConnections, RecentPlaces
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, read_each_layer, text_fields
-from jaxengine.models.config.state import GatedDelta, NGrams, RecentPlaces
+from jaxengine.models.config.state import GatedDelta, NGrams
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen2_moe import gated_experts
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
@@ -93,9 +93,7 @@ class Qwen4ExpLayer(nnx.Module):
 class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
     """Decoder of Qwen4ExpLayers, which pass on A hidden states of each token, [T, A * D]."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
-        unused_ends=_UNREAD, squeezed=(".conv1d.weight",)
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused_ends=_UNREAD, squeezed=(".conv1d.weight",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

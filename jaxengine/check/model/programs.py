@@ -324,8 +324,8 @@ class StagePrograms:
     def blocks(self) -> Iterator[CheckedProgram]:
         """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
 
-        Layers with an indexer, blocks or ALiBi slopes, whose attention has no kernels, are left out. There is a program for
-        each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels have no profile.
+        Layers with an indexer, blocks or ALiBi slopes, whose attention has no kernels, are left out. There is a program
+        for each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels have no profile.
         """
         profile = block_profile(self._platform)
         if profile is None:

@@ -74,7 +74,7 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """Return the work of one layer's attention, of all its heads: queries and outputs, each visible key and value once,
     and both products.
 
-    A layer with an indexer has the work of `_selected_work`, one with compressed keys that of `_compressed_work`, and one
+    A layer with an indexer has the work of `_selected_work`, one with compressed keys that of `_compressed_work`, one
     that selects blocks that of `_blocks_work`.
     kv_dtype: dtype of the cache. dtype: dtype of queries and outputs. context: keys per sequence of a decode.
     """

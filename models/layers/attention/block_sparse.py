@@ -4,9 +4,9 @@ The indexer's key of a block is the mean of its tokens' keys, normed and rotated
 computed in the step that completes the block, from keys of this step and of slots written before. Slots hold the
 indexer's key after the first head's value: a token's own, or, in the slot of a block's last token, that of the block.
 No other block needs the key that this replaces, and a prefix that ends within a block has only keys of tokens, so
-nothing depends on how a prompt was cut. With M-RoPE the places of a block's tokens are a state of the sequence until the
-block is complete. All heads' slots have a copy, because devices may hold different heads. Plain
-XLA on every platform.
+nothing depends on how a prompt was cut. With M-RoPE the places of a block's tokens are a state of the sequence until
+the block is complete. All heads' slots have a copy, because devices may hold different heads. Plain XLA on every
+platform.
 
 Further shape letters: m tokens of a block, k selected blocks, I heads of the indexer, J elements of its keys, B tokens
 at a time.
@@ -26,8 +26,8 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import KeyBlocks, LayerAttention
+from jaxengine.models.config.compressed import RecentPlaces
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.state import RecentPlaces
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.attention.compressed import best_blocks
 from jaxengine.models.layers.attention.recent import TokenBlocks, recent_rows

@@ -28,7 +28,6 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.models.build import Build
-from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import BlockIndex, CompressedKeys
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec

@@ -1,4 +1,4 @@
-"""Tokens of earlier steps: where a step's tokens are in their sequences, and rows that a state keeps of the last ones."""
+"""Where a step's tokens are in their sequences, and rows that a state keeps of the tokens before them."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyBlocks
+from jaxengine.models.config.compressed import RecentPlaces
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.state import GatedDelta, NGrams, RecentPlaces
+from jaxengine.models.config.state import GatedDelta, NGrams
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.unpaged import check_unpaged
 from tests.fixtures.drawn_weights import FOLDER
