@@ -125,6 +125,7 @@ _STEMS = {
     "Phimoe": "PhiMoE",
     "Qwen3_5MoeText": "Qwen3_5Moe",
     "Qwen3_5Text": "Qwen3_5",
+    "Qwen4ExpText": "Qwen4Exp",
 }
 
 

@@ -36,7 +36,7 @@ def check_unpaged(model: CausalLM) -> None:
         problem = f"was built for {build.mesh}: build it for one device, and split its params over any mesh"
     elif build.exact:
         problem = "was built for an engine with rl_exact: build it without, and ask for exact=True"
-    elif any(each.index is not None for each in config.attention):
+    elif any(each.index is not None or each.blocks is not None for each in config.attention):
         problem = "attends to keys that an indexer selects, which is written for pages alone"
     elif any(each.compressed is not None for each in config.attention):
         problem = "attends to keys of blocks of tokens, which is written for pages alone"

@@ -76,6 +76,7 @@ PROCESSORS = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
     "Qwen3_5ForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
+    "Qwen4ExpForConditionalGeneration": "qwen3_vl:Qwen3VLProcessor",
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen_omni:qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen_omni:qwen3_omni",
     "WhisperForConditionalGeneration": "whisper:WhisperProcessor",

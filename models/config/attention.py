@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jaxengine.models.config.compressed import CompressedKeys
+from jaxengine.models.config.compressed import CompressedKeys, RecentPlaces
 from jaxengine.models.config.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -32,7 +32,16 @@ from jaxengine.models.config.state import (
 _MOST_POOLED = 4096  # tokens of a group of keys
 
 # Recurrent state that a layer may have instead of attention, or in addition to it.
-LayerState = GatedDelta | GatedRecurrence | LinearState | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
+LayerState = (
+    GatedDelta
+    | GatedRecurrence
+    | LinearState
+    | ShortConvolution
+    | StateSpace
+    | SelectiveScan
+    | CompressedKeys
+    | RecentPlaces
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,30 @@ class KeyIndex:
         return self.head_dim * (1 if self.pool is None else 2)
 
 
+@dataclass(frozen=True)
+class KeyBlocks:
+    """Blocks of keys of which a token attends to those that an indexer scores highest (Qwen4-Exp), and to the tokens
+    after its last whole block. A block's key of the indexer is the normed mean of its tokens' keys.
+
+    Attributes:
+      num_heads: heads of the indexer's queries.
+      head_dim: elements of a query, and of its one key for each token, cached after the layer's values.
+      size: tokens of a block.
+      top_k: number of blocks that a token attends to; all of them if there are no more.
+    """
+
+    num_heads: int
+    head_dim: int
+    size: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        check_size("indexer_n_heads", self.num_heads, MAX_HEADS)
+        check_size("indexer_head_dim", self.head_dim, MAX_HEAD_DIM)
+        check_size("indexer_compress_ratio", self.size, _MOST_POOLED)
+        check_size("indexer_budget / indexer_compress_ratio", self.top_k, MAX_INTEGER)
+
+
 @lru_cache(maxsize=8)
 def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
     """Return the ALiBi slope of each head (Press et al. 2021, arXiv:2108.12409): 2 ** e with the exponents e in equal
@@ -181,6 +214,8 @@ class LayerAttention:
       temperature: factor of queries by their positions; None for none.
       index: indexer that selects the keys that a token attends to; None for all keys. With a latent it selects single
         keys, without one blocks of them.
+      blocks: blocks of keys, of which an indexer selects those that a token attends to; None for none. `value_size`
+        then counts the indexer's key, too.
       latent: latent that keys and values are computed from, None where they are projected directly.
       state: recurrent state instead of attention; None for a layer that only attends. With a state, the sizes equal
         those of the attending layers, and the other fields have their defaults.
@@ -217,6 +252,7 @@ class LayerAttention:
     temperature: TemperatureTuning | None = None
     latent: Latent | None = None
     index: KeyIndex | None = None
+    blocks: KeyBlocks | None = None
     state: LayerState | None = None
     beside_state: bool = False
     feed_forward_only: bool = False
@@ -280,6 +316,8 @@ class LayerAttention:
                 raise ModelConfigError(text)
             if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
                 raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
+        if self.blocks is not None:
+            self._check_blocks(self.blocks)
         if self.index is not None:
             self._check_index(self.index)
 
@@ -300,6 +338,16 @@ class LayerAttention:
         if size > index.head_dim:
             name = "the rotated part of a head" if self.latent is None else "qk_rope_head_dim"
             raise ModelConfigError(f"index_head_dim must be at least {name} = {size}, got {index.head_dim}")
+
+    def _check_blocks(self, blocks: KeyBlocks) -> None:
+        """Raise ModelConfigError if the layer's other fields do not suit `blocks`."""
+        if self.latent is not None or self.value_size != self.head_dim + blocks.head_dim:
+            raise ModelConfigError("blocks of keys need values followed by the indexer's keys, and no latent")
+        if self.rope is None or self.rope.rotary_dim > blocks.head_dim:
+            least = 0 if self.rope is None else self.rope.rotary_dim
+            raise ModelConfigError(f"indexer_head_dim must be at least {least}, of rope, got {blocks.head_dim}")
+        if self.reach is not None or self.soft_cap is not None or self.temperature is not None or self.sinks:
+            raise ModelConfigError("attention to selected blocks takes no window, soft cap, temperature or sinks")
 
     @property
     def attends(self) -> bool:
@@ -324,6 +372,11 @@ class LayerAttention:
     def values_in_keys(self) -> bool:
         """Whether the first elements of a cached key are the value, so that pages hold no values."""
         return self.latent is not None and self.index is None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the layer has keys of blocks of tokens: compressed keys, or those of an indexer."""
+        return self.blocks is not None or self.compressed is not None
 
     @property
     def compressed(self) -> CompressedKeys | None:

@@ -1,5 +1,5 @@
-"""Fields of DeepSeek-V4 and V4.1 (DeepSeek-AI 2026): compressed keys, each for a block of tokens, which layers may
-share, parallel hidden states that are mixed by doubly stochastic matrices, and a memory of n-grams.
+"""Fields of DeepSeek-V4, V4.1 (DeepSeek-AI 2026) and Qwen4-Exp: keys for blocks of tokens, which layers may share,
+parallel hidden states, which DeepSeek-V4 mixes by doubly stochastic matrices, and a memory of n-grams.
 """
 
 from __future__ import annotations
@@ -291,17 +291,40 @@ def _is_prime(number: int) -> bool:
 
 
 @dataclass(frozen=True)
+class RecentPlaces:
+    """Positions in time, height and width of the last tokens, which a layer with M-RoPE and keys of blocks keeps until
+    their block is complete.
+
+    size: tokens of a block.
+    """
+
+    size: int
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """State arrays: the positions int32[size - 1, 3], at least of one token."""
+        return (StateArray((max(self.size - 1, 1), 3), "int32", (None, None)),)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations for one token: none."""
+        return 0
+
+
+@dataclass(frozen=True)
 class HyperConnections:
     """Several hidden states of a token, which a layer mixes to one input and to all of which it adds its output (Xie
-    et al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4).
+    et al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4 or, with a `rank`,
+    in Qwen4-Exp).
 
     Attributes:
       num_streams: number of hidden states of a token.
       rounds: rounds of scaling rows and columns (Sinkhorn) that make the mixing matrix doubly stochastic; None where
         hidden states are not mixed with each other.
-      eps: number added to divisors, and to shares.
+      eps: number added to divisors, and to shares; with a rank, to the squares of norms.
       magnitude: largest factor of a layer's output, without eps.
       delayed: whether a part's input is mixed with the shares that the part before it has computed (DeepSeek-V4.1).
+      rank: rank of the product from which each element's shares are computed; None for one share for all elements.
     """
 
     num_streams: int
@@ -309,6 +332,7 @@ class HyperConnections:
     eps: float
     magnitude: float = 2.0
     delayed: bool = False
+    rank: int | None = None
 
     @property
     def num_beside(self) -> int:
@@ -318,6 +342,8 @@ class HyperConnections:
         return 3 * self.num_streams if self.delayed else 0
 
     def __post_init__(self) -> None:
+        if self.rank is not None:
+            check_size("hc_lowrank", self.rank, MAX_HIDDEN)
         check_size("hc_mult", self.num_streams, _MOST_STREAMS, 2)
         if self.rounds is not None:
             check_size("hc_sinkhorn_iters", self.rounds, _MOST_ROUNDS)

@@ -13,6 +13,7 @@ from jaxengine.models.config.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_HIDDEN,
+    MAX_INTEGER,
     MAX_INTERMEDIATE,
     ConfigFields,
     ModelConfigError,
@@ -21,6 +22,8 @@ from jaxengine.models.config.fields import (
 
 # Largest window of a convolution in tokens, a few times the longest known one.
 MAX_KERNEL = 64
+# Tables of n-grams of a layer for each n, and tensors that hold them: as many times as many as known models have.
+_MOST_TABLES, _MOST_PARTS = 256, 1 << 14
 
 
 class StateArray(NamedTuple):
@@ -79,6 +82,75 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
+class NGrams:
+    """Embeddings of n-grams of token ids, which a layer adds to all hidden states of a token (Qwen4-Exp).
+
+    For each n from 2 to `longest` there are `num_heads` tables. A table's size is a prime: those of all layers together
+    are the primes from `least` on, in order.
+
+    Attributes:
+      number: how many layers before this one have such embeddings.
+      longest: largest n.
+      num_heads: tables for each n.
+      size: elements of a token's embeddings of all tables together.
+      least: smallest size of a table.
+      divisor: the tables of a layer together are padded to a multiple of it.
+      parts: number of tensors that hold the tables of a layer.
+      seed: seed of the factors that hash token ids.
+      end: token id that no n-gram reaches beyond, and that stands for the tokens before a sequence.
+      vocab_size: number of token ids.
+      channels: elements of all hidden states of a token.
+      kernel: taps of the convolution after the embeddings, each `longest` tokens from the next.
+    """
+
+    number: int
+    longest: int
+    num_heads: int
+    size: int
+    least: int
+    divisor: int
+    parts: int
+    seed: int
+    end: int
+    vocab_size: int
+    channels: int
+    kernel: int
+
+    def __post_init__(self) -> None:
+        check_size("ngram_size", self.longest, MAX_KERNEL, 2)
+        check_size("heads_per_ngram", self.num_heads, _MOST_TABLES)
+        check_size("ple_embed_dim", self.size, MAX_HIDDEN)
+        check_size("ngram_vocab_size_base", self.least, MAX_INTEGER)
+        check_size("make_ngram_vocab_size_divisible_by", self.divisor, MAX_INTEGER)
+        check_size("split_ngram_parts", self.parts, _MOST_PARTS)
+        check_size("ple_conv_kernel_size", self.kernel, MAX_KERNEL, 2)
+        check_size("(ple_conv_kernel_size - 1) * ngram_size", self.window, MAX_KERNEL)
+        # Primes are at most twice as large as these; rows are numbered by int32.
+        check_size("ngram_vocab_size_base * number of tables", self.least * self.num_tables, MAX_INTEGER // 2)
+        if self.size % self.num_tables:
+            text = f"a multiple of the {self.num_tables} tables of n-grams"
+            raise ModelConfigError(f"ple_embed_dim must be {text}, got {self.size}")
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables of a layer."""
+        return (self.longest - 1) * self.num_heads
+
+    @property
+    def window(self) -> int:
+        """Number of tokens before a token that its convolution reaches."""
+        return (self.kernel - 1) * self.longest
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """State arrays: the convolution's window [window, channels] in the model's dtype, and the last token ids
+        int32[longest - 1, 1].
+        """
+        none = None, None
+        return StateArray((self.window, self.channels), None, none), StateArray((self.longest - 1, 1), "int32", none)
+
+
+@dataclass(frozen=True)
 class GatedDelta:
     """Gated delta net of a layer (Yang et al. 2024, arXiv:2412.06464): its state is one matrix per head, and the window
     of a convolution.
@@ -94,6 +166,8 @@ class GatedDelta:
         directly from the hidden state.
       whole_gates: whether gates are projected directly from the hidden state although `rank` is set.
       lower_bound: lower bound of the logarithm of a token's decay, approached by a sigmoid; None for no bound.
+      sigmoid_gate: whether a sigmoid gates the output where decays are of heads, too.
+      ngrams: embeddings of n-grams that the layer adds before the delta net, with arrays of their own; None for none.
       beta_scale: factor of the sigmoid that gives a token's step towards its value. With 2.0 steps may overshoot, which
         changes the sign of the state's component along the key.
     """
@@ -108,6 +182,8 @@ class GatedDelta:
     whole_gates: bool = False
     lower_bound: float | None = None
     beta_scale: float = 1.0
+    sigmoid_gate: bool = False
+    ngrams: NGrams | None = None
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -142,13 +218,14 @@ class GatedDelta:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """State arrays: the convolution's window [kernel - 1, channels] in the model's dtype, and the matrices
-        float32[N, k_head_dim, v_head_dim].
+        """State arrays: the convolution's window [kernel - 1, channels] in the model's dtype, the matrices
+        float32[N, k_head_dim, v_head_dim], and those of `ngrams`.
         """
         channels = 2 * self.key_size + self.value_size
         return (
             StateArray((self.conv_kernel - 1, channels), None, (None, "heads")),
             StateArray((self.num_v_heads, self.k_head_dim, self.v_head_dim), "float32", ("heads", None, None)),
+            *(() if self.ngrams is None else self.ngrams.arrays),
         )
 
     @property

@@ -1,5 +1,6 @@
 """Several hidden states of a token, which a part of a layer reads as one and writes as many: manifold-constrained
-hyper-connections (Xie et al. 2026, as in DeepSeek-V4), or independent ones (as in Hy4). A: how many there are.
+hyper-connections (Xie et al. 2026, as in DeepSeek-V4), or independent ones (as in Hy4 and Qwen4-Exp). A: how many there
+are.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxengine.models.build import Build
 from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.layers.base.norm import rms_normalized
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import GroupedOffsetRMSNorm, rms_normalized
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
@@ -162,12 +166,17 @@ class IndependentConnection(nnx.Module):
         return joined(x, reading + self.form.eps), self.form.magnitude * writing + self.form.eps
 
     def write(self, x: jax.Array, output: jax.Array, factors: jax.Array) -> jax.Array:
-        """Return the hidden states x [T, A * D], each plus the part's output [T, D] multiplied by its factor of f32[T,
-        A], computed in float32, in x's dtype.
-        """
-        wide = x.astype(jnp.float32).reshape(*factors.shape, -1)
-        added = wide + factors[..., None] * output.astype(jnp.float32)[:, None]
-        return added.astype(x.dtype).reshape(x.shape)
+        """Return `added_to_each` of the hidden states x and the part's output."""
+        return added_to_each(x, output, factors)
+
+
+def added_to_each(x: jax.Array, output: jax.Array, factors: jax.Array) -> jax.Array:
+    """Return the hidden states x [T, A * D], each plus a part's output [T, D] multiplied by its factor of f32[T, A],
+    computed in float32, in x's dtype.
+    """
+    wide = x.astype(jnp.float32).reshape(*factors.shape, -1)
+    added = wide + factors[..., None] * output.astype(jnp.float32)[:, None]
+    return added.astype(x.dtype).reshape(x.shape)
 
 
 def joined(x: jax.Array, shares: jax.Array) -> jax.Array:
@@ -211,3 +220,63 @@ class JoinedStreams(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         shares = self.mixer(x) * self.mixer.factors[...] + self.mixer.bias[...]
         return self.norm(joined(x, jax.nn.sigmoid(shares) + self.eps))
+
+
+class GatedStreams(nnx.Module):
+    """Mean of a token's hidden states, each normed by itself and multiplied by a gate for each element: [T, A * D] ->
+    [T, D].
+
+    Gates are sigmoid(up(silu(down(n) / A))) of all normed hidden states n side by side, with a product of the rank that
+    the configuration names in between.
+    """
+
+    def __init__(self, config: ModelConfig, *, source: str, build: Build):
+        form, size = config.hyper_connections, config.hidden_size
+        assert form is not None and form.rank is not None
+        self.count, wide = form.num_streams, size * form.num_streams
+        self.hc_norm = GroupedOffsetRMSNorm(wide, size, form.eps, source=f"{source}.hc_norm", build=build)
+        # Whole on every device.
+        down, up = Source(f"{source}.input_mix_weight_down", form.rank), Source(f"{source}.input_mix_weight_up", wide)
+        self.down = Linear(wide, (down,), axes=("embed", "latent"), build=build)
+        self.up = Linear(form.rank, (up,), axes=("embed", "latent"), build=build)
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """Return the hidden states x [T, A * D], each normed by itself."""
+        return self.hc_norm(x)
+
+    def mean(self, normed: jax.Array, rows: Rows | None) -> jax.Array:
+        """Return the mean [T, D] of normed hidden states [T, A * D], multiplied by their gates, in their dtype. rows:
+        description of the rows, None if they are not the step's tokens.
+        """
+        inner = jax.nn.silu(self.down(normed, rows, out_dtype=jnp.float32) / self.count).astype(normed.dtype)
+        gates = jax.nn.sigmoid(self.up(inner, rows, out_dtype=jnp.float32))
+        wide = (gates * normed.astype(jnp.float32)).reshape(normed.shape[0], self.count, -1)
+        return jnp.mean(wide, axis=1).astype(normed.dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.mean(self.normed(x), None)
+
+
+class GatedConnection(GatedStreams):
+    """Connection of one part of a layer with a token's hidden states [T, A * D]: `read` returns the part's input,
+    `write` adds its output to each, multiplied by a factor of its own.
+    """
+
+    def __init__(self, config: ModelConfig, *, source: str, build: Build):
+        super().__init__(config, source=source, build=build)
+        assert config.hyper_connections is not None
+        self.magnitude = config.hyper_connections.magnitude
+        inject = Source(f"{source}.block_inject_weight", self.count)
+        self.inject = Linear(config.hidden_size * self.count, (inject,), axes=("embed", "latent"), build=build)
+
+    def read(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """Return the part's input [T, D] for hidden states x [T, A * D], and the factors f32[T, A] with which `write`
+        adds its output, magnitude * sigmoid(inject(n) / A) of the normed hidden states n. rows: the step's.
+        """
+        normed = self.normed(x)
+        factors = self.magnitude * jax.nn.sigmoid(self.inject(normed, rows, out_dtype=jnp.float32) / self.count)
+        return self.mean(normed, rows), factors
+
+    def write(self, x: jax.Array, output: jax.Array, factors: jax.Array) -> jax.Array:
+        """Return `added_to_each` of the hidden states x and the part's output."""
+        return added_to_each(x, output, factors)

@@ -31,3 +31,29 @@ def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *,
     dims = lax.GatherDimensionNumbers((pages.ndim, pages.ndim + 1), (0,), (0, 1, 2))
     rows = lax.gather(kv.data, jnp.stack(index, axis=-1), dims, sizes, mode=lax.GatherScatterMode.CLIP)
     return from_storage(rows.reshape(*pages.shape, count * width), spec)
+
+
+def read_heads(
+    kv: KVPages, pages: jax.Array, offsets: jax.Array, num_heads: int, *, of_values: bool = False, first: int = 0
+) -> jax.Array:
+    """Return the keys, or with of_values the values, of the first `num_heads` KV heads in single slots, without their
+    first `first` elements: f32 [..., num_heads, H - first], or f32 [..., num_heads, Hv - first].
+
+    pages, offsets: i32 [...], page ids and slots in the pages. Page ids out of range are clipped. kv: a pool without
+    scales, which has as many heads. Raises ValueError for a pool of codes, and for of_values if values lie in keys.
+    """
+    spec = kv.spec
+    if spec.token_scales or kv.k_scale is not None or (of_values and spec.values_in_keys):
+        raise ValueError(f"read_heads: the pool must hold no codes, and the values asked for, got {spec}")
+    width, whole = (spec.value_width if of_values else spec.key_width), spec.token_width
+    if kv.layout == TOKEN_ROWS:
+        index, sizes = [pages, offsets, jnp.full_like(pages, kv.lanes_of_page[0])], (1, 1, num_heads * whole)
+    else:
+        column = of_values * spec.page_size * spec.key_width + offsets * width + first
+        index, sizes = [pages, jnp.zeros_like(pages), column], (1, num_heads, width - first)
+    dims = lax.GatherDimensionNumbers((pages.ndim, pages.ndim + 1), (0,), (0, 1, 2))
+    rows = lax.gather(kv.data, jnp.stack(index, axis=-1), dims, sizes, mode=lax.GatherScatterMode.CLIP)
+    if kv.layout == TOKEN_ROWS:
+        start = of_values * spec.key_width + first
+        rows = rows.reshape(*pages.shape, num_heads, whole)[..., start : start + width - first]
+    return from_storage(rows, spec)

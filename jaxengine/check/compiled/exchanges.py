@@ -20,6 +20,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.layers.base.norm import HeadsRMSNorm
 from jaxengine.models.layers.states.mamba2 import GroupsRMSNorm
+from jaxengine.models.layers.states.ngrams import NGramTables
 from jaxengine.models.quantization.base.quantized import QuantizedWeight
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from jaxengine.scheduler.batches.buckets import Bucket
@@ -314,7 +315,7 @@ def _attends_beside_state(attention: LayerAttention) -> bool:
     """Whether a layer has attention and a state with separate output products, whose results are both summed over
     devices.
     """
-    return attention.beside_state and attention.compressed is None
+    return attention.beside_state and not attention.has_blocks
 
 
 def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
@@ -329,6 +330,7 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
             mesh,
             experts=None if number in dense else config.experts,
             summed=norms(layer, mesh) + scales(layer) + _attends_beside_state(config.attention[number]),
+            tables=tables(layer),
             ordered=len(gathered_inputs(layer)),
         )
         for number, layer in zip(model.stage.layers, model.layers, strict=True)
@@ -355,6 +357,11 @@ def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
     return grouped + sum(isinstance(node, HeadsRMSNorm) for node in nodes)
 
 
+def tables(layer: nnx.Module) -> int:
+    """Return how many modules of a layer look up rows that are split as those of the token table, those of n-grams."""
+    return sum(isinstance(node, NGramTables) for _, node in nnx.iter_graph(layer))
+
+
 def scales(layer: nnx.Module) -> int:
     """Return how many of a layer's products round rows by a scale on which all devices that split the rows must
     agree.
@@ -377,7 +384,7 @@ def _quantized(layer: nnx.Module) -> list[QuantizedWeight]:
 
 
 def layer_exchanges(
-    mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0, ordered: int = 0
+    mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0, ordered: int = 0, tables: int = 0
 ) -> dict[str, int]:
     """Return the expected number of exchanges of one layer, by kind; kinds without any are left out.
 
@@ -390,9 +397,11 @@ def layer_exchanges(
 
     experts: None for a dense layer. summed: number of further all-reduces: of norms over heads of several devices
     (squares), of scales of rows (maxima), and of a state in addition to attention. ordered: number of products that
-    gather rows to reorder them.
+    gather rows to reorder them. tables: number of modules that look up rows that are split as those of the token table.
     """
     found = Counter({"all-reduce": (1 + summed) * (mesh.model > 1), "all-gather": ordered})
+    found += Counter(dict.fromkeys(("all-gather", "reduce-scatter"), tables * (mesh.ranks_sharing("vocab") > 1)))
+    found["all-reduce"] += tables * (mesh.model > 1)
     if experts is None:
         found += _of_mlp(mesh, "ffn", gathered=1)
     elif mesh.sends_rows:

@@ -247,7 +247,7 @@ class StagePrograms:
             products=product_work(self.model, at_least_two, self.config.dtype, kv),
             experts=rows_of_experts(self.model, bucket.num_tokens, self._platform),
             num_attentions=sum(
-                each.attends and each.index is each.compressed is None
+                each.attends and each.index is None and not each.has_blocks
                 for each in (self.model.config.attention[layer] for layer in self.model.stage.layers)
             ),
             dtype=self.config.dtype,
@@ -256,7 +256,7 @@ class StagePrograms:
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[CheckedProgram]:
         """Yield the kernels of one layer as separate programs, for a step of `bucket`.
 
-        They are each kind of attention with pages, except with compressed keys, and the KV write of each page size.
+        They are each kind of attention with pages, except with keys of blocks, and the KV write of each page size.
         They run on one device of the mesh, with its heads and its replica's sequences; schedules are arguments.
         num_pages: number of pages of the pool.
         """
@@ -272,7 +272,8 @@ class StagePrograms:
             return self._on_one_device(own)
 
         layers = sorted(layer for layer in locations if config.attention[layer].compressed is None)
-        paged = {(attention_spec(each := config.attention[layer], shared), each.index): layer for layer in layers}
+        with_kernels = (layer for layer in layers if config.attention[layer].blocks is None)
+        paged = {(attention_spec(each := config.attention[layer], shared), each.index): layer for layer in with_kernels}
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._platform}
 
@@ -323,8 +324,8 @@ class StagePrograms:
     def blocks(self) -> Iterator[CheckedProgram]:
         """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
 
-        Layers with an indexer or ALiBi slopes, whose attention has no kernels, are left out. There is a program for
-        each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels have no profile.
+        Layers with an indexer, blocks or ALiBi slopes, whose attention has no kernels, are left out. There is a program
+        for each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels have no profile.
         """
         profile = block_profile(self._platform)
         if profile is None:
@@ -338,7 +339,8 @@ class StagePrograms:
             *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
             *((bucket, "edge") for bucket in widest),
         ]
-        plain = [each for each in self.model.config.attending if each.index is None and each.slopes is None]
+        attending = self.model.config.attending
+        plain = [each for each in attending if each.index is each.blocks is each.slopes is None]
         for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):  # others have no kernels
             for bucket, part in parts:
                 name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"

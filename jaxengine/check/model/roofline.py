@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxengine.models.cache import KVPages, KVSpec
-from jaxengine.models.config.attention import LayerAttention, LayerState
+from jaxengine.models.config.attention import KeyBlocks, LayerAttention, LayerState
 from jaxengine.models.config.compressed import CompressedKeys
 from jaxengine.models.config.tower import TOWERS
 from jaxengine.models.layers.attention.attention import gathered_bytes
@@ -74,13 +74,16 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """Return the work of one layer's attention, of all its heads: queries and outputs, each visible key and value once,
     and both products.
 
-    A layer with an indexer has the work of `_selected_work`, one with compressed keys that of `_compressed_work`.
+    A layer with an indexer has the work of `_selected_work`, one with compressed keys that of `_compressed_work`, one
+    that selects blocks that of `_blocks_work`.
     kv_dtype: dtype of the cache. dtype: dtype of queries and outputs. context: keys per sequence of a decode.
     """
     if attention.index is not None:
         return _selected_work(attention, bucket, kv_dtype, dtype, context)
     if attention.compressed is not None:
         return _compressed_work(attention, attention.compressed, bucket, dtype, context)
+    if attention.blocks is not None:
+        return _blocks_work(attention, attention.blocks, bucket, kv_dtype, dtype, context)
     keys, pairs = visible_keys(bucket, context, attention.reach)
     both = attention.head_dim + attention.v_head_dim
     queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
@@ -109,6 +112,26 @@ def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
         num_bytes += bucket.num_tokens * index.num_heads * index.head_dim * itemsize + keys * spec.value_width * cached
         flops += 2 * (pairs // (index.pool or 1)) * index.num_heads * index.head_dim
     return Work(num_bytes, flops)
+
+
+def _blocks_work(
+    attention: LayerAttention, blocks: KeyBlocks, bucket: Bucket, kv_dtype: str, dtype: str, context: int
+) -> Work:
+    """Return the work of the attention of a layer that selects blocks of keys.
+
+    Queries and outputs, the keys and values that may be selected, the indexer's queries, and its keys of all blocks are
+    read or written once. kv_dtype: dtype of the cache. dtype: dtype of queries and outputs. context: keys per sequence
+    of a decode.
+    """
+    itemsize, cached = jnp.dtype(dtype).itemsize, jnp.dtype(kv_dtype).itemsize
+    keys, pairs = visible_keys(bucket, context, blocks.top_k * blocks.size + blocks.size - 1)
+    num_bytes = 2 * bucket.num_tokens * attention.num_heads * attention.head_dim * itemsize
+    num_bytes += 2 * keys * attention.num_kv_heads * attention.head_dim * cached
+    flops = 4 * pairs * attention.num_heads * attention.head_dim
+    keys, pairs = visible_keys(bucket, context, None)
+    num_bytes += bucket.num_tokens * blocks.num_heads * blocks.head_dim * itemsize
+    num_bytes += keys // blocks.size * blocks.head_dim * cached
+    return Work(num_bytes, flops + 2 * (pairs // blocks.size) * blocks.num_heads * blocks.head_dim)
 
 
 def _compressed_work(

@@ -44,7 +44,10 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
             raise ConfigError.because(name, problem, "leave one of them out")
     for why, is_so in (
         ("pools and generates nothing", model.pooler is not None),
-        ("selects keys by scores, which have no fixed form", any(each.index is not None for each in model.attention)),
+        (
+            "selects keys by scores, which have no fixed form",
+            any(each.index is not None or each.blocks is not None for each in model.attention),
+        ),
         ("attends to compressed keys", any(each.compressed is not None for each in model.attention)),
         ("sees, and a trainer's forward pass takes no images", model.tower is not None),
         ("stores its weights in fewer bits, which have no gradient", model.quantization is not None),

@@ -23,8 +23,9 @@ def check_compressed(options: Mapping[str, Any], model: ModelConfig, platform: s
     keys = [layer.compressed for layer in model.attention if layer.compressed is not None]
     rates, size = sorted({each.rate for each in keys if each.rate is not None}), options["block_size"]
     pools = any(layer.index is not None and layer.index.pool is not None for layer in model.attention)
-    if (rates or pools) and (dtype := options["kv_cache_dtype"]) not in _DTYPES:
-        own = "compressed keys" if rates else "gates of pooled keys"
+    blocks = any(layer.blocks is not None for layer in model.attention)
+    if (rates or pools or blocks) and (dtype := options["kv_cache_dtype"]) not in _DTYPES:
+        own = "compressed keys" if rates else "gates of pooled keys" if pools else "keys of blocks"
         allowed = f"auto, float32 or bfloat16 for {model.architecture}, whose {own} are kept in no codes"
         raise ConfigError("kv_cache_dtype", dtype, allowed)
     if not rates:

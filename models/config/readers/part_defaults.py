@@ -196,7 +196,7 @@ _PARTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     **{
         kind: {_VISION: (f"{kind}_vision", {}), _TEXT: (f"{kind}_text", {})}
-        for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+        for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp")
     },
     "smolvlm": {_VISION: ("smolvlm_vision", {}), _TEXT: ("llama", _SHORT_EPS)},
     "vibevoice_asr": {
@@ -261,7 +261,12 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "ernie4_5_vl_moe_text": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     **{
         kind: {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-        for kind in ("ernie4_5_vl_moe_vision", "glm4v_vision", "qwen2_5_omni_vision_encoder", "qwen2_5_vl_vision")
+        for kind in (
+            *("ernie4_5_vl_moe_vision", "exaone4_5_vision", "glm4v_moe_vision", "glm4v_vision", "glm_ocr_vision"),
+            *("qwen2_5_omni_vision_encoder", "qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_5_moe_vision"),
+            *("qwen3_5_vision", "qwen3_omni_moe_vision_encoder", "qwen3_vl_moe_vision", "qwen3_vl_vision"),
+            "qwen4_exp_vision",
+        )
     },
     "glm5_next_text": {"num_local_experts": "n_routed_experts"},
     "granite_speech_encoder": {"hidden_size": "hidden_dim"},

@@ -56,8 +56,8 @@ class StepInputs(NamedTuple):
         (non-absorbed) keys and values.
       of_layer: [T, P], this layer's second input, after the hidden states; None for none.
       selected: i32[T, k], positions of the keys that the last indexer has selected; None without one.
-      blocks: result of jaxengine.models.layers.attention.token_blocks.token_blocks; None for layers without compressed
-        keys.
+      blocks: result of jaxengine.models.layers.attention.token_blocks.token_blocks; None for layers that need none of
+        it.
       positions: i32[T], for layers whose effect of positions has weights; None for others.
     """
 
@@ -175,11 +175,11 @@ def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
 
 def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | str | None:
     """Return the value on which a layer's schedule depends: "selection" for a layer with an indexer, None for a layer
-    that needs no schedule (no attention, or compressed keys), otherwise its AttentionSpec.
+    that needs no schedule (no attention, or keys of blocks of tokens), otherwise its AttentionSpec.
     """
     if attention.index is not None:
         return "selection"
-    return attention_spec(attention, build.mesh) if attention.attends and attention.compressed is None else None
+    return attention_spec(attention, build.mesh) if attention.attends and not attention.has_blocks else None
 
 
 SCHEDULE = StepInput("attention_schedule", _spec_of, _schedule)

@@ -124,12 +124,13 @@ def block_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, seen: jax.Ar
     return jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)  # zero has no sign
 
 
-def _selected(
-    q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: BlockPages
+def best_blocks(
+    q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: Any
 ) -> jax.Array:
     """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence,
     best first, of equal ones the lowest block first. A sequence with at most k blocks has all of them, ascending, then
     -1. q, weights: queries [B, I, J] and weights f32[B, I] of the indexer. seqs: i32[B], sequences' rows. top_k: k.
+    pages: BlockPages, or others with `kv`, `most_blocks` and `read`.
     """
     at_once = min(MERGED * top_k, SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
@@ -357,7 +358,7 @@ class CompressedAttention(nnx.Module):
 
             return lax.fori_loop(0, -(-most // at_once), fold, softmax)
         index_q, weights = of_index
-        chosen = _selected(index_q, weights, seqs, counts, min(index.top_k, pages.most_blocks), pages)
+        chosen = best_blocks(index_q, weights, seqs, counts, min(index.top_k, pages.most_blocks), pages)
         return self._fold_chosen(softmax, q, (seqs, counts), chosen, pages)
 
     def _fold_chosen(

@@ -16,6 +16,7 @@ from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import CompressedKeys
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.layers.base.rope import apply_rope, rope_table
 from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
@@ -32,7 +33,8 @@ class TokenBlocks(NamedTuple):
       num_tokens: i32[], tokens of sequences; padding comes after them.
       last: i32[M], indices of the tokens that complete a block, in order, then T; M is 0 without blocks.
       num_blocks: i32[], number of blocks that the step completes.
-      rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks.
+      rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks; None for a layer without rope.
+      places: i32[T, 3], positions of tokens in time, height and width; None for a layer whose rope has no sections.
     """
 
     token_ids: jax.Array
@@ -42,10 +44,11 @@ class TokenBlocks(NamedTuple):
     num_tokens: jax.Array
     last: jax.Array
     num_blocks: jax.Array
-    rope: tuple[jax.Array, jax.Array]
+    rope: tuple[jax.Array, jax.Array] | None
+    places: jax.Array | None = None
 
 
-def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
+def token_blocks(key: tuple[int | None, Rope | None], step: StepContext) -> TokenBlocks:
     """Return the TokenBlocks of a step. key: (tokens of a block, None for a layer without blocks; rope of the keys)."""
     (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
     num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
@@ -55,6 +58,7 @@ def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks
     most = min(num_tokens, num_tokens // rate + num_seqs) if rate else 0
     ends = ((batch.positions + 1) % (rate or 1) == 0) & (tokens < live)
     (last,) = jnp.nonzero(ends, size=most, fill_value=num_tokens)
+    places = batch.sections.get("mrope_positions", batch.positions)
     first = batch.positions[jnp.minimum(last, num_tokens - 1)] + 1 - (rate or 1)
     return TokenBlocks(
         token_ids=batch.token_ids,
@@ -64,17 +68,21 @@ def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks
         num_tokens=live,
         last=last.astype(jnp.int32),
         num_blocks=jnp.minimum(jnp.sum(ends, dtype=jnp.int32), most),
-        rope=rope_table(first, rope),
+        rope=None if rope is None else rope_table(first, rope),
+        places=jnp.broadcast_to(places, (3, num_tokens)).T if rope is not None and rope.sections else None,
     )
 
 
-def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None, Rope] | None:
-    """Return the argument `key` of `token_blocks` for a layer, (tokens of a block or None, rope); None for a layer
-    without compressed keys or without rope.
+def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None, Rope | None] | None:
+    """Return the argument `key` of `token_blocks` for a layer, (tokens of a block or None, rope or None); None for a
+    layer that has no keys of blocks and does not read n-grams of tokens.
     """
-    if attention.compressed is None or attention.rope is None:
-        return None
-    return attention.compressed.rate, attention.rope
+    if attention.blocks is not None:
+        return attention.blocks.size, attention.rope
+    if attention.compressed is not None:
+        return attention.compressed.rate, attention.rope
+    state = attention.state
+    return (None, None) if isinstance(state, GatedDelta) and state.ngrams is not None else None
 
 
 BLOCKS = StepInput("token_blocks", _rate_and_rope, token_blocks)

@@ -65,6 +65,18 @@ class InputScaledRMSNorm(OffsetRMSNorm):
         return rms_normalized(y.astype(x.dtype), self.eps).astype(x.dtype)
 
 
+class GroupedOffsetRMSNorm(OffsetRMSNorm):
+    """OffsetRMSNorm in which each `group` neighbouring elements are normed by themselves; `size` is that of all."""
+
+    def __init__(self, size: int, group: int, eps: float, *, source: str, build: Build):
+        super().__init__(size, eps, source=source, build=build)
+        self.group = group
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normed = rms_normalized(x.reshape(*x.shape[:-1], -1, self.group), self.eps).reshape(x.shape)
+        return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
 class FixedRMSNorm(nnx.Module):
     """RMS norm x / rms(x) without weights: nanochat's, whose checkpoints have nothing under `source`."""
 

@@ -61,7 +61,7 @@ def l2_normalized(x: jax.Array) -> jax.Array:
 
 class GatedDeltaNet(nnx.Module):
     """Gated delta net: x -> out(norm(o) * silu(z)), where o is read by queries from the state. GatedDelta has the
-    variants.
+    variants. Its `ngrams` are another module's.
 
     Heads are split over devices, each head of keys together with the heads of values that it serves. inputs: the
     checkpoint modules of q, k, v, z, beta and decay; if these have a rank, without decay and, unless gates are whole,
@@ -143,7 +143,7 @@ class GatedDeltaNet(nnx.Module):
         with jax.named_scope("gated_delta_rule"):
             o, matrices = gated_delta_rule(q, k, v, decay, beta, matrices, rows)
         with jax.named_scope("gate"):
-            gate = jax.nn.sigmoid if state.by_element else jax.nn.silu
+            gate = jax.nn.sigmoid if state.by_element or state.sigmoid_gate else jax.nn.silu
             o = self.norm(o).reshape(num_tokens, -1) * gate(z.astype(jnp.float32))
         with jax.named_scope("out_proj"):
             return self.out(o.astype(x.dtype), step.rows), (windows, matrices)

@@ -149,6 +149,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
         ),
         *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM", "AXK2ForCausalLM", "InternLMForCausalLM", "RWForCausalLM"),
         *("HYV4ForCausalLM", "Dots3NoteForCausalLM", "DeepseekV41ForCausalLM", "MiniMaxM3VLForCausalLM"),
+        "Qwen4ExpForCausalLM",
         *("DeepseekOCRForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "Param2MoEForCausalLM"),
         *("PanguUltraMoEForCausalLM", "Plamo3ForCausalLM", "Step3TextForCausalLM", "TeleChat2ForCausalLM"),
         *("TeleFLMForCausalLM", "MllamaForCausalLM"),

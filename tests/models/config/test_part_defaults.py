@@ -78,6 +78,10 @@ def test_other_names():
         wanted = read_hf(HY4 | {"vision_config": rest | {name: value}})
         assert read_hf(HY4 | {"vision_config": rest | {other: value}}) == wanted, name
         assert read_hf(HY4 | {"vision_config": rest | {name: value, other: 3}}) == wanted, name
+    vision = QWEN3["vision_config"]
+    rest = {key: each for key, each in vision.items() if key != "depth"}
+    found = read_hf(QWEN3 | {"vision_config": rest | {"num_hidden_layers": vision["depth"]}})
+    assert found == read_hf(QWEN3)
 
 
 def test_sections_of_rope():

@@ -124,6 +124,7 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
         ("KimiLinearForCausalLM", "mlp.shared_experts.up_proj", "block_sparse_moe.shared_experts.up_proj"),
         ("LagunaForCausalLM", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),
         ("Lfm3ForCausalLM", "self_attn.g_proj", "self_attn.gate_proj"),
+        ("Qwen4ExpForConditionalGeneration", "model.language_model.layers.1.mlp.experts", "mlp.experts"),
         ("PhiMoEForCausalLM", "mlp.router", "block_sparse_moe.gate"),
         ("SarvamMoEForCausalLM", "self_attn.o_proj", "attention.dense"),
         ("ExaoneForCausalLM", "self_attn.q_proj", "attn.attention.q_proj"),
