@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxengine.models.config.altup import AltUp, BlockSkips, LoopedLayers, SharedBlocks
+from jaxengine.models.config.altup import AltUp, BlockSkips, KimiK3Parts, LoopedLayers, SharedBlocks
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import HyperConnections, NgramMemory
 from jaxengine.models.config.declared import DeclaredForm
@@ -27,7 +27,6 @@ from jaxengine.models.config.fields import (
     ModelConfigError,
     check_size,
 )
-from jaxengine.models.config.kimi_k3 import KimiK3Parts
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.tower import TowerConfig
 

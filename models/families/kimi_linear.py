@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.altup import KimiK3Parts
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import MAX_FLOAT, MAX_LAYERS, ConfigFields
-from jaxengine.models.config.kimi_k3 import KimiK3Parts
 from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta

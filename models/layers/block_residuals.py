@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.kimi_k3 import KimiK3Parts
+from jaxengine.models.config.altup import KimiK3Parts
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from jaxengine.models.config.altup import KimiK3Parts
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.kimi_k3 import KimiK3Parts
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.config.state import GatedDelta, SelectiveScan, StateSpace
 from jaxengine.models.registry import read_hf
