@@ -114,9 +114,10 @@ def test_codes_of_layers_that_keep_other_things_have_scales_of_their_own():
         first = first_page(own, locations[layer], NUM_PAGES) + row_step(own, locations[layer]) * (layer % NUM_PAGES)
         drawn = np.random.default_rng(layer).uniform(-127, 127, (2, 8, 1, 34)) * scales[index]
         k, v = drawn[0, ..., : own.spec.head_dim], 3 * drawn[1, ..., : own.spec.v_head_dim]
-        given[layer] = k, v = np.float32(k), None if own.spec.values_in_keys else np.float32(v)
+        given[layer] = k, v = k.astype(np.float32), None if own.spec.values_in_keys else v.astype(np.float32)
         slots = first * 8 + jnp.arange(8, dtype=jnp.int32)
-        pool = replace(pool, data=as_stored(kv_cache_update(own, k, v, slots), pool).data)
+        written = kv_cache_update(own, jnp.asarray(k), None if v is None else jnp.asarray(v), slots)
+        pool = replace(pool, data=as_stored(written, pool).data)
     for index, (layer, (k, v)) in enumerate(sorted(given.items())):
         own = as_viewed(of_layer(pool, locations[layer], index))
         first = first_page(own, locations[layer], NUM_PAGES) + row_step(own, locations[layer]) * (layer % NUM_PAGES)
