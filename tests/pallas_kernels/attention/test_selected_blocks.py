@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,14 @@ def test_shapes_that_do_not_fit():
     parts = ((PAGES, PAGE, HEADS, width) for width in (SIZE + VALUE, WIDTH))
     kv = make_pool(*(np.zeros(shape, np.float32) for shape in parts), "cpu")
     codes = replace(kv, spec=replace(kv.spec, dtype="int8"))
-    given = {"q": jnp.zeros((num_tokens, HEADS, WIDTH)), "kv": kv, "batch": batch, "size": 4, "count": 2, "local": 1}
+    given: dict[str, Any] = {
+        "q": jnp.zeros((num_tokens, HEADS, WIDTH)),
+        "kv": kv,
+        "batch": batch,
+        "size": 4,
+        "count": 2,
+        "local": 1,
+    }
     for change, said in (
         ({"q": given["q"][..., :-1]}, "q must be"),
         ({"q": given["q"].astype(int)}, "q must be float32"),
