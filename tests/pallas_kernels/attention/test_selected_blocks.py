@@ -98,17 +98,25 @@ def test_shapes_that_do_not_fit():
         ({"local": 3}, "size and count must be at least 1, and local from 0 to count, got 4, 2 and 3"),
         ({"size": 0}, "size and count"),
     ):
+        changed: dict[str, Any] = {**given, **change}
         with pytest.raises(ValueError, match=f"select_blocks: {said}"):
-            select_blocks(**given | change)
+            select_blocks(**changed)
     blocks = jnp.zeros((num_tokens, HEADS, 2), jnp.int32)
-    given = {"q": jnp.zeros((num_tokens, HEADS * GROUP, SIZE)), "kv": kv, "batch": batch, "blocks": blocks}
-    given |= {"spec": SPEC, "size": 4}
+    attended: dict[str, Any] = {
+        "q": jnp.zeros((num_tokens, HEADS * GROUP, SIZE)),
+        "kv": kv,
+        "batch": batch,
+        "blocks": blocks,
+        "spec": SPEC,
+        "size": 4,
+    }
     for change, said in (
-        ({"q": given["q"][:, :-1]}, "q must be"),
+        ({"q": attended["q"][:, :-1]}, "q must be"),
         ({"blocks": blocks[:, :1]}, "blocks must be"),
         ({"spec": replace(SPEC, window=3)}, "needs causal attention without"),
         ({"spec": replace(SPEC, v_head_dim=5)}, "the pool must hold keys of 5 [+] 5 elements, got 9"),
         ({"kv": codes}, "the pool must have"),
     ):
+        changed: dict[str, Any] = {**attended, **change}
         with pytest.raises(ValueError, match=f"block_attention: {said}"):
-            block_attention(**given | change)
+            block_attention(**changed)
