@@ -50,12 +50,12 @@ def check(name: str, dtype: str, platform: str, size: int, count: int, local: in
         return found, block_attention(q, kv, batch, found, spec=SPEC, size=size, tuning=TUNING)
 
     found, o = map(np.asarray, run(index_q, q, kv, batch))
-    rows = (np.asarray(each) for each in (batch.cu_q_lens, batch.kv_lens, batch.page_table))
-    rows = *rows, int(batch.num_seqs)
+    cu, lens, table = np.asarray(batch.cu_q_lens), np.asarray(batch.kv_lens), np.asarray(batch.page_table)
+    rows = cu, lens, table, int(batch.num_seqs)
     inputs = np.asarray(index_q, np.float32), keys[:, :, 0].astype(np.float32)
     exact = reference.select_blocks(*inputs, *rows, size=size, count=count, local=local)
     np.testing.assert_array_equal(found, exact)
-    sizes = {"size": size, "sm_scale": SPEC.sm_scale}
+    sizes: dict[str, Any] = {"size": size, "sm_scale": SPEC.sm_scale}
     exact = reference.block_attention(
         np.asarray(q, np.float32), joined.astype(np.float32), *rows, np.asarray(found), **sizes
     )
@@ -80,8 +80,8 @@ def test_further_against_float64(name, platform):
 
 def test_shapes_that_do_not_fit():
     batch, num_tokens = batch_of("decodes")
-    parts = ((PAGES, PAGE, HEADS, width) for width in (SIZE + VALUE, WIDTH))
-    kv = make_pool(*(np.zeros(shape, np.float32) for shape in parts), "cpu")
+    joined, keys = (np.zeros((PAGES, PAGE, HEADS, width), np.float32) for width in (SIZE + VALUE, WIDTH))
+    kv = make_pool(joined, keys, "cpu")
     codes = replace(kv, spec=replace(kv.spec, dtype="int8"))
     given: dict[str, Any] = {
         "q": jnp.zeros((num_tokens, HEADS, WIDTH)),
