@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +50,12 @@ def check(name: str, dtype: str, platform: str, size: int, count: int, local: in
         return found, block_attention(q, kv, batch, found, spec=SPEC, size=size, tuning=TUNING)
 
     found, o = map(np.asarray, run(index_q, q, kv, batch))
-    rows = (np.asarray(each) for each in (batch.cu_q_lens, batch.kv_lens, batch.page_table))
-    rows = *rows, int(batch.num_seqs)
+    cu, lens, table = np.asarray(batch.cu_q_lens), np.asarray(batch.kv_lens), np.asarray(batch.page_table)
+    rows = cu, lens, table, int(batch.num_seqs)
     inputs = np.asarray(index_q, np.float32), keys[:, :, 0].astype(np.float32)
     exact = reference.select_blocks(*inputs, *rows, size=size, count=count, local=local)
     np.testing.assert_array_equal(found, exact)
-    sizes = {"size": size, "sm_scale": SPEC.sm_scale}
+    sizes: dict[str, Any] = {"size": size, "sm_scale": SPEC.sm_scale}
     exact = reference.block_attention(
         np.asarray(q, np.float32), joined.astype(np.float32), *rows, np.asarray(found), **sizes
     )
@@ -79,10 +80,17 @@ def test_further_against_float64(name, platform):
 
 def test_shapes_that_do_not_fit():
     batch, num_tokens = batch_of("decodes")
-    parts = ((PAGES, PAGE, HEADS, width) for width in (SIZE + VALUE, WIDTH))
-    kv = make_pool(*(np.zeros(shape, np.float32) for shape in parts), "cpu")
+    joined, keys = (np.zeros((PAGES, PAGE, HEADS, width), np.float32) for width in (SIZE + VALUE, WIDTH))
+    kv = make_pool(joined, keys, "cpu")
     codes = replace(kv, spec=replace(kv.spec, dtype="int8"))
-    given = {"q": jnp.zeros((num_tokens, HEADS, WIDTH)), "kv": kv, "batch": batch, "size": 4, "count": 2, "local": 1}
+    given: dict[str, Any] = {
+        "q": jnp.zeros((num_tokens, HEADS, WIDTH)),
+        "kv": kv,
+        "batch": batch,
+        "size": 4,
+        "count": 2,
+        "local": 1,
+    }
     for change, said in (
         ({"q": given["q"][..., :-1]}, "q must be"),
         ({"q": given["q"].astype(int)}, "q must be float32"),
@@ -90,17 +98,25 @@ def test_shapes_that_do_not_fit():
         ({"local": 3}, "size and count must be at least 1, and local from 0 to count, got 4, 2 and 3"),
         ({"size": 0}, "size and count"),
     ):
+        changed: dict[str, Any] = {**given, **change}
         with pytest.raises(ValueError, match=f"select_blocks: {said}"):
-            select_blocks(**given | change)
+            select_blocks(**changed)
     blocks = jnp.zeros((num_tokens, HEADS, 2), jnp.int32)
-    given = {"q": jnp.zeros((num_tokens, HEADS * GROUP, SIZE)), "kv": kv, "batch": batch, "blocks": blocks}
-    given |= {"spec": SPEC, "size": 4}
+    attended: dict[str, Any] = {
+        "q": jnp.zeros((num_tokens, HEADS * GROUP, SIZE)),
+        "kv": kv,
+        "batch": batch,
+        "blocks": blocks,
+        "spec": SPEC,
+        "size": 4,
+    }
     for change, said in (
-        ({"q": given["q"][:, :-1]}, "q must be"),
+        ({"q": attended["q"][:, :-1]}, "q must be"),
         ({"blocks": blocks[:, :1]}, "blocks must be"),
         ({"spec": replace(SPEC, window=3)}, "needs causal attention without"),
         ({"spec": replace(SPEC, v_head_dim=5)}, "the pool must hold keys of 5 [+] 5 elements, got 9"),
         ({"kv": codes}, "the pool must have"),
     ):
+        changed: dict[str, Any] = {**attended, **change}
         with pytest.raises(ValueError, match=f"block_attention: {said}"):
-            block_attention(**given | change)
+            block_attention(**changed)
