@@ -303,19 +303,8 @@ class LayerAttention:
                 )
             if self.qk_norm or (self.sinks and self.index is None):
                 raise ModelConfigError("latent attention takes no qk_norm, and sinks only with an indexer")
-        if (compressed := self.compressed) is not None:
-            kept = (self.num_kv_heads, self.head_dim, self.beside_state)
-            if kept != (1, compressed.head_dim, compressed.rate is not None):
-                raise ModelConfigError(
-                    f"compressed keys need one kv head, and pages where blocks have keys, got {kept}"
-                )
-            if self.rope is None or min(compressed.widths) < self.rope.rotary_dim:
-                raise ModelConfigError(f"compressed keys need a rope of at most their {compressed.widths} elements")
-            if self.num_heads % compressed.out_groups:
-                text = f"o_groups must divide num_attention_heads = {self.num_heads}, got {compressed.out_groups}"
-                raise ModelConfigError(text)
-            if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
-                raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
+        if self.compressed is not None:
+            self._check_compressed(self.compressed)
         if self.blocks is not None:
             self._check_blocks(self.blocks)
         if self.index is not None:
@@ -338,6 +327,19 @@ class LayerAttention:
         if size > index.head_dim:
             name = "the rotated part of a head" if self.latent is None else "qk_rope_head_dim"
             raise ModelConfigError(f"index_head_dim must be at least {name} = {size}, got {index.head_dim}")
+
+    def _check_compressed(self, compressed: CompressedKeys) -> None:
+        """Raise ModelConfigError if the layer's other fields do not suit its compressed keys."""
+        kept = (self.num_kv_heads, self.head_dim, self.beside_state)
+        if kept != (1, compressed.head_dim, compressed.rate is not None):
+            raise ModelConfigError(f"compressed keys need one kv head, and pages where blocks have keys, got {kept}")
+        if self.rope is None or min(compressed.widths) < self.rope.rotary_dim:
+            raise ModelConfigError(f"compressed keys need a rope of at most their {compressed.widths} elements")
+        if self.num_heads % compressed.out_groups:
+            text = f"o_groups must divide num_attention_heads = {self.num_heads}, got {compressed.out_groups}"
+            raise ModelConfigError(text)
+        if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
+            raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
 
     def _check_blocks(self, blocks: KeyBlocks) -> None:
         """Raise ModelConfigError if the layer's other fields do not suit `blocks`."""

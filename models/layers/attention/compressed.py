@@ -246,6 +246,7 @@ class CompressedAttention(nnx.Module):
         ModelConfigError for a page size that does not suit the blocks.
         """
         blocks, keys = contributed.blocks, self.keys
+        assert blocks.rope is not None
         num_tokens, most = blocks.positions.shape[0], len(blocks.last)
         padded = jnp.pad(blocks.last, (0, -most % _MADE), constant_values=num_tokens)
         rope = tuple(jnp.pad(each, ((0, -most % _MADE), (0, 0))) for each in blocks.rope)
