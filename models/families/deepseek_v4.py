@@ -23,12 +23,12 @@ from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
-from jaxengine.models.layers.attention.compressed import CompressedAttention
+from jaxengine.models.layers.attention.blocks.compressed import CompressedAttention
 from jaxengine.models.layers.base.mlp import ClampedSilu
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import ExpertNames, GivenExperts, MixtureOfExperts
-from jaxengine.models.layers.hyper_connections import HyperConnection, JoinedStreams
+from jaxengine.models.layers.streams.hyper_connections import HyperConnection, JoinedStreams
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.pallas_kernels.kv.pages import KVPages

@@ -28,14 +28,14 @@ from jaxengine.models.families.deepseek_v4 import (
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
-from jaxengine.models.layers.attention.shared_keys import SharedKeysAttention
-from jaxengine.models.layers.hyper_connections import (
+from jaxengine.models.layers.attention.blocks.shared_keys import SharedKeysAttention
+from jaxengine.models.layers.ngrams import NgramLookup
+from jaxengine.models.layers.streams.hyper_connections import (
     DelayedConnection,
     StreamsByShares,
     with_shares,
     without_shares,
 )
-from jaxengine.models.layers.ngrams import NgramLookup
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 # transformers' defaults for fields that a file lacks.

@@ -28,13 +28,13 @@ from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
 from jaxengine.models.families.gemma4 import Gemma4Attention, LayerInputs, PerLayerGate, with_sources
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.altup import Projections, Streams
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP, SparseGelu, gelu_tanh
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.streams.altup import Projections, Streams
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages

@@ -26,8 +26,8 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.mlp import ClampedSilu, GatedMLP
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
-from jaxengine.models.layers.hyper_connections import MeanOfStreams
 from jaxengine.models.layers.states.delta_net import CONVS, JOINED
+from jaxengine.models.layers.streams.hyper_connections import MeanOfStreams
 from jaxengine.models.params.source import CheckpointNames
 
 INDEXED = "indexed_attention"

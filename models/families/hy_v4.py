@@ -25,7 +25,7 @@ from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import ClampedSilu
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
-from jaxengine.models.layers.hyper_connections import IndependentConnection, JoinedStreams
+from jaxengine.models.layers.streams.hyper_connections import IndependentConnection, JoinedStreams
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

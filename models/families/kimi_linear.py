@@ -27,10 +27,10 @@ from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention, times_gate
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP, SiluThenClamped, Situ
-from jaxengine.models.layers.block_residuals import BlockResidualLayer, StreamMix
 from jaxengine.models.layers.experts.latent_experts import LatentExperts
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
+from jaxengine.models.layers.streams.block_residuals import BlockResidualLayer, StreamMix
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 

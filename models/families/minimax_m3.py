@@ -17,7 +17,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, Activation, hf_fields, listed_dense, read_each_layer, text_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
-from jaxengine.models.layers.attention.sparse_blocks import BlockSparseAttention
+from jaxengine.models.layers.attention.blocks.sparse_blocks import BlockSparseAttention
 from jaxengine.models.layers.base.mlp import ClampedSwish, GatedMLP
 from jaxengine.models.layers.base.norm import NormClass, OffsetRMSNorm
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts

@@ -26,10 +26,10 @@ from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.families.qwen3_next import LINEAR, gated_inputs, hybrid_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import QK_NORMS, StepInputs
-from jaxengine.models.layers.attention.block_sparse import BlockSparseAttention
+from jaxengine.models.layers.attention.blocks.block_sparse import BlockSparseAttention
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
-from jaxengine.models.layers.hyper_connections import GatedConnection, GatedStreams
 from jaxengine.models.layers.states.ngrams import GatedNGrams
+from jaxengine.models.layers.streams.hyper_connections import GatedConnection, GatedStreams
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 

@@ -34,8 +34,8 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import POSITIONS, SCHEDULE, TEMPERATURE, LayerPages, StepInputs
+from jaxengine.models.layers.attention.blocks.token_blocks import BLOCKS
 from jaxengine.models.layers.attention.mla_expanded import EXPANDED_ROWS
-from jaxengine.models.layers.attention.token_blocks import BLOCKS
 from jaxengine.models.layers.base.rope import ROPE
 from jaxengine.models.layers.base.rows import step_rows
 from jaxengine.models.layers.base.section import Note, SelectedKeys, key_limits_of, notes_of, sections_of

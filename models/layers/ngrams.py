@@ -17,7 +17,7 @@ from jaxengine.models.cache import StateRows
 from jaxengine.models.config.compressed import TOKEN_MAP
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.attention.attention import StepInputs
-from jaxengine.models.layers.attention.token_blocks import TokenBlocks, recent
+from jaxengine.models.layers.attention.blocks.token_blocks import TokenBlocks, recent
 from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.params.declare import ParamDecl, Source, declare

@@ -19,7 +19,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import NGrams
 from jaxengine.models.layers.attention.attention import StepInputs
-from jaxengine.models.layers.attention.token_blocks import TokenBlocks, recent
+from jaxengine.models.layers.attention.blocks.token_blocks import TokenBlocks, recent
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import GroupedOffsetRMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.layers.attention.shared_keys import rounded_e2m1, rounded_e4m3, rounded_nvfp4
-from jaxengine.models.layers.hyper_connections import with_shares, without_shares
+from jaxengine.models.layers.attention.blocks.shared_keys import rounded_e2m1, rounded_e4m3, rounded_nvfp4
 from jaxengine.models.layers.ngrams import product_of_ids, remainders
+from jaxengine.models.layers.streams.hyper_connections import with_shares, without_shares
 
 
 def test_rounding():

@@ -32,7 +32,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import BlockIndex, CompressedKeys
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec
-from jaxengine.models.layers.attention.token_blocks import (
+from jaxengine.models.layers.attention.blocks.token_blocks import (
     BlockPages,
     Recent,
     TokenBlocks,

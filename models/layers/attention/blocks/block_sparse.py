@@ -29,8 +29,8 @@ from jaxengine.models.config.attention import KeyBlocks, LayerAttention
 from jaxengine.models.config.compressed import RecentPlaces
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.attention.compressed import best_blocks
-from jaxengine.models.layers.attention.token_blocks import TokenBlocks, recent
+from jaxengine.models.layers.attention.blocks.compressed import best_blocks
+from jaxengine.models.layers.attention.blocks.token_blocks import TokenBlocks, recent
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.base.rope import apply_rope, rope_table

@@ -27,7 +27,7 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.compressed import Candidates, SharedKeys
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
-from jaxengine.models.layers.attention.compressed import (
+from jaxengine.models.layers.attention.blocks.compressed import (
     MERGED,
     SCORED,
     TOKENS,
@@ -35,7 +35,7 @@ from jaxengine.models.layers.attention.compressed import (
     CompressedAttention,
     block_scores,
 )
-from jaxengine.models.layers.attention.token_blocks import BlockPages, Recent, TokenBlocks, recent
+from jaxengine.models.layers.attention.blocks.token_blocks import BlockPages, Recent, TokenBlocks, recent
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.section import SelectedKeys

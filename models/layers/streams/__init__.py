@@ -1,0 +1,1 @@
+"""Layers with several hidden states of a token."""
