@@ -6,6 +6,7 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import NormedOutputs
+from jaxengine.models.config.rope import Rope
 from jaxengine.models.registry import read_hf
 from jaxengine.models.vision.muse_glimmer import MuseTowerConfig
 from tests.models.config.test_as_transformers import ABSENT, recorded
@@ -34,14 +35,15 @@ def test_defaults_are_those_of_the_classes_in_transformers():
     assert (tower.num_features, tower.window_size, tower.unit, tower.projector_size) == (1176, 32, 1024, 4096)
     config = read_hf(SPARK)
     assert config.tower is None and config.experts is not None
-    assert (config.num_layers, config.attention[0].rope.theta, config.attention[1].rope) == (62, 500000.0, None)
+    assert (config.num_layers, config.attention[0].rope, config.attention[1].rope) == (62, Rope(64, 500000.0), None)
     assert (config.experts.latent_size, config.experts.num_experts, config.experts.dense_layers) == (4096, 256, ())
     assert config.normed_outputs == NormedOutputs(1e-8, 0.3)
     # transformers leaves a base out that is not in a mapping, unless rope is scaled.
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     for own, theta in (({}, 500000.0), (linear, 77.0)):
         fields = {"num_hidden_layers": 2, "rope_theta": 77.0, **own}
-        assert read_hf(SPARK | {"text_config": fields}).attention[0].rope.theta == theta
+        rope = read_hf(SPARK | {"text_config": fields}).attention[0].rope
+        assert rope is not None and rope.theta == theta
 
 
 def test_the_text_of_muse_glimmer_alone():
