@@ -117,25 +117,34 @@ ROOMS = {
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.params models.config "
         "models.quantization.base models.quantization models models.layers.base"
     ),
+    "models.layers.attention.blocks": (
+        "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.params models.config "
+        "models.quantization models models.layers.base models.layers.attention"
+    ),
+    "models.layers.streams": (
+        "pallas_kernels.kv models.params models.config models.quantization models models.layers.base "
+        "models.layers.attention"
+    ),
     "models.layers.experts": (
         "sharding pallas_kernels:base pallas_kernels.matmul models.params models.config models.quantization.base "
         "models.quantization models models.layers.base"
     ),
     "models.layers.states": (
-        "sharding pallas_kernels.state models.params models.config models models.layers.base models.layers.attention"
+        "sharding pallas_kernels.state models.params models.config models models.layers.base models.layers.attention "
+        "models.layers.attention.blocks"
     ),
     "models.layers": (
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.params models.config "
         "models.config.readers models.quantization models models.layers.base models.layers.attention "
-        "models.layers.experts"
+        "models.layers.attention.blocks models.layers.experts"
     ),
     "models.vision.base": "models.params models.config models.quantization models models.layers.base",
     "models.vision": "models.params models.config models models.layers.base models.vision.base",
     "models.sound": ("models.params models.config models models.layers.base models.vision.base models.vision"),
     "models.families": (
         "pallas_kernels.kv models.params models.config models.config.readers models models.layers.base "
-        "models.layers.attention models.layers.experts models.layers.states models.layers models.vision "
-        "models.sound"
+        "models.layers.attention models.layers.attention.blocks models.layers.streams models.layers.experts "
+        "models.layers.states models.layers models.vision models.sound"
     ),
     "models:registry": (
         "sharding models.params models.config models.config.readers models.quantization models models.layers "
@@ -290,8 +299,8 @@ ROOMS = {
     ),
     "check.model": (
         "sharding models.params models.config models.config.readers models models.layers.base "
-        "models.layers.attention models.layers.experts models.layers models:registry models.weights.adapters "
-        "scheduler.batches config.base config.features config.inputs config checkpoint "
+        "models.layers.attention models.layers.attention.blocks models.layers.experts models.layers models:registry "
+        "models.weights.adapters scheduler.batches config.base config.features config.inputs config checkpoint "
         "runner.extensions.pictures runner.extensions.drafts runner.extensions:build runner.start check.compiled "
         "check.model:roofline"
     ),

@@ -56,8 +56,7 @@ class StepInputs(NamedTuple):
         (non-absorbed) keys and values.
       of_layer: [T, P], this layer's second input, after the hidden states; None for none.
       selected: i32[T, k], positions of the keys that the last indexer has selected; None without one.
-      blocks: result of jaxengine.models.layers.attention.blocks.token_blocks.token_blocks; None for layers that need none of
-        it.
+      blocks: result of jaxengine.models.layers.attention.blocks.token_blocks.token_blocks; None where it is not needed.
       positions: i32[T], for layers whose effect of positions has weights; None for others.
     """
 
