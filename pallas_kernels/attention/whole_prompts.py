@@ -16,11 +16,11 @@ from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
     """Whether `whole_prompt_attention` supports layers of `spec` on a platform: the attention must not be causal, the
-    values must not lie in keys, there must be no sinks and no slopes, and the platform must have an implementation.
+    values must not lie in keys, there must be no sinks, and the platform must have an implementation. Callers give the
+    slopes of a layer that has them as biases.
     """
-    if spec.has_sinks or spec.has_slopes:
-        return False
-    return not spec.causal and not spec.values_in_keys and ("whole_prompt_attention", platform) in KERNELS
+    plain = not (spec.causal or spec.values_in_keys or spec.has_sinks)
+    return plain and ("whole_prompt_attention", platform) in KERNELS
 
 
 def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int, platform: str) -> Any:
