@@ -272,7 +272,7 @@ async def test_only_json_is_read(app):
         ({"timeout": 0}, "timeout"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncation_side": "up"}, "truncation_side"),
-        ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream_options": {"other": 1}, "stream": True}, "stream_options"),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "include_obfuscation"),
         ({"response_format": {"type": "xml"}}, "response_format"),
