@@ -62,7 +62,7 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     tower: Any = config.tower
     count = tower.num_layers if hasattr(tower, "num_layers") else tower.vit.num_layers
     assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
-    behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
+    behind = {part for path in shared if path[0] in ("merger", "projector", "up", "down") for part in path}
     # Gemma 4's tower is followed by one product, HunyuanOCR's by small convolutions, MiniCPM-V's by a resampler.
     others = "gemma4", "hunyuan_vl", "hy_v4_vl", "minicpmv2_6", "minicpmv4_5"
     assert behind >= {"up", "down"} or behind >= {"fc1", "fc2"} or name.startswith(others)
