@@ -27,8 +27,8 @@ def product_of_ids(ids: jax.Array, factor: int) -> Words:
 
 
 def remainders(number: Words, sizes: Sequence[int]) -> jax.Array:
-    """Return the remainders i32[T, P] of numbers, high and low words u32[T] each, divided by P sizes from 1 to 2**31 - 1.
-    Digits of a number are taken in one after the other, of as many bits as keep each dividend below 2**32.
+    """Return the remainders i32[T, P] of numbers, high and low words u32[T] each, divided by P sizes from 1 to 2**31 -
+    1. Digits of a number are taken in one after the other, of as many bits as keep each dividend below 2**32.
     """
     room = 32 - max(sizes).bit_length()
     bits = max(each for each in (1, 2, 4, 8, 16) if each <= room)
