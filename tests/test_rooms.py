@@ -253,8 +253,9 @@ ROOMS = {
         "runner.extensions.drafts runner.extensions:build runner"
     ),
     "runner.weights": (
-        "sharding models.params models models.weights.views models.weights.formats models.weights.adapters "
-        "models.weights scheduler.base config.features checkpoint runner.base runner.extensions.drafts runner"
+        "sharding models.params models.config models models.weights.views models.weights.formats "
+        "models.weights.adapters models.weights scheduler.base config.features checkpoint runner.base "
+        "runner.extensions.drafts runner"
     ),
     "cluster": ("scheduler.batches jaxengine:base config.base config runner runner.start runner.weights"),
     "check.model:roofline": (

@@ -4,6 +4,7 @@ parallel hidden states, which DeepSeek-V4 mixes by doubly stochastic matrices, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,6 +24,8 @@ _MOST_STREAMS, _MOST_ROUNDS = 16, 1024
 TOKEN_MAP = "token_map"  # tensor of a memory of n-grams: the smaller vocabulary's id of each token
 # Largest number of a sequence's tokens that a state holds: the window, and the blocks from which a key is computed.
 _MOST_KEPT = 1 << 14
+_MOST_HASHES = 256  # of an n-gram, many times as many as known models have
+_SIEVED = 1 << 16  # numbers among which primes are looked for at a time
 
 
 @dataclass(frozen=True)
@@ -241,9 +244,11 @@ class NgramMemory:
 
     def __post_init__(self) -> None:
         check_size("engram_max_ngram_size", self.longest, _MOST_STREAMS, 2)
-        check_size("engram_n_heads", self.num_heads, MAX_HEADS)
+        check_size("engram_n_heads", self.num_heads, _MOST_HASHES)
         check_size("engram_head_dim", self.head_dim, MAX_HIDDEN)
-        check_size("engram_vocab_size", self.least_rows, 1 << 30)
+        check_size("engram_vocab_size", self.least_rows, MAX_INTEGER)
+        # Rows are numbered by int32. This also limits the search for prime numbers.
+        check_size("engram_vocab_size * number of ranges", self.least_rows * self.num_columns, MAX_INTEGER)
         check_size("engram_compressed_vocab_size", self.vocab_size, MAX_INTEGER)
         for rows in self.num_rows:
             check_size("engram_num_embeddings", rows, MAX_INTEGER)
@@ -259,8 +264,9 @@ class NgramMemory:
     @property
     def primes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the ranges of each layer's table, those of 2-grams first."""
-        found = iter(_ranges(self.least_rows, self.num_heads, len(self.layers) * (self.longest - 1)))
-        return tuple(tuple(next(found) for _ in range(self.num_columns)) for _ in self.layers)
+        count = self.num_columns
+        found = primes_from(self.least_rows, len(self.layers) * count)
+        return tuple(found[start : start + count] for start in range(0, len(found), count))
 
     def multipliers(self, layer: int) -> tuple[int, ...]:
         """Return the odd factor, below 2 ** 63 / vocab_size, of the ids of a token and of each of the longest - 1
@@ -272,22 +278,26 @@ class NgramMemory:
 
 
 @lru_cache(maxsize=8)
-def _ranges(least: int, num_heads: int, num_sets: int) -> tuple[int, ...]:
-    """Return num_sets sets of num_heads prime numbers, all different and ascending in each set: the smallest that are
-    at least `least` and that no set before has. Results for the last 8 arguments are cached.
+def primes_from(least: int, count: int) -> tuple[int, ...]:
+    """Return the `count` smallest primes that are at least `least`, ascending, of numbers below 2 ** 32 (sieve of
+    Eratosthenes). Results for the last 8 arguments are cached.
     """
     found: list[int] = []
-    number = least
-    while len(found) < num_heads * num_sets:
-        if _is_prime(number):
-            found.append(number)
-        number += 1
-    return tuple(found)
+    first, divisors = max(least, 2), _unsieved(2, range(2, 1 << 8))
+    while len(found) < count:
+        found += _unsieved(first, divisors)
+        first += _SIEVED
+    return tuple(found[:count])
 
 
-def _is_prime(number: int) -> bool:
-    """Return whether a number below 2 ** 31 is prime (trial division)."""
-    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+def _unsieved(first: int, divisors: Iterable[int]) -> list[int]:
+    """Return those of the _SIEVED numbers from `first` on that no smaller one of the ascending `divisors` divides."""
+    is_prime, end = np.ones(_SIEVED, bool), first + _SIEVED
+    for divisor in divisors:
+        if divisor * divisor >= end:
+            break
+        is_prime[max(divisor * divisor, -(-first // divisor) * divisor) - first :: divisor] = False
+    return (np.flatnonzero(is_prime) + first).tolist()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import BlockIndex, Candidates, NgramMemory, SharedKeys
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields, check_size
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import hf_fields, text_fields
 from jaxengine.models.families.deepseek_v4 import (
@@ -29,7 +29,7 @@ from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.blocks.shared_keys import SharedKeysAttention
-from jaxengine.models.layers.ngrams import NgramLookup
+from jaxengine.models.layers.states.ngram_memory import NgramLookup
 from jaxengine.models.layers.streams.hyper_connections import (
     DelayedConnection,
     StreamsByShares,
@@ -268,6 +268,8 @@ def _read_ngrams(fields: ConfigFields, count: int) -> NgramMemory | None:
     rows = fields.value(_ROWS, None)
     if not isinstance(rows, list) or len(rows) != len(layers) or fields.value(_NGRAMS) != layers:
         raise fields.fail(_ROWS, f"a number for each of {_NGRAMS}, which ascend")
+    pad_id = fields.integer("engram_pad_token_id", 2, minimum=0)
+    check_size("engram_pad_token_id", pad_id, fields.integer("vocab_size") - 1, 0)
     return NgramMemory(
         layers=tuple(layers),
         num_rows=tuple(rows),
@@ -275,6 +277,6 @@ def _read_ngrams(fields: ConfigFields, count: int) -> NgramMemory | None:
         num_heads=fields.integer("engram_n_heads", 8),
         head_dim=fields.integer("engram_head_dim", 256),
         least_rows=fields.integer("engram_vocab_size", 16_000_000),
-        pad_id=fields.integer("engram_pad_token_id", 2, minimum=0),
+        pad_id=pad_id,
         vocab_size=fields.integer("engram_compressed_vocab_size", 99_092),
     )

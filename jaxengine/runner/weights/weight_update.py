@@ -35,6 +35,7 @@ from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.weights.kept_maps import then_kept_maps, with_kept_maps
 from jaxengine.runner.weights.process_weights import Spread, raise_faults, whole
 from jaxengine.runner.weights.sleep import Absent, are_present
 from jaxengine.runner.weights.weight_names import (
@@ -326,7 +327,7 @@ def _of_folder(
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
-    source: WeightSource = checkpoint
+    source: WeightSource = with_kept_maps(checkpoint, stages) if strict else checkpoint
     try:
         if head is not None:
             source = head.view(checkpoint)
@@ -403,10 +404,9 @@ def _of_tensors(
     """Read tensors onto the devices one by one, and return each stage's new arrays by leaf index. Arguments: see
     `read_weights`. Raises ModelFileError or WeightUpdateError for tensors that do not fit or are not finite.
     """
-    models = [(model, mesh) for model, mesh, _ in stages]
+    models, tensors = [each[:2] for each in stages], then_kept_maps(tensors, stages) if strict else tensors
     if stages[0].model.config.pooler is not None:
-        name_of = naming([model for model, _ in models])
-        tensors = with_names(name_of, tensors)
+        tensors = with_names(naming([model for model, _ in models]), tensors)
     states = load_streamed(models, tensors, partial=not strict, donate=donate, chunk_bytes=chunk_bytes)
     return _of_finite(stages, states)
 

@@ -8,7 +8,6 @@ the convolution's window, so nothing depends on how a prompt was cut. Shape lett
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +16,22 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
+from jaxengine.models.config.compressed import primes_from
 from jaxengine.models.config.state import NGrams
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.blocks.token_blocks import TokenBlocks, recent
+from jaxengine.models.layers.base.hashes import product_of_ids, remainders
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import GroupedOffsetRMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.state.conv import causal_conv
 from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tokens, shard_index
 
-_WORD, _MASK = 32, (1 << 64) - 1
+_MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64 (Steele et al. 2014), as are the two factors
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _OF_LAYER = 10007  # distance of the seeds of successive layers
 _LEAST_GATE = 1e-6
-_SIEVED = 1 << 16  # numbers among which primes are looked for at a time
 
 
 def hash_factors(ngrams: NGrams) -> list[int]:
@@ -49,50 +49,10 @@ def hash_factors(ngrams: NGrams) -> list[int]:
     return factors
 
 
-@lru_cache(maxsize=8)
-def primes_from(least: int, count: int) -> tuple[int, ...]:
-    """Return the `count` smallest primes that are at least `least`, ascending. Results for the last 8 arguments are
-    cached.
-    """
-    found: list[int] = []
-    first = max(least, 2)
-    while len(found) < count:
-        is_prime = np.ones(_SIEVED, bool)
-        for divisor in range(2, math.isqrt(first + _SIEVED - 1) + 1):
-            is_prime[max(divisor * divisor, -(-first // divisor) * divisor) - first :: divisor] = False
-        found += (np.flatnonzero(is_prime) + first).tolist()
-        first += _SIEVED
-    return tuple(found[:count])
-
-
 def table_sizes(ngrams: NGrams) -> tuple[int, ...]:
     """Return the number of rows of each table of the layer, those of 2-grams first."""
     before = ngrams.number * ngrams.num_tables
     return primes_from(ngrams.least, before + ngrams.num_tables)[before:]
-
-
-def _multiplied(ids: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """Return the high and the low half, uint32 each, of the 64-bit products of ids uint32 with a factor < 2**63."""
-    low, high = jnp.uint32(factor & 0xFFFFFFFF), jnp.uint32(factor >> _WORD)
-    (a, b), (c, d) = ((part & 0xFFFF, part >> 16) for part in (ids, low))
-    middle = ((a * c) >> 16) + ((a * d) & 0xFFFF) + ((b * c) & 0xFFFF)
-    carried = b * d + ((a * d) >> 16) + ((b * c) >> 16) + (middle >> 16)
-    return carried + ids * high, ids * low
-
-
-def _remainders(high: jax.Array, low: jax.Array, sizes: np.ndarray) -> jax.Array:
-    """Return i32[..., N], the remainders of numbers 2**32 * high + low, uint32[...], after division by N sizes of at
-    most 2**31.
-    """
-    bits = min(_WORD - int(sizes.max() - 1).bit_length(), 16)  # of `low` at a time, so that 32 bits hold the dividend
-    divisors = jnp.asarray(sizes, jnp.uint32)
-    rest, left = high[..., None] % divisors, _WORD
-    while left:
-        taken = min(bits, left)
-        left -= taken
-        new = (low >> left) & ((1 << taken) - 1)
-        rest = ((rest << taken) | new[..., None]) % divisors
-    return rest.astype(jnp.int32)
 
 
 def rows_of(ngrams: NGrams, blocks: TokenBlocks, before: jax.Array) -> jax.Array:
@@ -105,12 +65,12 @@ def rows_of(ngrams: NGrams, blocks: TokenBlocks, before: jax.Array) -> jax.Array
     ends = (before == ngrams.end) | (lags > blocks.positions[:, None])
     ids = jnp.where(jnp.cumsum(ends, axis=1) > 0, ngrams.end, before).astype(jnp.uint32)
     factors, sizes, found = hash_factors(ngrams), table_sizes(ngrams), []
-    high, low = _multiplied(blocks.token_ids.astype(jnp.uint32), factors[0])
+    high, low = product_of_ids(blocks.token_ids.astype(jnp.uint32), factors[0])
     for index, factor in enumerate(factors[1:]):
-        more_high, more_low = _multiplied(ids[:, index], factor)
+        more_high, more_low = product_of_ids(ids[:, index], factor)
         high, low = high ^ more_high, low ^ more_low
         own = sizes[index * ngrams.num_heads :][: ngrams.num_heads]
-        found.append(_remainders(high, low, np.asarray(own, np.int64)))
+        found.append(remainders((high, low), own))
     return jnp.concatenate(found, axis=1) + jnp.asarray(np.cumsum([0, *sizes[:-1]]), jnp.int32)
 
 

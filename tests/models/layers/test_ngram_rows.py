@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.compressed import primes_from
 from jaxengine.models.config.state import NGrams
-from jaxengine.models.layers.states.ngrams import NGramTables, hash_factors, primes_from, rows_of, table_sizes
+from jaxengine.models.layers.states.ngrams import NGramTables, hash_factors, rows_of, table_sizes
 from jaxengine.sharding.layout import MeshLayout
 from tests.tables import each_row
 
@@ -53,6 +54,7 @@ def test_sizes_and_factors():
     assert primes_from(1, 6) == (2, 3, 5, 7, 11, 13) and primes_from(24, 2) == (29, 31)
     assert table_sizes(NGrams(1, 2, 3, 6, 5, 1, 1, 0, 7, 97, 8, 2)) == (13, 17, 19)
     assert primes_from(20_000_000, 2) == (20_000_003, 20_000_023)
+    assert primes_from(2**31 - 1, 1) == (2**31 - 1,) and primes_from(1, 6543)[-1] == 65537
     assert all(factor % 2 and 0 < factor * (PUBLISHED.vocab_size - 1) < 1 << 63 for factor in hash_factors(PUBLISHED))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.layers.attention.blocks.shared_keys import rounded_e2m1, rounded_e4m3, rounded_nvfp4
-from jaxengine.models.layers.ngrams import product_of_ids, remainders
+from jaxengine.models.layers.base.hashes import product_of_ids, remainders
 from jaxengine.models.layers.streams.hyper_connections import with_shares, without_shares
 
 

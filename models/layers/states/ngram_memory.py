@@ -1,8 +1,8 @@
 """Memory of n-grams: rows of a table, found by hashes of a token's id and of those before it, that are added to a
 token's hidden states (DeepSeek-AI 2026, "Conditional Memory via Scalable Lookup", Engram, as in DeepSeek-V4.1).
 
-A hash is the exclusive or of products of ids and constants of 63 bits, modulo a prime number. It is computed in pairs
-of 32-bit words. C: rows that a token looks up, E: elements of a row, A: hidden states of a token.
+A hash is the exclusive or of products of ids and constants of 63 bits, modulo a prime number. C: rows that a token
+looks up, E: elements of a row, A: hidden states of a token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.blocks.token_blocks import TokenBlocks, recent
 from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.hashes import product_of_ids, remainders
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 _LEAST = 1e-6  # smallest magnitude of a product before its square root
-Words = tuple[jax.Array, jax.Array]
 
 
 class NgramLookup(nnx.Module):
@@ -90,33 +90,6 @@ class NgramLookup(nnx.Module):
             mixed = mixed[0] ^ other[0], mixed[1] ^ other[1]
             primes = self.primes[(lag - 1) * count : lag * count]
             starts = first + np.cumsum([0, *primes[:-1]])
-            places.append(remainders(mixed, primes).astype(jnp.int32) + jnp.asarray(starts, jnp.int32))
+            places.append(remainders(mixed, primes) + jnp.asarray(starts, jnp.int32))
             first += sum(primes)
         return jnp.concatenate(places, axis=1)
-
-
-def product_of_ids(ids: jax.Array, factor: int) -> Words:
-    """Return the high and low words u32[T] of the products of ids u32[T] and a number, which are below 2 ** 64."""
-    half = jnp.uint32(0xFFFF)
-    parts = [jnp.uint32(factor >> shift & 0xFFFF) for shift in (0, 16)]
-    low, high = ids & half, ids >> 16
-    first = low * parts[0]
-    second = high * parts[0] + (first >> 16)
-    third = low * parts[1] + (second & half)
-    upper = high * parts[1] + (second >> 16) + (third >> 16) + ids * jnp.uint32(factor >> 32)
-    return upper, third << 16 | first & half
-
-
-def remainders(number: Words, primes: tuple[int, ...]) -> jax.Array:
-    """Return the remainders u32[T, P] of numbers, as high and low words u32[T], divided by each of P numbers below 2 **
-    31. The digits of a number are taken in one after the other, of as many bits as 32-bit words have room for.
-    """
-    room = 32 - max(primes).bit_length()
-    bits = max(each for each in (1, 2, 4, 8, 16) if each <= room)
-    divisors = jnp.asarray(primes, jnp.uint32)
-    left = jnp.zeros((number[0].shape[0], len(primes)), jnp.uint32)
-    for word in number:
-        for shift in range(32 - bits, -1, -bits):
-            digit = word >> shift & jnp.uint32((1 << bits) - 1)
-            left = (left << bits | digit[:, None]) % divisors
-    return left

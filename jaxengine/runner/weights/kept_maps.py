@@ -1,0 +1,59 @@
+"""Maps of tokens, which follow from a checkpoint's tokenizer, when new weights come without them: published checkpoints
+and trainers have none, and the engine keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxengine.models.config.compressed import TOKEN_MAP
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.weights.adapters.pools import abstract_leaves
+from jaxengine.models.weights.formats.arrays import on_host
+from jaxengine.models.weights.views.added import AddedSource
+
+
+def with_kept_maps(source: WeightSource, stages: Sequence[tuple[Any, Any, list[Any]]]) -> WeightSource:
+    """Return a view of a checkpoint with the maps that the engine has, or `source` itself if it has a map, or the
+    engine none. stages: (abstract model, mesh, leaves) each; leaves that are not on the devices are left out.
+    """
+    if any(_is_map(name) for name in source.names()):
+        return source
+    maps = _maps(stages)
+    return AddedSource(source, maps) if maps else source
+
+
+def then_kept_maps(
+    tensors: Iterable[tuple[str, Any]], stages: Sequence[tuple[Any, Any, list[Any]]]
+) -> Iterator[tuple[str, Any]]:
+    """Iterate over tensors by name, and then, if none of them is a map, over the maps that the engine has. stages: as
+    of `with_kept_maps`.
+    """
+    given = False
+    for name, array in tensors:
+        given = given or _is_map(name)
+        yield name, array
+        del array  # otherwise it would stay in memory while the next one is created
+    if not given:
+        yield from _maps(stages).items()
+
+
+def _is_map(name: Any) -> bool:
+    """Return whether a tensor's name, which a caller may have given as any object, is that of a map."""
+    return isinstance(name, str) and name.endswith(f".{TOKEN_MAP}")
+
+
+def _maps(stages: Sequence[tuple[Any, Any, list[Any]]]) -> dict[str, np.ndarray]:
+    """Return copies of the maps on the devices, i32[vocab_size] each, by the name of their tensor."""
+    found = {}
+    for model, mesh, leaves in stages:
+        tensors = {param.name: param.decl.sources[0].name for param in declared_params(model)}
+        for (name, _), leaf in zip(abstract_leaves(model, mesh), leaves, strict=True):
+            if _is_map(name) and isinstance(leaf, jax.Array):
+                found[tensors[name]] = on_host(leaf)
+    return found
