@@ -24,6 +24,7 @@ from jaxengine.models.config.state import (
     GatedDelta,
     GatedRecurrence,
     LinearState,
+    NGrams,
     SelectiveScan,
     ShortConvolution,
     StateSpace,
@@ -384,6 +385,11 @@ class LayerAttention:
     def compressed(self) -> CompressedKeys | None:
         """Compressed keys that the layer attends to; None if each token has its own key."""
         return self.state if isinstance(self.state, CompressedKeys) else None
+
+    @property
+    def ngrams(self) -> NGrams | None:
+        """Embeddings of n-grams of token ids that the layer adds; None for none."""
+        return self.state.ngrams if isinstance(self.state, GatedDelta) else None
 
     @property
     def selection_source(self) -> int | None:

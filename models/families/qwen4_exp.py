@@ -100,11 +100,10 @@ class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
         return _read(fields, fields.token_ids("eos_token_id"))
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        config, state = self.config, self.config.attention[layer].state
+        config, ngrams = self.config, self.config.attention[layer].ngrams
         connections = [
             GatedConnection(config, source=f"{LAYER}.{part}_hyper_connection", build=build) for part in ("attn", "mlp")
         ]
-        ngrams = state.ngrams if isinstance(state, GatedDelta) else None
         sizes = {"eps": config.rms_norm_eps, "source": f"{LAYER}.ple", "build": build}
         added = None if ngrams is None else GatedNGrams(ngrams, config.hidden_size, **sizes)
         return Qwen4ExpLayer(self.make_attention(layer, build), self.make_experts(build), connections, added)
