@@ -54,7 +54,9 @@ DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 10,
 }
 _GATES = ("silu", "sigmoid")
-# Of n-grams: numbers that follow from the configuration, and a look-up table; and a part that the last mixer has not.
+# Of n-grams: numbers that follow from the configuration, a look-up table, and statistics of hashes; and a part that the
+# last mixer has not.
+_STATISTICS = (".ple_embedding.hashstats_",)
 _HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets", "token_lookup")
 _UNREAD = (*(f".ple_embedding.{name}" for name in _HASHES), ".hyper_connection_mixer.block_inject_weight.weight")
 
@@ -93,7 +95,9 @@ class Qwen4ExpLayer(nnx.Module):
 class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
     """Decoder of Qwen4ExpLayers, which pass on A hidden states of each token, [T, A * D]."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused_ends=_UNREAD, squeezed=(".conv1d.weight",))
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
+        unused_ends=_UNREAD, unused_parts=_STATISTICS, squeezed=(".conv1d.weight",)
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
