@@ -157,7 +157,8 @@ class KeyIndex:
 @dataclass(frozen=True)
 class KeyBlocks:
     """Blocks of keys of which a token attends to those that an indexer scores highest (Qwen4-Exp), and to the tokens
-    after its last whole block. A block's key of the indexer is the normed mean of its tokens' keys.
+    after its last whole block. A block's key of the indexer is the normed mean of its tokens' keys; blocks of
+    KeyIndex.block have no key of their own, and score as their best token.
 
     Attributes:
       num_heads: heads of the indexer's queries.

@@ -26,7 +26,7 @@ from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.families.qwen3_next import LINEAR, gated_inputs, hybrid_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import QK_NORMS, StepInputs
-from jaxengine.models.layers.attention.blocks.block_sparse import BlockSparseAttention
+from jaxengine.models.layers.attention.blocks.mean_blocks import MeanBlockAttention
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.states.ngrams import GatedNGrams
 from jaxengine.models.layers.streams.hyper_connections import GatedConnection, GatedStreams
@@ -120,7 +120,7 @@ class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
         norms = [OffsetRMSNorm(own.head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
         *qkv, gate = gated_inputs(own, source)
         options: dict[str, Any] = {"qkv": qkv, "gate": gate, "qk_norms": norms}
-        return BlockSparseAttention(own, config.hidden_size, eps=eps, source=source, build=build, **options)
+        return MeanBlockAttention(own, config.hidden_size, eps=eps, source=source, build=build, **options)
 
     def make_norm(self, build: Build) -> nnx.Module:
         return GatedStreams(self.config, source="model.hyper_connection_mixer", build=build)
