@@ -134,7 +134,8 @@ class KeyIndex:
     def __post_init__(self) -> None:
         check_size("index_n_heads", self.num_heads, MAX_HEADS)
         check_size("index_head_dim", self.head_dim, MAX_HEAD_DIM)
-        check_size("index_topk", self.top_k, MAX_INTEGER)
+        name = "index_topk" if self.block is None else "index_topk_blocks * index_block_size"
+        check_size(name, self.top_k, MAX_INTEGER)
         if self.pool is not None:
             check_size("index_kpool", self.pool, _MOST_POOLED)
             if self.top_k % self.pool:
