@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
 }
 _GATES = ("silu", "sigmoid")
 # Of n-grams: numbers that follow from the configuration, a look-up table, and statistics of hashes; and a part that the
-# last mixer has not.
+# last mixer lacks.
 _STATISTICS = (".ple_embedding.hashstats_",)
 _HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets", "token_lookup")
 _UNREAD = (*(f".ple_embedding.{name}" for name in _HASHES), ".hyper_connection_mixer.block_inject_weight.weight")

@@ -231,7 +231,7 @@ class MeanBlockAttention(Attention):
 
     def _seen(self, index_q: jax.Array, positions: jax.Array, seqs: jax.Array, pages: _Pages) -> jax.Array:
         """Return the positions i32[B, m - 1 + k * m] of the keys that tokens attend to: those after the last whole
-        block, then those of the blocks that the indexer selects, with -1 in place of those that a token has not.
+        block, then those of the blocks that the indexer selects, with -1 in place of those that a token lacks.
         index_q: queries [B, I, J] of tokens at `positions` of the sequences `seqs`, i32[B] each.
         """
         size, top_k = self.blocks.size, min(self.blocks.top_k, pages.most_blocks)
