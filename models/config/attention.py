@@ -24,6 +24,7 @@ from jaxengine.models.config.state import (
     GatedDelta,
     GatedRecurrence,
     LinearState,
+    NGrams,
     SelectiveScan,
     ShortConvolution,
     StateSpace,
@@ -133,7 +134,8 @@ class KeyIndex:
     def __post_init__(self) -> None:
         check_size("index_n_heads", self.num_heads, MAX_HEADS)
         check_size("index_head_dim", self.head_dim, MAX_HEAD_DIM)
-        check_size("index_topk", self.top_k, MAX_INTEGER)
+        name = "index_topk" if self.block is None else "index_topk_blocks * index_block_size"
+        check_size(name, self.top_k, MAX_INTEGER)
         if self.pool is not None:
             check_size("index_kpool", self.pool, _MOST_POOLED)
             if self.top_k % self.pool:
@@ -156,7 +158,8 @@ class KeyIndex:
 @dataclass(frozen=True)
 class KeyBlocks:
     """Blocks of keys of which a token attends to those that an indexer scores highest (Qwen4-Exp), and to the tokens
-    after its last whole block. A block's key of the indexer is the normed mean of its tokens' keys.
+    after its last whole block. A block's key of the indexer is the normed mean of its tokens' keys; blocks of
+    KeyIndex.block have no key of their own, and score as their best token.
 
     Attributes:
       num_heads: heads of the indexer's queries.
@@ -384,6 +387,11 @@ class LayerAttention:
     def compressed(self) -> CompressedKeys | None:
         """Compressed keys that the layer attends to; None if each token has its own key."""
         return self.state if isinstance(self.state, CompressedKeys) else None
+
+    @property
+    def ngrams(self) -> NGrams | None:
+        """Embeddings of n-grams of token ids that the layer adds; None for none."""
+        return self.state.ngrams if isinstance(self.state, GatedDelta) else None
 
     @property
     def selection_source(self) -> int | None:

@@ -17,7 +17,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, Activation, hf_fields, listed_dense, read_each_layer, text_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
-from jaxengine.models.layers.attention.blocks.sparse_blocks import BlockSparseAttention
+from jaxengine.models.layers.attention.blocks.head_blocks import HeadBlockAttention
 from jaxengine.models.layers.base.mlp import ClampedSwish, GatedMLP
 from jaxengine.models.layers.base.norm import NormClass, OffsetRMSNorm
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
@@ -60,7 +60,7 @@ _TOWERS = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
 
 
 class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
-    """Llama with BlockSparseAttention in some layers, norms of q and k, and experts in some layers. The tower of images
+    """Llama with HeadBlockAttention in some layers, norms of q and k, and experts in some layers. The tower of images
     is not read.
     """
 
@@ -106,7 +106,7 @@ class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
         options: dict[str, Any] = {"eps": eps, "source": source, "build": build, "qk_norms": norms}
         if own.index is None:
             return Attention(own, config.hidden_size, **options)
-        return BlockSparseAttention(own, config.hidden_size, norm_class=OffsetRMSNorm, **options)
+        return HeadBlockAttention(own, config.hidden_size, norm_class=OffsetRMSNorm, **options)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, experts = self.config, self.config.experts

@@ -26,7 +26,7 @@ from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.families.qwen3_next import LINEAR, gated_inputs, hybrid_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import QK_NORMS, StepInputs
-from jaxengine.models.layers.attention.blocks.block_sparse import BlockSparseAttention
+from jaxengine.models.layers.attention.blocks.mean_blocks import MeanBlockAttention
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.states.ngrams import GatedNGrams
 from jaxengine.models.layers.streams.hyper_connections import GatedConnection, GatedStreams
@@ -54,7 +54,9 @@ DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 10,
 }
 _GATES = ("silu", "sigmoid")
-# Of n-grams: numbers that follow from the configuration, and a look-up table; and a part that the last mixer has not.
+# Of n-grams: numbers that follow from the configuration, a look-up table, and statistics of hashes; and a part that the
+# last mixer lacks.
+_STATISTICS = (".ple_embedding.hashstats_",)
 _HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets", "token_lookup")
 _UNREAD = (*(f".ple_embedding.{name}" for name in _HASHES), ".hyper_connection_mixer.block_inject_weight.weight")
 
@@ -93,18 +95,19 @@ class Qwen4ExpLayer(nnx.Module):
 class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
     """Decoder of Qwen4ExpLayers, which pass on A hidden states of each token, [T, A * D]."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused_ends=_UNREAD, squeezed=(".conv1d.weight",))
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
+        unused_ends=_UNREAD, unused_parts=_STATISTICS, squeezed=(".conv1d.weight",)
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return _read(fields, fields.token_ids("eos_token_id"))
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        config, state = self.config, self.config.attention[layer].state
+        config, ngrams = self.config, self.config.attention[layer].ngrams
         connections = [
             GatedConnection(config, source=f"{LAYER}.{part}_hyper_connection", build=build) for part in ("attn", "mlp")
         ]
-        ngrams = state.ngrams if isinstance(state, GatedDelta) else None
         sizes = {"eps": config.rms_norm_eps, "source": f"{LAYER}.ple", "build": build}
         added = None if ngrams is None else GatedNGrams(ngrams, config.hidden_size, **sizes)
         return Qwen4ExpLayer(self.make_attention(layer, build), self.make_experts(build), connections, added)
@@ -117,7 +120,7 @@ class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
         norms = [OffsetRMSNorm(own.head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
         *qkv, gate = gated_inputs(own, source)
         options: dict[str, Any] = {"qkv": qkv, "gate": gate, "qk_norms": norms}
-        return BlockSparseAttention(own, config.hidden_size, eps=eps, source=source, build=build, **options)
+        return MeanBlockAttention(own, config.hidden_size, eps=eps, source=source, build=build, **options)
 
     def make_norm(self, build: Build) -> nnx.Module:
         return GatedStreams(self.config, source="model.hyper_connection_mixer", build=build)

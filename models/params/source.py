@@ -52,6 +52,7 @@ class CheckpointNames(NamedTuple):
       suffixes: such pairs for ends of names.
       unused: beginnings of the names of other parts, which are not read.
       unused_ends: ends of the names of other parts, which are not read.
+      unused_parts: what the names of other parts contain, which are not read.
       tower: beginnings, in the model's names, of the vision tower: not read if the model is served without it.
       sound_tower: beginnings, in the model's names, of the tower of sounds in a family with both towers.
       heads: beginnings, in the model's names, of output heads: not read if the model does not declare them.
@@ -84,6 +85,7 @@ class CheckpointNames(NamedTuple):
     suffixes: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     unused_ends: tuple[str, ...] = ()
+    unused_parts: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
     sound_tower: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
@@ -133,6 +135,7 @@ class CheckpointNames(NamedTuple):
         return (
             stored.startswith(self.unused)
             or stored.endswith(self.unused_ends)
+            or any(part in stored for part in self.unused_parts)
             or any(f".mtp{end}" in named for end in "._")
         )
 

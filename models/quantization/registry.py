@@ -19,6 +19,7 @@ from jaxengine.models.quantization.schemes import (
     fp8,
     modelopt,
     mxfp4,
+    mxfp8,
 )
 
 SCHEMES: dict[str, Scheme] = {"plain": Plain()}
@@ -39,6 +40,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     modelopt.METHOD: modelopt.read,
     "modelopt_fp4": modelopt.read,
     mxfp4.METHOD: mxfp4.read,
+    mxfp8.METHOD: mxfp8.read,
 }
 # Formats to which a plain checkpoint can be rounded as it is read.
 ROUNDED: dict[str, Rounded] = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.layers.attention.attention import attention_spec, selection_schedule
-from jaxengine.models.layers.attention.blocks.sparse_blocks import block_attention, select_blocks
+from jaxengine.models.layers.attention.blocks.head_blocks import block_attention, select_blocks
 from jaxengine.models.layers.attention.sparse_mla import positions_of_groups, select_keys, selected_attention
 from jaxengine.sharding.layout import MeshLayout
 

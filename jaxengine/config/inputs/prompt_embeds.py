@@ -21,6 +21,7 @@ def settle_prompt_embeds(chosen: Mapping[str, Any], model: ModelConfig) -> dict[
     if not chosen[_NAME]:
         return {}
     reads_ids = model.layer_input_size > 0 or model.ngrams is not None
+    reads_ids |= any(each.ngrams is not None for each in model.attention)
     reads_ids |= model.experts is not None and bool(model.experts.hashed_layers)
     for wrong, why in (
         (model.tower is not None, f"{model.architecture} takes images or sounds; serve it with language_model_only"),

@@ -180,7 +180,8 @@ class AdapterConfig:
                 )
         named = "{} names it, but the file has no matrices of it"
         found = {*held, *(part for name in held for part in targets.wholes.get(name, ()))}
-        for module in (*targets.shapes, *targets.parts, *sorted(targets.others)):
+        found |= {whole for whole, parts in targets.wholes.items() if found.issuperset(parts)}
+        for module in (*targets.shapes, *targets.parts, *targets.wholes, *sorted(targets.others)):
             if module in found or module in targets.experts or targets.is_expert(module):
                 continue
             names = targets.stored_names(module)

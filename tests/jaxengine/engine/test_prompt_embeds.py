@@ -149,9 +149,9 @@ def test_engines_that_do_not_take_them(make_llm, table, tiny_model, pooling_fold
     source.close()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "gemma3n"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "gemma3n", "qwen4_exp"])
 def test_models_whose_layers_read_token_ids(name):
-    """Experts by token id, and inputs of layers by token id."""
+    """Experts by token id, inputs of layers by token id, and n-grams of token ids."""
     model = read_folder(TINY_CHECKPOINT.parent / name)
     with pytest.raises(ConfigError, match="enable_prompt_embeds is True, but layers of .* read token ids"):
         EngineConfig(enable_prompt_embeds=True).resolved(model, PLATFORMS["cpu"])

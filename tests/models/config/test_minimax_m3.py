@@ -105,6 +105,7 @@ def test_what_is_refused():
         (sparse | {"index_n_heads": 2}, "index_n_heads must be num_key_value_heads = 4, each of which selects"),
         (sparse | {"index_local_blocks": 17}, "index_local_blocks must be an integer >= 0 and <= 16"),
         (sparse | {"index_block_size": 0}, "index_block_size must be an integer >= 1"),
+        (sparse | {"index_topk_blocks": 1 << 30}, "index_topk_blocks . index_block_size must be an integer"),
         (sparse | {"index_head_dim": 64}, "index_head_dim must be at least the rotated part of a head = 128, got 64"),
     ):
         with pytest.raises(ModelConfigError, match=message):

@@ -14,6 +14,7 @@ from jaxengine.models.config.attention import KeyBlocks
 from jaxengine.models.config.compressed import RecentPlaces
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.state import GatedDelta, NGrams
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.unpaged import check_unpaged
 from tests.fixtures.drawn_weights import FOLDER
@@ -97,3 +98,12 @@ def test_options():
             EngineConfig.from_options(**options).resolved(config, PLATFORMS["cpu"])
     with pytest.raises(ValueError, match="cannot be run over whole sequences: .* keys that an indexer selects"):
         check_unpaged(build_model(config, Build("float32")))
+
+
+def test_tensors_that_are_not_read():
+    """What vLLM leaves out of published checkpoints, too: it follows from the configuration, or is of no use."""
+    names, layer = MODELS["Qwen4ExpForConditionalGeneration"].checkpoint_names, "model.language_model.layers.0.ple"
+    unread = ("token_lookup", "hashstats_counts", "layer_multipliers")
+    assert all(names.is_unused(f"{layer}.ple_embedding.{name}") for name in unread)
+    assert names.is_unused("model.language_model.hyper_connection_mixer.block_inject_weight.weight")
+    assert not names.is_unused(f"{layer}.ple_embedding.ngram_embedding.shard_3")

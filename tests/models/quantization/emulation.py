@@ -135,6 +135,8 @@ def rounding_of(settings: dict[str, Any], module: str, tensors: Tensors) -> Roun
         return Rounding("float", group, scales="up" if settings.get("scale_fmt") == "ue8m0" else "")
     if method == "bitnet":
         return Rounding("int")
+    if method == "mxfp8":
+        return Rounding("float", 32, scales="up")
     if method == "modelopt":
         algorithm = algorithm_of(settings, module)
         if algorithm == "NVFP4":

@@ -43,7 +43,7 @@ def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple
         read = _nvfp4
     elif settings.get("format") == "mxfp4-pack-quantized":
         read = _mxfp4
-    elif settings.get("format") == "mxfp8-quantized":
+    elif settings.get("format") == "mxfp8-quantized" or method == "mxfp8":
         read = _mxfp8
     elif "weight_packed" in own:
         read, settings = _packed, settings["config_groups"]["group_0"]["weights"]
@@ -103,7 +103,8 @@ def _mxfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32
 
 
 def _mxfp8(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
-    return np.float32(float(own["weight"][o, i]) * 2.0 ** (int(own["weight_scale"][o, i // 32]) - 127))
+    exponents = own["weight_scale_inv" if "weight_scale_inv" in own else "weight_scale"]
+    return np.float32(float(own["weight"][o, i]) * 2.0 ** (int(exponents[o, i // 32]) - 127))
 
 
 def algorithm_of(settings: dict[str, Any], module: str) -> str:

@@ -248,6 +248,7 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
         ({**COMPRESSED, "format": ""}, "format must be .*, got ''"),
         ({**AUTO_ROUND, "extra_config": ""}, "extra_config must be a mapping of modules to mappings, got ''"),
         ({**AUTO_ROUND, "block_name_to_quantize": 0}, "block_name_to_quantize must be a list of at most .*, got 0"),
+        ({"quant_method": "mxfp8", "weight_block_size": [1, 16]}, r"weight_block_size must be .*32\], got .*16\]"),
         ({"quant_method": "awq", "bits": 3}, "bits must be 4, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version must be 'gemm' or 'GEMM'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size must be -1 or"),

@@ -16,7 +16,6 @@ from jaxengine.models.cache import StateRows
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import CompressedKeys
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.layers.base.rope import apply_rope, rope_table
 from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
@@ -81,8 +80,7 @@ def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None,
         return attention.blocks.size, attention.rope
     if attention.compressed is not None:
         return attention.compressed.rate, attention.rope
-    state = attention.state
-    return (None, None) if isinstance(state, GatedDelta) and state.ngrams is not None else None
+    return None if attention.ngrams is None else (None, None)
 
 
 BLOCKS = StepInput("token_blocks", _rate_and_rope, token_blocks)

@@ -162,6 +162,13 @@ def test_a_matrix_that_transformers_joins(model_of, tmp_path):
     write_adapter(tmp_path, {whole: (144, 64), up: (72, 64)}, seed=1, r=2, target_modules=r".*\.0\.mlp.*up_proj")
     with pytest.raises(ModelFileError, match="stands for rows of model.layers.0.mlp.gate_up_proj, as does another"):
         read_adapter(tmp_path, targets, 4, "float32")
+    write_adapter(
+        tmp_path, {gate: (72, 64), up: (72, 64)}, seed=1, r=2, target_modules=r".*\.0\.mlp\.(gate|up|gate_up)_proj"
+    )
+    assert read_adapter(tmp_path, targets, 4, "float32").matrices.keys() == {gate, up}
+    write_adapter(tmp_path, {whole: (144, 64)}, seed=1, r=2, target_modules=["gate_up_proj"])
+    with pytest.raises(ModelFileError, match="names it, but the file has no matrices of it .at .*gate_up_proj, and 2"):
+        read_adapter(tmp_path, targets, 4, "float32")
 
 
 def test_parts_of_a_matrix_that_the_checkpoint_joins(model_of, tmp_path):

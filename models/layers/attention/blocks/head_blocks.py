@@ -25,7 +25,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 
 
-class BlockIndexer(nnx.Module):
+class HeadBlockIndexer(nnx.Module):
     """Projections `index_q_proj` and `index_k_proj` of an indexer from the hidden state, each with a norm after it.
 
     copies: how many devices have the same KV head. A device has the queries of its KV heads, and the whole key.
@@ -60,8 +60,8 @@ class BlockIndexer(nnx.Module):
         return (q, k) if step.rope is None else (apply_rope(q, *step.rope), apply_rope(k, *step.rope))
 
 
-class BlockSparseAttention(Attention):
-    """Grouped-query attention to the blocks of keys that each KV head selects by its BlockIndexer.
+class HeadBlockAttention(Attention):
+    """Grouped-query attention to the blocks of keys that each KV head selects by its HeadBlockIndexer.
 
     norm_class: class of the indexer's norms. Raises ModelConfigError without an indexer of blocks in the configuration.
     """
@@ -83,7 +83,7 @@ class BlockSparseAttention(Attention):
         super().__init__(attention, hidden_size, eps=eps, source=source, build=build, **options)
         self.size, self.num_blocks, self.local = index.block, index.num_blocks, index.local
         copies = head_copies(attention, build.mesh)
-        self.indexer = BlockIndexer(
+        self.indexer = HeadBlockIndexer(
             index, hidden_size, eps=eps, source=source, build=build, copies=copies, norm_class=norm_class
         )
 

@@ -92,7 +92,7 @@ class _Pages(NamedTuple):
         return max(self.ragged.page_table.shape[1] * self.kv.page_size // self.blocks.size, 1)
 
 
-class BlockIndexer(nnx.Module):
+class MeanBlockIndexer(nnx.Module):
     """Projection of an indexer's queries and key from the hidden state, and their norms; whole on every device."""
 
     def __init__(self, blocks: KeyBlocks, hidden_size: int, *, eps: float, source: str, build: Build):
@@ -116,7 +116,7 @@ class BlockIndexer(nnx.Module):
         return apply_rope(self.k_norm(means)[:, None], *rope)[:, 0]
 
 
-class BlockSparseAttention(Attention):
+class MeanBlockAttention(Attention):
     """Attention with a gate and norms of q and k, configured by a LayerAttention with `blocks`. A token attends to the
     blocks that the indexer selects, and to the tokens after its sequence's last whole block, itself included.
 
@@ -144,7 +144,7 @@ class BlockSparseAttention(Attention):
         shared = {"eps": eps, "build": build}
         super().__init__(own, hidden_size, source=source, qkv=qkv, gate=gate, qk_norms=qk_norms, **shared)
         self.blocks, self.rope = blocks, attention.rope
-        self.indexer = BlockIndexer(blocks, hidden_size, source=f"{source}.indexer", **shared)
+        self.indexer = MeanBlockIndexer(blocks, hidden_size, source=f"{source}.indexer", **shared)
 
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x[T, D] to ([T, D], the pool with this step's keys and values, and the indexer's keys, written). kept:
@@ -231,7 +231,7 @@ class BlockSparseAttention(Attention):
 
     def _seen(self, index_q: jax.Array, positions: jax.Array, seqs: jax.Array, pages: _Pages) -> jax.Array:
         """Return the positions i32[B, m - 1 + k * m] of the keys that tokens attend to: those after the last whole
-        block, then those of the blocks that the indexer selects, with -1 in place of those that a token has not.
+        block, then those of the blocks that the indexer selects, with -1 in place of those that a token lacks.
         index_q: queries [B, I, J] of tokens at `positions` of the sequences `seqs`, i32[B] each.
         """
         size, top_k = self.blocks.size, min(self.blocks.top_k, pages.most_blocks)
