@@ -220,8 +220,8 @@ def read_lower_bound(fields: ConfigFields, name: str, default: float | None) -> 
 
 def usual_names(fields: ConfigFields) -> ConfigFields:
     """Return the fields under DeepSeek-V3's names, and those of `linear_attn_config` under transformers' names, with
-    defaults for fields that a file may lack. `mlp_layer_types` replaces `first_k_dense_replace`. Raises
-    ModelConfigError for wrong fields.
+    defaults for fields that a file may lack. `mlp_layer_types` replaces `first_k_dense_replace`, and without
+    `use_grouped_topk` experts have no groups. Raises ModelConfigError for wrong fields.
     """
     raw = dict(fields.raw)
     raw |= {usual: raw[own] for own, usual in SPELLED.items() if own in raw}
@@ -234,6 +234,8 @@ def usual_names(fields: ConfigFields) -> ConfigFields:
     raw |= {usual: linear[own] for own, usual in inner.items() if own in linear}
     if raw.get("mlp_layer_types") is not None:
         raw["first_k_dense_replace"] = _num_dense(raw)
+    if not ConfigFields(raw).boolean("use_grouped_topk", True):
+        raw |= {"n_group": 1, "topk_group": 1}
     defaults = {"first_k_dense_replace": 1, "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5}
     defaults |= {"routed_scaling_factor": 2.446, "n_shared_experts": 1}
     return ConfigFields(raw).with_defaults(**defaults)

@@ -97,7 +97,8 @@ def taps_for(option: str, names: tuple[str, ...], model: ModelConfig, **kinds: A
     try:
         return read_taps(names, all_taps(model, **kinds))
     except TapError as error:
-        raise ConfigError(option, error.name, f"{error.allowed}, of {model.architecture}") from None
+        why = "" if model.num_streams == 1 else ", in which a token has several hidden states before the last norm"
+        raise ConfigError(option, error.name, f"{error.allowed}, of {model.architecture}{why}") from None
 
 
 def check_captured(names: Iterable[str], config: Any) -> None:

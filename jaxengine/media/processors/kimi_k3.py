@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import GridProcessor
+from jaxengine.media.processors.grids import Chunk, GridProcessor
 from jaxengine.media.processors.kimi_k25 import KimiMediaProcessor
 from jaxengine.media.processors.text_placeholder import TextPlaceholder
 from jaxengine.models.config.fields import ConfigFields
@@ -47,27 +47,21 @@ class KimiK3Processor(TextPlaceholder, KimiMediaProcessor):
         """Return the prompt with each token of a placeholder replaced by the text of the image's size and as many such
         tokens as it has embeddings.
 
-        The size is that of the image before it is scaled; of one given as embeddings, that of its grid. Raises
-        RequestError for another number of images than placeholders, and without a tokenizer.
+        Raises RequestError for another number of images than placeholders, and for an image without a tokenizer.
         """
-        if self.tokenizer is None and any(items.values()):
-            raise RequestError("an image needs the model's tokenizer, for prompts state its size", param="image")
-        ids = np.asarray(token_ids if self.tokenizer is None else self.with_tokens(token_ids), np.int64)
-        at, order = self.placeholders(ids, items)
-        parts: list[np.ndarray] = []
-        positions: list[np.ndarray] = []
-        copied = end = 0
-        for place, (modality, number) in zip(at.tolist(), order, strict=True):
-            item = items[modality][number]
-            patch = self.tower.patch_size
-            height, width = item.size or (item.grid[1] * patch, item.grid[2] * patch)
-            before = self.ids(f"<|media_begin|>image {width}x{height}<|media_content|>")
-            after = self.ids("<|media_end|>")
-            first = end + place - copied + len(before)
-            positions.append(np.arange(first, first + item.num_rows, dtype=np.int32))
-            embedded = np.full(item.num_rows, self.image_id, np.int64)
-            parts += [ids[copied:place], np.asarray(before, np.int64), embedded, np.asarray(after, np.int64)]
-            end = first + item.num_rows + len(after)
-            copied = place + 1
-        whole = np.concatenate([*parts, ids[copied:]]).astype(np.int64)
-        return Expanded(whole.tolist(), positions, order)
+        ids = token_ids if self.tokenizer is None else self.with_tokens(token_ids)
+        return self.expand_chunks(ids, items, self._chunks, self.token_ids)
+
+    def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
+        """Return the one chunk of an image, between its size and the end of its block. The size is that before the
+        image is scaled; of one given as embeddings, that of its grid.
+
+        Raises RequestError without a tokenizer.
+        """
+        if self.tokenizer is None:
+            problem = "an image needs the model's tokenizer, for prompts state its size"
+            raise RequestError(problem, param=modality)
+        patch = self.tower.patch_size
+        height, width = item.size or (item.grid[1] * patch, item.grid[2] * patch)
+        before, after = f"<|media_begin|>image {width}x{height}<|media_content|>", "<|media_end|>"
+        return [(np.asarray(self.ids(before), np.int64), item.num_rows, np.asarray(self.ids(after), np.int64))]

@@ -25,7 +25,7 @@ from jaxengine.pallas_kernels.kv.pages import alloc
 from jaxengine.requests.output.outputs import CompletionOutput
 from jaxengine.requests.params.sampling_params import RequestOutputKind
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
-from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
 
@@ -252,6 +252,20 @@ def test_an_engine_without_the_option_refuses_the_field(make_llm):
 def test_what_cannot_be_captured_is_one_error(options, said):
     with pytest.raises(ConfigError, match=said):
         EngineConfig.from_options(skip_tokenizer_init=True, **options).resolved(read_folder(TINY_CHECKPOINT), CPU)
+
+
+@each_row(
+    ("options", "said"),
+    [
+        ({"capture": "residual:1"}, "capture is 'residual:1'; .*, in which a token has several hidden states"),
+        ({"steer": "residual:*"}, r"steer is 'residual:\*'; .*, in which a token has several hidden states"),
+        ({"capture_layers": [1, -1]}, r"capture_layers is \[1, -1\]; .* a token of \w+ has several hidden states"),
+    ],
+)
+def test_what_several_hidden_states_exclude_is_refused_with_the_reason(options, said):
+    options = EngineConfig.from_options(skip_tokenizer_init=True, **options)
+    with pytest.raises(ConfigError, match=said):
+        options.resolved(read_folder(FOLDER / "kimi_k3_odd"), CPU)
 
 
 def test_layers_are_read_from_the_end_and_from_text():

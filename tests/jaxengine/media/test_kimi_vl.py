@@ -1,4 +1,4 @@
-"""The processors of Kimi-VL and Kimi K2.5: pixels as the published one makes them, chunks of videos, refusals."""
+"""The processors of Kimi-VL, Kimi K2.5 and K3: pixels as the published one makes them, chunks of videos, refusals."""
 
 from __future__ import annotations
 
@@ -164,6 +164,26 @@ def test_a_placeholder_of_several_tokens(tmp_path):
     assert expanded.token_ids.count(K25_PAD) == item.num_rows == 1 and 272 not in expanded.token_ids
     with pytest.raises(RequestError, match="the prompt has 1 of the video's placeholder, token 272, and 0 videos"):
         processor.expand(ids[:3], {})
+
+
+def test_prompts_of_kimi_k3_state_the_size_before_scaling(tmp_path):
+    processor = opened(whole_checkpoint("kimi_k3_vision", tmp_path))
+    item = processor.process("image", picture(1, 50, 90), {})
+    assert item.grid == (1, 6, 12) and item.num_rows == 18
+    text = f"a{processor.placeholder('image')}b{processor.placeholder('image')}"
+    ids = processor.encode(text, processor.ids(text))
+    assert ids.count(PAD) == 2 and processor.with_tokens(processor.ids(text)) == ids
+    # One that is given as embeddings has the size of its grid.
+    expanded = processor.expand(ids, {"image": [item, item._replace(size=None)]})
+    begin, end = (f"<|media_{part}|>" for part in ("begin", "end"))
+    words = (f"{letter}{begin}image {size}<|media_content|>{end}" for letter, size in (("a", "90x50"), ("b", "48x24")))
+    assert processor.tokenizer.decode([token for token in expanded.token_ids if token != PAD]) == "".join(words)
+    at = np.flatnonzero(np.asarray(expanded.token_ids) == PAD)
+    np.testing.assert_array_equal(at, np.concatenate(expanded.positions))
+    processor.tokenizer = None
+    with pytest.raises(RequestError, match="an image needs the model's tokenizer, for prompts state its size"):
+        processor.expand([PAD], {"image": [item]})
+    assert processor.expand([5, 6], {}).token_ids == [5, 6]
 
 
 def test_long_sides_are_shrunk(k25):

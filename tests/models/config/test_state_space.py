@@ -79,6 +79,8 @@ def test_kimi_k3():
     text = read_config_json(CHECKPOINTS / "kimi_k3_vision")["text_config"]
     bare = read("kimi_k3_vision", vision_config=None, text_config={**text, "routed_scaling_factor": None})
     assert bare.experts is not None and bare.experts.routed_scaling_factor == 1.0
+    ungrouped = read("kimi_k3_vision", text_config={**text, "use_grouped_topk": False}).experts
+    assert ungrouped is not None and (ungrouped.num_expert_group, ungrouped.topk_group) == (1, 1)
     tower = bare.tower
     assert isinstance(tower, MoonVitTowerConfig) and (tower.num_heads, tower.head_dim, tower.biases) == (
         *(12, 128),
