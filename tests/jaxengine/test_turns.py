@@ -139,7 +139,7 @@ def test_what_is_cancelled_is_dropped_with_all_it_holds():
     waiting = [submitted(threads, "a", bytes, 100) for _ in range(50)]
     kept = waiting.pop()
     assert all(each.cancel() for each in waiting)
-    assert len(threads._turns._queues["a"]) == 1
+    assert len(threads._turns._queues["a"]["a"]) == 1
     go.set()
     assert kept.result(60) == bytes(100) and running.result(60)
     assert not threads._turns._queues
