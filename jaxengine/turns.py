@@ -42,22 +42,22 @@ class Turns(Generic[_T]):
 
     def __init__(self, num_places: int):
         self._num_places, self._num_running = num_places, 0
-        # Queues that are not empty; the owner to be served next comes first.
-        self._queues: OrderedDict[Owner, deque[_T]] = OrderedDict()
+        # By first name, the queues of its owners; none is empty. Whoever is to be served next comes first in both. A
+        # first name with many queues, such as a client that names many addresses, does not slow down the others.
+        self._queues: OrderedDict[str | None, OrderedDict[Owner, deque[_T]]] = OrderedDict()
         # By the index of a name in its owner, and the name.
         self._running: Counter[tuple[int, str | None]] = Counter()
 
     def push(self, owner: Owner, item: _T) -> None:
         """Append an item to its owner's queue."""
-        self._queues.setdefault(owner, deque()).append(item)
+        self._queues.setdefault(_names(owner)[0][1], OrderedDict()).setdefault(owner, deque()).append(item)
 
     def remove(self, owner: Owner, item: _T) -> None:
         """Remove an item from its owner's queue, if it is still there."""
-        queue = self._queues.get(owner, deque())
+        queue = self._queues.get(_names(owner)[0][1], {}).get(owner, deque())
         if item in queue:
             queue.remove(item)
-            if not queue:
-                del self._queues[owner]
+            self._drop_if_empty(owner)
 
     def start(self) -> tuple[Owner, _T] | None:
         """Remove the next item that may run from its queue, count it as running, and return (owner, item). Returns None
@@ -65,24 +65,38 @@ class Turns(Generic[_T]):
         """
         if self._num_running >= self._num_places:
             return None
-        for owner in self._queues:
-            names = _names(owner)
-            if all(self._running[each] < share_of(each[1], self._num_places) for each in names):
-                return owner, self._take(owner)
+        for first, queues in self._queues.items():
+            if self._may_run((0, first)):
+                for owner in queues:
+                    if all(map(self._may_run, _names(owner))):
+                        return owner, self._take(owner)
         return None
 
+    def _may_run(self, name: tuple[int, str | None]) -> bool:
+        """Whether a name, after its index in its owner, has fewer running items than its share."""
+        return self._running[name] < share_of(name[1], self._num_places)
+
     def _take(self, owner: Owner) -> _T:
-        """Remove and return the first item of an owner's queue, count it as running, and move the queues of its first
-        name behind the others, its own last.
+        """Remove and return the first item of an owner's queue, count it as running, and move the owner behind the
+        others of its first name, and that name behind the others.
         """
-        item, names = self._queues[owner].popleft(), _names(owner)
+        names = _names(owner)
+        queues = self._queues[names[0][1]]
+        item = queues[owner].popleft()
         self._num_running += 1
         self._running.update(names)
-        for each in [*(each for each in self._queues if _names(each)[0] == names[0] and each != owner), owner]:
-            self._queues.move_to_end(each)
-        if not self._queues[owner]:
-            del self._queues[owner]
+        queues.move_to_end(owner)
+        self._queues.move_to_end(names[0][1])
+        self._drop_if_empty(owner)
         return item
+
+    def _drop_if_empty(self, owner: Owner) -> None:
+        """Drop an owner's queue if it is empty, and its first name if that has no other."""
+        first = _names(owner)[0][1]
+        if not self._queues[first][owner]:
+            del self._queues[first][owner]
+            if not self._queues[first]:
+                del self._queues[first]
 
     def end(self, owner: Owner) -> None:
         """Record that an item of this owner has ended, which frees its place."""

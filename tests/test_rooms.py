@@ -386,7 +386,7 @@ ROOMS = {
         "server.http.request server.http.answer server.http server.http.chat"
     ),
     "server.http.audio": (
-        "scheduler.base requests.media requests.params requests.output api server.base server.http.request "
+        "scheduler.base requests.media requests.params requests.output requests api server.base server.http.request "
         "server.http.answer server.http"
     ),
     "server.http.pooling": (

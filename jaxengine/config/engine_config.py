@@ -181,7 +181,7 @@ class EngineConfig(
       generation_config: source of default sampling parameters: "auto", the model's generation_config.json; "vllm",
         none; or a folder with such a file.
       override_generation_config: default sampling parameters that override those, such as {"temperature": 0.5}. Its
-        max_new_tokens, or that of a named folder's file, is also a limit for requests over HTTP.
+        max_new_tokens, or that of a named folder's file, is also a limit for requests to the server.
       chat_template: Jinja template to use instead of the model's, or the name of a file that holds one.
       runner: "generate" for text, or "pooling" for embeddings, labels and scores; "auto" follows the checkpoint.
       convert: kind of pooling model to make of a checkpoint: "embed", "classify", "none" if it already is one, or

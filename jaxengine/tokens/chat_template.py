@@ -101,7 +101,7 @@ def render_chat(
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
         (also input_text, output_text) and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks
         unless the list has {"type": "image"}, {"type": "video"} or {"type": "audio"}, for which the template may look,
-        or {"type": "thinking", "thinking": ...}, for which it must;
+        or {"type": "thinking", "thinking": ...} or {"type": "language", "language": ...}, for which it must;
         an answer with tool_calls, reasoning or a refusal may have no content. Arguments in tool_calls are objects or
         texts; of truncated JSON the template gets as much as is there. A message of the role developer is a system
         message for templates that do not know the role. Several instructions that the template refuses or leaves out

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import jaxengine.turns
 from jaxengine.turns import OWNER, FairThreads, Turns, share_of
 from tests.tables import each_row
 
@@ -77,6 +78,18 @@ def test_pairs_take_turns_by_their_first_names():
     assert not turns._queues and not turns._running and not turns._num_running
 
 
+def test_many_addresses_of_one_client_slow_nobody_down(monkeypatch):
+    turns: Turns[int] = Turns(4)
+    for number in range(300):
+        turns.push(("a", f"silent {number}"), number)
+    turns.push(("b", "x"), 0)
+    looked, names = [], jaxengine.turns._names
+    monkeypatch.setattr(jaxengine.turns, "_names", lambda owner: looked.append(owner) or names(owner))
+    assert [turn[0] for turn in iter(turns.start, None)] == [("a", "silent 0"), ("b", "x"), ("a", "silent 1")]
+    turns.end(("b", "x"))
+    assert turns.start() is None and len(looked) < 20
+
+
 @each_row(("owner", "total", "share"), [(None, 8, 8), ("a", 8, 4), ("a", 3, 1), ("a", 1, 1), (None, 1, 1)])
 def test_shares(owner, total, share):
     assert share_of(owner, total) == share
@@ -126,7 +139,7 @@ def test_what_is_cancelled_is_dropped_with_all_it_holds():
     waiting = [submitted(threads, "a", bytes, 100) for _ in range(50)]
     kept = waiting.pop()
     assert all(each.cancel() for each in waiting)
-    assert len(threads._turns._queues["a"]) == 1
+    assert len(threads._turns._queues["a"]["a"]) == 1
     go.set()
     assert kept.result(60) == bytes(100) and running.result(60)
     assert not threads._turns._queues

@@ -33,17 +33,18 @@ FORMS = "the bytes or Path of a file, an array of samples at the rate of the mod
 
 
 def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget, model_rate: int = RATE) -> Sound | Spectrogram:
-    """Return a sound at model_rate samples per second, with channels averaged; a Sound or Spectrogram is returned
-    unchanged.
+    """Return a sound at model_rate samples per second, with channels averaged; a Spectrogram, or a Sound at that rate,
+    is returned unchanged.
 
     value: see FORMS; arrays are [N] or [channels, N], of floats from -1 to 1, int16 or int32. budget: budget of the
     prompt; decoded seconds are taken from it before they are stored. model_rate: samples a second of the result, and of
-    an array that is given without a rate. Blocks while it reads and decodes. Raises
-    MediaError for other values, a file that is damaged, of an unknown type, too large or too long, no samples, and
-    samples that are not finite.
+    an array that is given without a rate. Blocks while it reads and decodes. Raises MediaError for other values, a file
+    that is damaged, of an unknown type, too large or too long, no samples, and samples that are not finite.
     """
-    if isinstance(value, (Sound, Spectrogram)):
+    if isinstance(value, Spectrogram) or (isinstance(value, Sound) and value.rate == model_rate):
         return value
+    if isinstance(value, Sound):
+        value = value.samples, value.rate
     if isinstance(value, Path):
         value = read_file(value, options.max_media_bytes)
     if isinstance(value, (bytes, bytearray, memoryview)):

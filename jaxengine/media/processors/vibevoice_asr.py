@@ -80,9 +80,9 @@ class VibeVoiceAsrProcessor(SoundProcessor):
         one before.
         """
         if self.loudness is not None:
-            samples = samples * np.float32(
-                self.loudness / (np.sqrt(np.mean(samples.astype(np.float64) ** 2)) + self.eps)
-            )
+            # Summed in float64 without a copy of all samples, which would be several times as large as the sound.
+            total = np.einsum("n,n->", samples, samples, dtype=np.float64)
+            samples = samples * np.float32(self.loudness / (np.sqrt(total / len(samples)) + self.eps))
             if (largest := np.abs(samples).max()) > 1:
                 samples = samples / (largest + np.float32(self.eps))
         frames = np.pad(samples, (0, -len(samples) % self.hop)).reshape(-1, self.hop)

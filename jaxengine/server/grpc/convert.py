@@ -28,6 +28,7 @@ from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.output_limit import limited
 from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.grpc import admin_pb2 as admin_pb
 from jaxengine.server.grpc import inference_pb2 as pb
@@ -259,14 +260,12 @@ class RequestReader:
 
     def _sampling_params(self, request: pb.GenerateRequest, wanted: Wanted, stream: bool) -> SamplingParams:
         """Return the sampling parameters of a request; the model's defaults apply to fields that it does not set. With
-        messages, max_tokens is None unless the request or the defaults set it.
+        messages, max_tokens is None unless the request or the defaults set it; in any case it is `limited`.
 
         wanted: decides on log-probabilities and texts. stream: whether each output has only new tokens. Raises
         RequestError for an invalid value, n above max_n, candidates that select nothing, and extra_args with alignment.
         """
-        values: dict[str, Any] = {}
-        if request.WhichOneof("prompt") == "messages":
-            values["max_tokens"] = None
+        values: dict[str, Any] = {"max_tokens": None} if request.WhichOneof("prompt") == "messages" else {}
         values.update(self._inputs.generation_defaults)
         vocab_size, max_n = self._inputs.model_config.vocab_size, self._config.max_n
         for field, value in _fields_set(request):
@@ -297,7 +296,7 @@ class RequestReader:
         # Stop strings are searched in the text, even if it is not returned.
         values["detokenize"] = wanted.text or bool(values.get("stop"))
         values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(**values)
+        return limited(SamplingParams(**values), self._inputs)
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jaxengine.requests.params.sampling_params import RequestOutputKind, Samplin
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.output_limit import limited
 from jaxengine.server.base.prompts import read_prompts
 from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
 from jaxengine.server.http.answer.routed_experts import encoded_experts
@@ -33,7 +34,6 @@ from jaxengine.server.http.request.fields import (
     at_most,
     bias_by_id,
     check_n,
-    limited,
 )
 from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer

@@ -264,6 +264,9 @@ def test_sounds_are_read_at_the_rate_of_the_model():
         wav(np.round(samples * 32767).astype("<i2"), 1, 16, 16_000), OPTIONS, SecondsBudget(1), 24_000
     )
     np.testing.assert_allclose(file.samples, found.samples, atol=1e-4)
+    assert read_of_prompt(found, OPTIONS, SecondsBudget(1), 24_000) is found
+    again = read_of_prompt(Sound(samples), OPTIONS, SecondsBudget(1), 24_000)
+    assert again.rate == 24_000 and (again.samples == found.samples).all()
 
 
 def test_settings_of_windows(tmp_path):

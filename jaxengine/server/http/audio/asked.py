@@ -1,6 +1,4 @@
-"""Transcripts of models whose prompt contains the whole sound and a request to transcribe it (Qwen3-ASR, Granite
-Speech, GLM-ASR).
-"""
+"""Transcripts of models whose prompt contains the whole sound and a request to transcribe it, such as Qwen3-ASR."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ class AskedTranscript(Transcript):
 
     async def whole(self) -> Response:
         """Run the request and return the complete response. Raises the errors of `last`."""
-        output = await self.last(self._prompt(), self.body.params(detokenize=True))
+        output = await self.last(self._prompt(), self.body.params(self.engine.inputs, detokenize=True))
         return self.plain(self._text(output.outputs[0].text)[0].strip(), self._sound.seconds)
 
     def _text(self, answer: str) -> tuple[str, bool]:
@@ -86,7 +84,7 @@ class AskedTranscript(Transcript):
         first. Updates the token counts. Raises the errors of `outputs`.
         """
         held, is_text = "", self.body.language is not None
-        params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
+        params = self.body.params(self.engine.inputs, output_kind=RequestOutputKind.DELTA, detokenize=True)
         async with contextlib.aclosing(self.outputs(self._prompt(), params)) as outputs:
             async for output in outputs:
                 self.input_tokens = len(output.prompt_token_ids)

@@ -137,7 +137,7 @@ class _Transcript(Transcript):
         seek, windows, most = 0, 0, _MOST_WINDOWS * (1 + total // size)
         while seek < total:
             prompt = self._prompt(seek, timed=timed)
-            whole = await self._window(prompt, self.body.params(**scored))
+            whole = await self._window(prompt, self.body.params(self.engine.inputs, **scored))
             output, no_speech = whole.outputs[0], self._no_speech(whole)
             tokens = [token for token in output.token_ids if token != self._eos]
             held = min(size, total - seek)
@@ -244,7 +244,7 @@ class _Transcript(Transcript):
         """Yield the text of a sound of one window as the engine generates it, and update the token counts. Raises the
         errors of `outputs`.
         """
-        params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
+        params = self.body.params(self.engine.inputs, output_kind=RequestOutputKind.DELTA, detokenize=True)
         prompt = self._prompt(0, timed=False)
         self.input_tokens = len(prompt["prompt_token_ids"])
         async with contextlib.aclosing(self.outputs(prompt, params)) as outputs:

@@ -50,7 +50,8 @@ class PiecewiseTranscript(Transcript):
         """Yield the text as it is generated, and update the token counts. White space is held back until text follows
         it. Raises the errors of `outputs`.
         """
-        params, has_text = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True), False
+        params = self.body.params(self.engine.inputs, output_kind=RequestOutputKind.DELTA, detokenize=True)
+        has_text = False
         for samples in self._pieces:
             self.input_tokens += len(self._ids)
             held, begun = "", False

@@ -7,8 +7,10 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
 from starlette.requests import Request
 
+from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.base.output_limit import limited
 from jaxengine.server.http.request.errors import as_request_error
 from jaxengine.server.http.request.form import FILE, Form
 from jaxengine.server.http.request.protocol import HINTS, NUMBERS, NamedRequest
@@ -85,16 +87,18 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         """Whether the answer has times of words."""
         return WORD in self.timestamp_granularities
 
-    def params(self, **changes: Any) -> SamplingParams:
+    def params(self, inputs: InputProcessor, **changes: Any) -> SamplingParams:
         """Return the sampling parameters of one window: by default temperature 0 and a single final output without
-        text; the request's fields replace defaults, and `changes`, fields by name, replace both.
+        text; the request's fields replace defaults, and `changes`, fields by name, replace both. max_tokens is
+        `limited`.
 
         Raises RequestError for a value that is not allowed.
         """
         given = {name: getattr(self, name) for name in (*NUMBERS, "seed") if getattr(self, name) is not None}
         usual = {"temperature": 0.0, "max_tokens": self.max_completion_tokens}
         kind = RequestOutputKind.FINAL_ONLY
-        return SamplingParams(**{**usual, **given, "output_kind": kind, "detokenize": False, **changes})
+        values = {**usual, **given, "output_kind": kind, "detokenize": False, **changes}
+        return limited(SamplingParams(**values), inputs)
 
 
 def read_request(form: Form, request: Request) -> TranscriptionRequest:

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.options import ServerConfig
 
@@ -68,19 +66,6 @@ def check_n(n: int | None, config: ServerConfig) -> None:
     """Raise RequestError for a number of outputs below 1 or above the server's max_n. None passes."""
     if n is not None and not 1 <= n <= config.max_n:
         raise RequestError(f"n is {show_value(n)}; allowed: 1 to {config.max_n}", param="n", value=n)
-
-
-def limited(params: SamplingParams, inputs: InputProcessor) -> SamplingParams:
-    """Return the parameters with max_tokens lowered to the operator's limit; the parameters themselves if they keep to
-    it or there is none. As in vLLM, the limit is max_new_tokens of override_generation_config, or of the file in the
-    folder that generation_config names; that of the model's own file is only a default. Raises RequestError if
-    min_tokens is above the limit.
-    """
-    config, most = inputs.config, inputs.generation_defaults.get("max_tokens")
-    is_default = config.generation_config in ("auto", "vllm")
-    if most is None or (is_default and "max_new_tokens" not in (config.override_generation_config or {})):
-        return params
-    return params if (params.max_tokens or most + 1) <= most else params.clone_with(max_tokens=most)
 
 
 def check_truncation(keep: int | None) -> None:

@@ -24,6 +24,7 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.output_limit import limited
 from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import (
     MAX_OPTIONS,
@@ -34,7 +35,6 @@ from jaxengine.server.http.request.fields import (
     bias_by_id,
     check_n,
     check_truncation,
-    limited,
 )
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 

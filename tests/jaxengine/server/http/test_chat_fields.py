@@ -9,7 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.grpc import inference_pb2 as pb
+from jaxengine.server.grpc.convert import RequestReader, Wanted
 from jaxengine.server.http.app import create_app
+from jaxengine.server.http.audio.protocol import TranscriptionRequest
 from jaxengine.server.http.chat import prompt
 from jaxengine.server.http.chat.cohere_protocol import CohereChatRequest
 from jaxengine.server.http.chat.protocol import ChatRequest
@@ -29,6 +32,7 @@ TEXT = (
     '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 )
 HI = [{"role": "user", "content": "Hi"}]
+MODEL = SimpleNamespace(vocab_size=100)
 ANSWER = [*HI, {"role": "assistant", "content": "Well"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TEMPLATE = (
@@ -170,15 +174,19 @@ def test_an_operators_max_new_tokens_is_a_limit():
         ("auto", None, False),
     ):
         options = SimpleNamespace(generation_config=source, override_generation_config=override)
-        inputs: Any = SimpleNamespace(config=options, generation_defaults={"max_tokens": 10})
+        inputs: Any = SimpleNamespace(config=options, generation_defaults={"max_tokens": 10}, model_config=MODEL)
         for asked, wanted in ((None, 10), (5, 5), (15, 10 if is_limit else 15)):
             fields = {} if asked is None else {"max_tokens": asked}
             generate = GenerateRequest.model_validate({"token_ids": [1], "sampling_params": fields})
-            chat = ChatRequest(messages=HI).sampling_params(inputs, ServerConfig(), **fields)
-            assert [generate.params(inputs, ServerConfig()).max_tokens, chat.max_tokens] == [wanted] * 2, (
-                source,
-                asked,
-            )
+            call = pb.GenerateRequest(text="Hi", stopping={"max_new_tokens": asked})
+            found = [
+                ChatRequest(messages=HI).sampling_params(inputs, ServerConfig(), **fields),
+                generate.params(inputs, ServerConfig()),
+                RequestReader(inputs, ServerConfig())._sampling_params(call, Wanted(), stream=False),
+            ]
+            assert [each.max_tokens for each in found] == [wanted] * 3, (source, asked)
+            sound = TranscriptionRequest(model="tiny", max_completion_tokens=asked).params(inputs)
+            assert sound.max_tokens == (wanted if is_limit else asked), (source, asked)  # it has no default
 
 
 def test_options_of_a_stream_that_set_nothing_need_none():

@@ -129,13 +129,14 @@ async def test_a_conversation_with_calls_is_the_chat_it_means(scripted):
             ],
         },
     ]
-    system = [{"type": "text", "text": "Be brief."}]
+    # Texts are joined as those of a chat completion are; vLLM joins those of `system` without a line break.
+    system = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
     answer = await post(app, PATH, **{**ASK, "messages": messages}, system=system, tools=TOOLS)
     assert answer.status == 200, answer.body
     prompt = engine.calls[-1][0]["prompt_token_ids"]
     function = {"name": "weather", "arguments": '{"city": "Ö"}'}
     chat = [
-        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": system},
         {"role": "user", "content": "Hi"},
         {
             "role": "assistant",
