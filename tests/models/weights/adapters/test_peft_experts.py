@@ -167,7 +167,7 @@ def test_a_matrix_that_transformers_joins(model_of, tmp_path):
     )
     assert read_adapter(tmp_path, targets, 4, "float32").matrices.keys() == {gate, up}
     write_adapter(tmp_path, {whole: (144, 64)}, seed=1, r=2, target_modules=["gate_up_proj"])
-    with pytest.raises(ModelFileError, match="names it, but the file has no matrices of it .at .*gate_up_proj, and 2"):
+    with pytest.raises(ModelFileError, match="names it, but the file has no matrices of it .at .*gate_up_proj., and 2"):
         read_adapter(tmp_path, targets, 4, "float32")
 
 
