@@ -67,7 +67,7 @@ class Qwen4ExpLayer(nnx.Module):
     ngrams: what is added to the hidden states before; None for nothing.
     """
 
-    def __init__(self, mixer: nnx.Module, mlp: nnx.Module, connections: list[nnx.Module], ngrams: nnx.Module | None):
+    def __init__(self, mixer: nnx.Module, mlp: nnx.Module, connections: list[GatedConnection], ngrams: Any):
         self.mixer, self.mlp, self.ngrams = mixer, mlp, ngrams
         self.before_mixer, self.before_mlp = connections
 

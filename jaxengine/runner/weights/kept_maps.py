@@ -52,8 +52,10 @@ def _maps(stages: Sequence[tuple[Any, Any, list[Any]]]) -> dict[str, np.ndarray]
     """Return copies of the maps on the devices, i32[vocab_size] each, by the name of their tensor."""
     found = {}
     for model, mesh, leaves in stages:
-        tensors = {param.name: param.decl.sources[0].name for param in declared_params(model)}
+        tensors = {param.name: param.decl.sources[0].name for param in declared_params(model) if _is_map(param.name)}
+        if not tensors:
+            continue
         for (name, _), leaf in zip(abstract_leaves(model, mesh), leaves, strict=True):
-            if _is_map(name) and isinstance(leaf, jax.Array):
+            if name in tensors and isinstance(leaf, jax.Array):
                 found[tensors[name]] = on_host(leaf)
     return found

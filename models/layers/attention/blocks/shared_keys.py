@@ -145,6 +145,7 @@ class SharedIndexer(BlockIndexer):
         """Return the indexer's keys [M, J] of blocks with keys [M, H] before rope, rotated by the first positions of
         blocks and rounded.
         """
+        assert blocks.rope is not None
         found = self.k_norm(self.k.matmul(made, out_dtype=made.dtype))
         return rounded_e2m1(rotated_pairs(found[:, None], blocks.rope)[:, 0])
 
@@ -225,7 +226,7 @@ class SharedKeysAttention(CompressedAttention):
         """Write the keys of blocks and of the indexer to the pool, for keys [M, H] before rope; return the new pool and
         the BlockPages that reads blocks from it.
         """
-        assert self.indexer is not None
+        assert self.indexer is not None and blocks.rope is not None
         rotated = rounded_nvfp4(rotated_pairs(made[:, None], blocks.rope)[:, 0])
         return self._store([rotated, self.indexer.keys(made, blocks)], blocks, kv, where)
 
