@@ -12,8 +12,10 @@ def limited(params: SamplingParams, inputs: InputProcessor) -> SamplingParams:
     folder that generation_config names; that of the model's own file is only a default. Raises RequestError if
     min_tokens is above the limit.
     """
-    config, most = inputs.config, inputs.generation_defaults.get("max_tokens")
+    if (most := inputs.generation_defaults.get("max_tokens")) is None:
+        return params
+    config = inputs.config
     is_default = config.generation_config in ("auto", "vllm")
-    if most is None or (is_default and "max_new_tokens" not in (config.override_generation_config or {})):
+    if is_default and "max_new_tokens" not in (config.override_generation_config or {}):
         return params
     return params if (params.max_tokens or most + 1) <= most else params.clone_with(max_tokens=most)

@@ -48,7 +48,8 @@ def test_texts_of_pieces_are_joined_and_white_space_waits_for_text():
     # A piece that was cut short is reported, though the last one is not.
     ends, closed = ["stop", "length", "stop"], list[int]()
     for separator in (" ", ""):
-        transcript = Told.__new__(Told)
+        transcript: Any = Told.__new__(Told)
+        transcript.engine = SimpleNamespace(inputs=SimpleNamespace(generation_defaults={}))
         transcript.body, transcript.input_tokens, transcript.output_tokens = TranscriptionRequest(), 0, 0
         transcript._name, transcript.task, transcript._finish_reason = "a", "transcribe", None
         transcript._ids, transcript._separator = [7, 8], separator
