@@ -46,7 +46,7 @@ from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from jaxengine.models.weights.pooled import with_own_files
-from jaxengine.models.weights.views.added import AddedSource
+from jaxengine.models.weights.views.extended import ExtendedSource
 from jaxengine.models.weights.views.mistral import under_transformers_names
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
@@ -338,7 +338,7 @@ def with_token_maps(weights: WeightSource, path: Path, model: ModelConfig) -> We
         raise ModelFileError(path, f"the tokenizer must have {allowed}, got {count} and {len(found)}")
     ids = np.zeros(model.vocab_size, np.int32)
     ids[: len(found)] = found
-    return AddedSource(weights, {f"model.layers.{layer}.engram.{TOKEN_MAP}": ids for layer in ngrams.layers})
+    return ExtendedSource(weights, {f"model.layers.{layer}.engram.{TOKEN_MAP}": ids for layer in ngrams.layers})
 
 
 def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:

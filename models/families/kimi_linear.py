@@ -116,7 +116,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         if not isinstance(state, GatedDelta):
             if parts is not None and parts.output_gate:
                 sizes, eps = (config.attention[layer], size), config.rms_norm_eps
-                return GatedLatentAttention(*sizes, source=source, build=build, eps=eps)
+                return ElementwiseGatedAttention(*sizes, source=source, build=build, eps=eps)
             return super().make_attention(layer, build)
         inputs = self.delta_inputs(state, source)
         return GatedDeltaNet(
@@ -174,7 +174,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         return LatentExperts(config, shared, source=source, names=names, latent=latent, norm=norm, **options)
 
 
-class GatedLatentAttention(LatentAttention):
+class ElementwiseGatedAttention(LatentAttention):
     """Latent attention in which each element of the heads' outputs is multiplied by a sigmoid gate."""
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, **options: Any):

@@ -15,7 +15,7 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.models.weights.formats.arrays import on_host
-from jaxengine.models.weights.views.added import AddedSource
+from jaxengine.models.weights.views.extended import ExtendedSource
 
 
 def with_kept_maps(source: WeightSource, stages: Sequence[tuple[Any, Any, list[Any]]]) -> WeightSource:
@@ -25,7 +25,7 @@ def with_kept_maps(source: WeightSource, stages: Sequence[tuple[Any, Any, list[A
     if any(_is_map(name) for name in source.names()):
         return source
     maps = _maps(stages)
-    return AddedSource(source, maps) if maps else source
+    return ExtendedSource(source, maps) if maps else source
 
 
 def then_kept_maps(

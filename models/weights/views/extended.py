@@ -9,7 +9,7 @@ import numpy as np
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 
 
-class AddedSource(WrappedSource):
+class ExtendedSource(WrappedSource):
     """WeightSource that has the arrays `added`, by name, as well as the tensors of `source`."""
 
     def __init__(self, source: WeightSource, added: Mapping[str, np.ndarray]):
