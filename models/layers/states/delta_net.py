@@ -94,9 +94,9 @@ class GatedDeltaNet(nnx.Module):
         self.inputs = Linear(hidden_size, joined, axes=("embed", "heads"), build=build)
         self.gates = Linear(hidden_size, apart, axes=("embed", "heads"), build=build) if apart else None
         num_decays = decays * state.num_k_heads
-        sizes = {"decay": num_decays, "gate": state.value_size} if state.rank else {}
-        if state.whole_gates:
-            sizes.pop("gate", None)
+        sizes = {"decay": num_decays} if state.rank else {}
+        if state.rank and not state.whole_gates:
+            sizes["gate"] = state.value_size
         down = [Source(f"{source}.{getattr(names, kind)[0]}", state.rank or 0) for kind in sizes]
         self.down = Linear(hidden_size, down, axes=("embed", "latent"), build=build) if sizes else None
         ups = {kind: (Source(f"{source}.{getattr(names, kind)[1]}", size),) for kind, size in sizes.items()}

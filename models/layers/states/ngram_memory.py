@@ -73,10 +73,8 @@ class NgramLookup(nnx.Module):
         there is none, and the state after this step.
         """
         latest = recent(blocks.token_ids[:, None] + 1, state, rows, blocks)
-        shape = len(blocks.positions), self.form.longest
-        lags = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-        tokens = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], shape)
-        ids = latest.rows[latest.indices(tokens, lags)][..., 0] - 1
+        lags = jnp.arange(self.form.longest, dtype=jnp.int32)
+        ids = latest.at(jnp.arange(len(blocks.positions), dtype=jnp.int32), lags)[..., 0] - 1
         ids = jnp.where(lags <= blocks.positions[:, None], ids, self.form.pad_id)
         mapped = self.token_map[...][jnp.clip(ids, 0, len(self.token_map) - 1)]
         return mapped.astype(jnp.uint32), latest.after(state, rows)

@@ -106,8 +106,8 @@ class NGramTables(nnx.Module):
 
 
 class GatedNGrams(nnx.Module):
-    """What a layer adds to a token's hidden states: a value, projected from its n-grams' embeddings and multiplied, for
-    each hidden state, by a gate, and a SiLU of a convolution of all these products, normed, along the sequence.
+    """Values that a layer adds to a token's hidden states: one projected from its n-grams' embeddings and multiplied,
+    for each hidden state, by a gate, and a SiLU of a convolution of all these products, normed, along the sequence.
 
     A gate is sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), where s is the product of the normed hidden state and a key,
     normed and projected from the embeddings as well, divided by sqrt(D). It is whole on every device.
@@ -141,9 +141,7 @@ class GatedNGrams(nnx.Module):
         with jax.named_scope("ngrams"):
             kept = recent(blocks.token_ids[:, None], last, rows, blocks)
             lags = jnp.arange(1, ngrams.longest, dtype=jnp.int32)
-            shape = x.shape[0], ngrams.longest - 1
-            tokens = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], shape)
-            before = kept.rows[kept.indices(tokens, jnp.broadcast_to(lags, shape))][..., 0]
+            before = kept.at(jnp.arange(x.shape[0], dtype=jnp.int32), lags)[..., 0]
             embedded = self.tables(rows_of(ngrams, blocks, before)).astype(x.dtype)
         with jax.named_scope("gated_ngrams"):
             added = self._gated(x, embedded, step)

@@ -240,10 +240,6 @@ class GatedStreams(nnx.Module):
         self.down = Linear(wide, (down,), axes=("embed", "latent"), build=build)
         self.up = Linear(form.rank, (up,), axes=("embed", "latent"), build=build)
 
-    def normed(self, x: jax.Array) -> jax.Array:
-        """Return the hidden states x [T, A * D], each normed by itself."""
-        return self.hc_norm(x)
-
     def mean(self, normed: jax.Array, rows: Rows | None) -> jax.Array:
         """Return the mean [T, D] of normed hidden states [T, A * D], multiplied by their gates, in their dtype. rows:
         description of the rows, None if they are not the step's tokens.
@@ -254,7 +250,7 @@ class GatedStreams(nnx.Module):
         return jnp.mean(wide, axis=1).astype(normed.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.mean(self.normed(x), None)
+        return self.mean(self.hc_norm(x), None)
 
 
 class GatedConnection(GatedStreams):
@@ -273,7 +269,7 @@ class GatedConnection(GatedStreams):
         """Return the part's input [T, D] for hidden states x [T, A * D], and the factors f32[T, A] with which `write`
         adds its output, magnitude * sigmoid(inject(n) / A) of the normed hidden states n. rows: the step's.
         """
-        normed = self.normed(x)
+        normed = self.hc_norm(x)
         factors = self.magnitude * jax.nn.sigmoid(self.inject(normed, rows, out_dtype=jnp.float32) / self.count)
         return self.mean(normed, rows), factors
 

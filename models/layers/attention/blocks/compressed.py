@@ -139,17 +139,27 @@ def best_blocks(
         blocks = jnp.broadcast_to(number * at_once + places, (size, at_once))
         seen = blocks < counts[:, None]
         keys = jnp.where(seen[..., None], pages.read(seqs, blocks, of_index=True), 0)
-        scores = block_scores(q, weights, keys, seen)
-        # The best so far come first, so that of equal scores the lowest block does.
-        top, which = lax.top_k(jnp.concatenate([best[0], scores], axis=1), top_k)
-        return top, jnp.take_along_axis(jnp.concatenate([best[1], blocks], axis=1), which, axis=1)
+        return merged_best(best, block_scores(q, weights, keys, seen), blocks)
 
     own = pages.kv.data
     start = zeros_in_layer(own, (size, top_k)) - jnp.inf, zeros_in_layer(own, (size, top_k), jnp.int32) - 1
     most = jnp.max(counts)
     _, found = lax.fori_loop(0, jnp.where(most > top_k, -(-most // at_once), 0), merge, start)
-    in_order, counts = jnp.arange(top_k, dtype=jnp.int32), counts[:, None]
-    return jnp.where(counts > top_k, found, jnp.where(in_order < counts, in_order, -1))
+    return jnp.where(counts[:, None] > top_k, found, first_numbers(top_k, counts))
+
+
+def merged_best(best: tuple[jax.Array, ...], scores: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the highest of the scores `best[0]` and `scores` [B, n], as many as `best[0]` has, and their numbers in
+    `best[1]` or `numbers`, best first; of equal ones those in `best` come first, then that at the lowest index.
+    """
+    top, which = lax.top_k(jnp.concatenate([best[0], scores], axis=1), best[0].shape[1])
+    return top, jnp.take_along_axis(jnp.concatenate([best[1], numbers], axis=1), which, axis=1)
+
+
+def first_numbers(size: int, counts: jax.Array) -> jax.Array:
+    """Return i32[B, size]: the numbers from 0 below `counts` i32[B], ascending, then -1."""
+    numbers = jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(numbers < counts[:, None], numbers, -1)
 
 
 class CompressedAttention(nnx.Module):
@@ -213,11 +223,8 @@ class CompressedAttention(nnx.Module):
         has_blocks = self.keys.rate is not None
         (kv, states), (where, rows) = (kept, located) if has_blocks else ((None, kept), (None, located))
         with jax.named_scope("qkv"):
-            q_latent, key = jnp.split(self.down(x, step.rows), (self.q_norm.weight.shape[0],), axis=1)
-            q_latent = self.q_norm(q_latent)
-            q = self.q_b(q_latent, step.rows).reshape(x.shape[0], -1, self.spec.head_dim)
-            q = rotated(self.head_norm(q), step.rope)
-            key = rotated(self.kv_norm(key)[:, None], step.rope)[:, 0]
+            q_latent, q, key = self._project(x, step)
+            q, key = rotated(self.head_norm(q), step.rope), rotated(key[:, None], step.rope)[:, 0]
         window = recent(key, states[0], rows, blocks)
         left = [window.after(states[0], rows)]
         pages = index = None
@@ -233,6 +240,15 @@ class CompressedAttention(nnx.Module):
             o = self._attend(q, window, pages, index)
         o = self._project_out(rotated_back(o, step.rope).astype(x.dtype), step)
         return o, (kv, tuple(left)) if has_blocks else tuple(left)
+
+    def _project(self, x: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return, for x [T, D], the latent of queries [T, q_rank], queries [T, N, H] and normed keys [T, H], the two
+        before rope.
+        """
+        q_latent, key = jnp.split(self.down(x, step.rows), (self.q_norm.weight.shape[0],), axis=1)
+        q_latent = self.q_norm(q_latent)
+        q = self.q_b(q_latent, step.rows).reshape(x.shape[0], -1, self.spec.head_dim)
+        return q_latent, q, self.kv_norm(key)
 
     def _project_out(self, o: jax.Array, step: StepInputs) -> jax.Array:
         """Return the layer's output [T, D] for the outputs of its heads, o [T, N, H]."""
@@ -258,10 +274,7 @@ class CompressedAttention(nnx.Module):
             """
             first = tile * _MADE
             last, cos, sin = (lax.dynamic_slice_in_dim(each, first, _MADE) for each in (padded, *rope))
-            shape = _MADE, keys.span
-            rows = contributed.rows[
-                contributed.indices(jnp.broadcast_to(last[:, None], shape), lags + jnp.zeros(shape, jnp.int32))
-            ]
+            rows = contributed.at(last, lags)
             seen = blocks.positions[jnp.minimum(last, num_tokens - 1)][:, None] >= lags
             new = []
             for compressor, (values, gates), done in zip(self.compressors, self._parts(rows), made, strict=True):
@@ -315,7 +328,7 @@ class CompressedAttention(nnx.Module):
         pad = (0, -num_tokens % size)
         given = [q, jnp.arange(num_tokens, dtype=jnp.int32), *(index or ())]
         given = [jnp.pad(each, (pad, *((0, 0),) * (each.ndim - 1))) for each in given]
-        lags = jnp.broadcast_to(jnp.arange(self.keys.window - 1, -1, -1, dtype=jnp.int32), (size, self.keys.window))
+        lags = jnp.arange(self.keys.window - 1, -1, -1, dtype=jnp.int32)
         fold = partial(folded, scale=self.spec.sm_scale)
 
         def attend(tile: jax.Array, o: jax.Array) -> jax.Array:
@@ -324,8 +337,7 @@ class CompressedAttention(nnx.Module):
             # A head's sink is a logit without a value.
             sinks = jnp.broadcast_to(self.sinks[...], (size, num_heads))
             softmax = sinks, jnp.ones_like(sinks), jnp.zeros((size, num_heads, dim))
-            keys = window.rows[window.indices(jnp.broadcast_to(tokens[:, None], lags.shape), lags)]
-            softmax = fold(softmax, rows, keys, lags <= positions[:, None])
+            softmax = fold(softmax, rows, window.at(tokens, lags), lags <= positions[:, None])
             if pages is not None:
                 softmax = self._fold_blocks(softmax, rows, (seqs, positions), of_index, pages)
             _, total, sums = softmax

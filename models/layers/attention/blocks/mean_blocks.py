@@ -165,7 +165,7 @@ class MeanBlockAttention(Attention):
         """
         assert blocks.places is not None and self.rope is not None
         kept = recent(blocks.places, state, rows, blocks)
-        first = kept.rows[kept.indices(blocks.last, jnp.full_like(blocks.last, self.blocks.size - 1))]
+        first = kept.at(blocks.last, jnp.array([self.blocks.size - 1], jnp.int32))[:, 0]
         return blocks._replace(rope=rope_table(first.T, self.rope)), kept.after(state, rows)
 
     def _attended(

@@ -34,6 +34,8 @@ from jaxengine.models.layers.attention.blocks.compressed import (
     BlockIndexer,
     CompressedAttention,
     block_scores,
+    first_numbers,
+    merged_best,
 )
 from jaxengine.models.layers.attention.blocks.token_blocks import BlockPages, Recent, TokenBlocks, recent
 from jaxengine.models.layers.base.linear import Linear
@@ -182,11 +184,9 @@ class SharedKeysAttention(CompressedAttention):
         has_blocks = self.keys.rate is not None
         (kv, states), (where, rows) = (kept, located) if has_blocks else ((None, kept), (None, located))
         with jax.named_scope("qkv"):
-            q_latent, key = jnp.split(self.down(x, step.rows), (self.q_norm.weight.shape[0],), axis=1)
-            q_latent = self.q_norm(q_latent)
-            q = self.q_b(q_latent, step.rows).reshape(x.shape[0], -1, self.spec.head_dim)
+            q_latent, q, key = self._project(x, step)
             q = rotated_pairs(q, step.rope)
-            key = rounded_e4m3(rotated_pairs(self.kv_norm(key)[:, None], step.rope)[:, 0])
+            key = rounded_e4m3(rotated_pairs(key[:, None], step.rope)[:, 0])
         window = recent(key, states[0], rows, blocks)
         left, pages, index = [window.after(states[0], rows)], None, None
         if kv is not None and where is not None:
@@ -215,9 +215,7 @@ class SharedKeysAttention(CompressedAttention):
             made = new[jnp.minimum(blocks.last, len(new) - 1)]
             return self.block_norm(made.astype(x.dtype)), []
         contributed = recent(new, states[0], rows, blocks)
-        shape = len(blocks.last), rate
-        lags = jnp.broadcast_to(jnp.arange(rate - 1, -1, -1, dtype=jnp.int32), shape)
-        found = contributed.rows[contributed.indices(jnp.broadcast_to(blocks.last[:, None], shape), lags)]
+        found = contributed.at(blocks.last, jnp.arange(rate - 1, -1, -1, dtype=jnp.int32))
         values, gates = jnp.split(found, 2, axis=-1)
         made = jnp.sum(values * jax.nn.softmax(gates, axis=1), axis=1)
         return self.block_norm(made.astype(x.dtype)), [contributed.after(states[0], rows)]
@@ -335,12 +333,12 @@ def _chosen(
         seen = (blocks < counts[:, None]) & (blocks >= 0)
         keys = jnp.where(seen[..., None], pages.read(seqs, jnp.where(seen, blocks, 0), of_index=True), 0)
         scores = block_scores(q, weights, keys, seen)
-        new = _best(best[:2], scores, blocks)
+        new = merged_best(best[:2], scores, blocks)
         if candidates is not None or not num_runs:
             return *new, *best[2:]
         of_runs = jnp.max(scores.reshape(len(seqs), -1, size), axis=-1)
         of_runs = jnp.where(runs == (counts[:, None] - 1) // size, jnp.inf, of_runs)
-        return *new, *_best(best[2:], of_runs, runs)
+        return *new, *merged_best(best[2:], of_runs, runs)
 
     own = pages.kv.data
     start = [
@@ -348,7 +346,9 @@ def _chosen(
         for n in (top_k, num_runs)
     ]
     found = lax.fori_loop(0, jnp.where(most > bound, num_tiles, 0), merge, (*start[0], *start[1]))
-    selected = jnp.where(counts[:, None] > bound, jnp.where(found[0] > -jnp.inf, found[1], -1), _first(top_k, counts))
+    selected = jnp.where(
+        counts[:, None] > bound, jnp.where(found[0] > -jnp.inf, found[1], -1), first_numbers(top_k, counts)
+    )
     if not num_runs:
         return selected
     if candidates is not None:
@@ -356,20 +356,6 @@ def _chosen(
     last = jnp.int32(1 << 30)
     runs = jnp.sort(jnp.where(found[2] > -jnp.inf, found[3], last), axis=1)
     runs = jnp.where(
-        counts[:, None] > num_runs * size, jnp.where(runs < last, runs, -1), _first(num_runs, -(-counts // size))
+        counts[:, None] > num_runs * size, jnp.where(runs < last, runs, -1), first_numbers(num_runs, -(-counts // size))
     )
     return jnp.concatenate([selected, runs], axis=1)
-
-
-def _first(size: int, counts: jax.Array) -> jax.Array:
-    """Return i32[B, size]: the numbers from 0 below `counts` i32[B], ascending, then -1."""
-    numbers = jnp.arange(size, dtype=jnp.int32)
-    return jnp.where(numbers < counts[:, None], numbers, -1)
-
-
-def _best(best: tuple[jax.Array, ...], scores: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the highest of the scores `best[0]` and `scores` [B, n], as many as `best[0]` has, and their numbers in
-    `best[1]` or `numbers`, best first; of equal ones those in `best` come first, then that at the lowest index.
-    """
-    top, which = lax.top_k(jnp.concatenate([best[0], scores], axis=1), best[0].shape[1])
-    return top, jnp.take_along_axis(jnp.concatenate([best[1], numbers], axis=1), which, axis=1)

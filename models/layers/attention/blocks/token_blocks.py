@@ -1,4 +1,4 @@
-"""What layers with keys of blocks share: where a step's tokens and blocks are, rows of recent tokens, and pages of keys
+"""Parts of layers with keys of blocks: places of a step's tokens and blocks, rows of recent tokens, and pages of keys
 (DeepSeek-AI 2026, DeepSeek-V4).
 
 Further shape letters: W window, C contributions of a token, b blocks, B tokens at a time.
@@ -99,16 +99,16 @@ class Recent(NamedTuple):
     kept: int
     blocks: TokenBlocks
 
-    def indices(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
-        """Return the index in `rows`, i32, of the token that is `lags` tokens before each of `tokens` in its sequence.
-        tokens, lags: i32 of one shape; lags are at most R. Where a sequence has no such token the index is that of an
-        arbitrary row, which callers must mask.
+    def at(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
+        """Return the rows [B, L, .] of the tokens that are `lags` i32[L] tokens before each of `tokens` i32[B] in its
+        sequence; lags are at most R. Where a sequence has no such token the row is an arbitrary one, which callers must
+        mask.
         """
         blocks, num_tokens = self.blocks, self.blocks.positions.shape[0]
-        tokens = jnp.minimum(tokens, num_tokens - 1)
+        tokens = jnp.minimum(tokens, num_tokens - 1)[:, None]
         index, seqs = blocks.index[tokens], blocks.seqs[tokens]
         before = num_tokens + seqs * self.kept + self.kept + index - lags
-        return jnp.where(lags <= index, tokens - lags, before)
+        return self.rows[jnp.where(lags <= index, tokens - lags, before)]
 
     def after(self, state: jax.Array, rows: StateRows) -> jax.Array:
         """Return `state` [rows, R, .] with the last R rows of each sequence written to its row `writes`, and also to
@@ -116,8 +116,7 @@ class Recent(NamedTuple):
         """
         ends = rows.cu_q_lens[1:]
         counts = jnp.where(jnp.arange(len(ends)) < rows.num_seqs, ends - rows.cu_q_lens[:-1], 0)
-        lags = jnp.broadcast_to(jnp.arange(self.kept - 1, -1, -1, dtype=jnp.int32), (len(ends), self.kept))
-        new = self.rows[self.indices(jnp.broadcast_to(ends[:, None] - 1, lags.shape), lags)]
+        new = self.at(ends - 1, jnp.arange(self.kept - 1, -1, -1, dtype=jnp.int32))
         for index, least in ((rows.writes, 1), (rows.saves, 2)):
             state = state.at[jnp.where(counts >= least, index, state.shape[0])].set(new, mode="drop")
         return state
