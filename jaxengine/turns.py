@@ -42,7 +42,7 @@ class Turns(Generic[_T]):
 
     def __init__(self, num_places: int):
         self._num_places, self._num_running = num_places, 0
-        # By first name, the queues of its owners; none is empty. Whoever is to be served next comes first in both. A
+        # By first name, the queues of its owners; none is empty. What is to be served next comes first in both. A
         # first name with many queues, such as a client that names many addresses, does not slow down the others.
         self._queues: OrderedDict[str | None, OrderedDict[Owner, deque[_T]]] = OrderedDict()
         # By the index of a name in its owner, and the name.

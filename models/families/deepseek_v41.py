@@ -150,8 +150,8 @@ class DeepseekV41ForCausalLM(DeepseekV4ForCausalLM):
 
 
 class _Schedule:
-    """What each layer's attention computes itself, and which earlier layers' results it uses, from the fields of a
-    configuration. Raises ModelConfigError for wrong fields, and for schedules that are not supported.
+    """Schedule of what each layer's attention computes itself and which earlier layers' results it uses, from a
+    configuration's fields. Raises ModelConfigError for wrong fields, and for schedules that are not supported.
     """
 
     def __init__(self, fields: ConfigFields):

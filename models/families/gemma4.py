@@ -432,8 +432,8 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the ExpertsConfig of a config.json, for all layers, from `num_experts`, `top_k_experts` and
     `moe_intermediate_size`. Raises ModelConfigError for wrong fields.
     """
-    names = "num_experts", "top_k_experts", "moe_intermediate_size"
-    return ExpertsConfig(*map(fields.integer, names))
+    count, chosen, size = map(fields.integer, ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    return ExpertsConfig(num_experts=count, num_per_token=chosen, intermediate_size=size)
 
 
 def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ def test_options():
 
 
 def test_tensors_that_are_not_read():
-    """What vLLM leaves out of published checkpoints, too: it follows from the configuration, or is of no use."""
+    """Tensors that vLLM leaves unread, too: they follow from the configuration, or are of no use."""
     names, layer = MODELS["Qwen4ExpForConditionalGeneration"].checkpoint_names, "model.language_model.layers.0.ple"
     unread = ("token_lookup", "hashstats_counts", "layer_multipliers")
     assert all(names.is_unused(f"{layer}.ple_embedding.{name}") for name in unread)

@@ -29,7 +29,7 @@ PUBLISHED = NGrams(1, 3, 8, 2048, 20_000_000, 128, 512, 1234, 7, 248320, 8192, 4
     ],
 )
 def test_rows(ngrams: NGrams):
-    """Those of products of token ids and factors, exclusive or, modulo a prime; no n-gram reaches beyond an end."""
+    """Rows are products of token ids and factors, exclusive or, modulo a prime; no n-gram reaches beyond an end."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, ngrams.vocab_size, 40)
     ids[[5, 6, 11, 30]] = ngrams.end
