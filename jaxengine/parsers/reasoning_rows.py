@@ -97,15 +97,16 @@ _COHERE_THINK = ThinkFormat(
 _SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
 # Words of the efforts "high", "medium" and "low".
 _K2_EFFORTS = "think", "think_fast", "think_faster"
+_DEEPSEEK_WORDS = ("<｜Assistant｜>", "</think>", "thinking")
 _GRANITE = ThinkFormat(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
 )
 
 REASONING_PARSERS: dict[str, ReasoningRow] = {
     "deepseek_r1": ReasoningRow(_ALWAYS, "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
-    "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
-    "deepseek_v4": ReasoningRow(_THINK, "DeepSeek V4"),
-    "deepseek_v41": ReasoningRow(_THINK, "DeepSeek V4.1"),
+    "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", _DEEPSEEK_WORDS),
+    "deepseek_v4": ReasoningRow(_THINK, "DeepSeek V4", (*_DEEPSEEK_WORDS, "<｜DSML｜tool_calls>")),
+    "deepseek_v41": ReasoningRow(_THINK, "DeepSeek V4.1", (*_DEEPSEEK_WORDS, "<｜DSML｜ calls>")),
     "qwen3": ReasoningRow(_THINK, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
     "glm45": ReasoningRow(_THINK, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
     "glm47": ReasoningRow(_THINK, "GLM-4.7"),
