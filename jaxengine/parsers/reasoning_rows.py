@@ -10,7 +10,7 @@ from jaxengine.parsers.reasoning.harmony import HarmonyFormat
 from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import ReasoningParser
-from jaxengine.parsers.scan.harmony import xml_function
+from jaxengine.parsers.scan.harmony import EOM, EOT, MESSAGE, MUSE, SELF, START, recipient_function, xml_function
 from jaxengine.parsers.tools.parameter_words import KIMI_K3
 from jaxengine.parsers.tools.sections import PLAMO3
 
@@ -101,6 +101,15 @@ _DEEPSEEK_WORDS = ("<｜Assistant｜>", "</think>", "thinking")
 _GRANITE = ThinkFormat(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
 )
+_MUSE = HarmonyFormat(
+    recipient_function,
+    MUSE,
+    stop_words=(EOT,),
+    answer=(f"to=user{MESSAGE}",),
+    thoughts=f"to={SELF}{MESSAGE}",
+    after_thoughts=((EOM,), (EOT,)),
+    closing=f"{EOM}{START}assistant to=user{MESSAGE}",
+)
 
 REASONING_PARSERS: dict[str, ReasoningRow] = {
     "deepseek_r1": ReasoningRow(_ALWAYS, "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
@@ -156,6 +165,8 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     ),
     "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
     "beam": ReasoningRow(HarmonyFormat(xml_function), "Beam"),
+    "muse_glimmer": ReasoningRow(_MUSE, "Muse Glimmer, Muse Spark", ("to=self", "<|message|>")),
+    "muse": ReasoningRow(_MUSE, "Muse Glimmer, Muse Spark"),
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
         ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")

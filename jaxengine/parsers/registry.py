@@ -20,13 +20,13 @@ from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.scan.call_start import CallStarts, listed_starts
 from jaxengine.parsers.scan.events import OutputParser
 from jaxengine.parsers.scan.harmony import STOP_WORDS
-from jaxengine.parsers.tools import beam as tool_beam
 from jaxengine.parsers.tools import elements as tool_elements
 from jaxengine.parsers.tools import gemma as tool_gemma
 from jaxengine.parsers.tools import harmony as tool_harmony
 from jaxengine.parsers.tools import hermes as tool_hermes
 from jaxengine.parsers.tools import json_list as tool_json_list
 from jaxengine.parsers.tools import llama3 as tool_llama3
+from jaxengine.parsers.tools import messages as tool_messages
 from jaxengine.parsers.tools import mistral as tool_mistral
 from jaxengine.parsers.tools import parameter_words as words_of
 from jaxengine.parsers.tools import parameters as tool_parameters
@@ -214,6 +214,16 @@ _QWEN3_CODER = _parameters(
     words_of.QWEN3_CODER,
     ("<function=", "<parameter=", "<tool_call>", "</function>"),
 )
+_MUSE = ToolFormat(
+    tool_messages.MuseToolParser,
+    "Muse Glimmer, Muse Spark",
+    None,
+    tool_messages.muse_forced_grammar,
+    typed=True,
+    special_tokens=True,
+    stop_words=tool_messages.MUSE_STOP_WORDS,
+    template=("<atem:function_calls>", "<|message|>"),
+)
 
 TOOL_PARSERS: dict[str, ToolFormat] = {
     "hermes": _HERMES("Hermes 2 and 3, Qwen2.5, Qwen3", template=("<tool_call>", '"arguments')),
@@ -241,15 +251,17 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         template=("<|channel|>", "<|message|>", "commentary"),
     ),
     "beam": ToolFormat(
-        tool_beam.BeamToolParser,
+        tool_messages.BeamToolParser,
         "Beam",
         None,
-        tool_beam.forced_grammar,
+        tool_messages.beam_forced_grammar,
         typed=True,
         special_tokens=True,
         stop_words=STOP_WORDS,
         template=("<|channel|>", "<|message|>", "<rfl:parameter name="),
     ),
+    "muse_glimmer": _MUSE,
+    "muse": _MUSE,
     "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
     "deepseek_v32": _parameters("DeepSeek V3.2", words_of.DEEPSEEK_V32, ("｜DSML｜",)),

@@ -3,8 +3,12 @@
   <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
   <|message|>{...}<|call|>
 
-See https://cookbook.openai.com/articles/openai-harmony. This file splits the output into messages; tool_harmony and
-reasoning_harmony interpret them.
+See https://cookbook.openai.com/articles/openai-harmony. Muse's messages have a recipient only, and other
+words end them:
+
+  to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>
+
+This file splits the output into messages; tools.harmony, tools.messages and reasoning.harmony interpret them.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ _FUNCTIONS = "functions."
 _XML = f"{CONSTRAIN}xml"
 # Tools of gpt-oss's own, which it addresses without the prefix of functions.
 _OWN_TOOLS = ("python", "browser", "container")
+# Recipients of Muse's messages that are answers, and the one of reasoning; others are tools.
+_READERS = ("", "user", "commentary")
+SELF = "self"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,35 @@ class Header:
         return self.channel != "analysis" and not self.recipient
 
 
+@dataclass(frozen=True, slots=True)
+class RecipientHeader(Header):
+    """Beginning of a message of Muse, which has no channel: reasoning is addressed to the model itself."""
+
+    @property
+    def is_said(self) -> bool:
+        """Whether the message is addressed to the user, by name or by no recipient."""
+        return self.recipient in _READERS
+
+
+@dataclass(frozen=True)
+class HarmonyWords:
+    """Words of a format of messages.
+
+    Attributes:
+      begins: words that begin a message.
+      ends: words that end one.
+      header: class of the beginnings of messages.
+    """
+
+    begins: tuple[str, ...] = (START, CHANNEL)
+    ends: tuple[str, ...] = (END, CALL, RETURN)
+    header: Callable[[str], Header] = Header
+
+
+HARMONY = HarmonyWords()
+EOM, EOT = "<|eom|>", "<|eot|>"
+MUSE = HarmonyWords((START,), (EOM, EOT), RecipientHeader)
+
 # (header, names of the request's functions) -> name of the function that the message calls; None for other messages.
 CalledFunction = Callable[[Header, Collection[str]], str | None]
 
@@ -77,6 +113,13 @@ def xml_function(header: Header, functions: Collection[str]) -> str | None:
     if _XML not in header.text:
         return json_function(header, functions)
     return header.recipient if header.recipient and header.recipient.isprintable() else None
+
+
+def recipient_function(header: Header, functions: Collection[str]) -> str | None:
+    """Return the recipient of a message of Muse that calls functions, which its body names; None for other messages.
+    functions: not used.
+    """
+    return None if header.is_said or header.recipient == SELF else header.recipient
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +149,17 @@ Part = Header | Body | End | Outside
 
 
 class HarmonyReader:
-    """Splitter of one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged."""
+    """Splitter of one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged. words:
+    the format's.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, words: HarmonyWords = HARMONY) -> None:
+        self._words = words
         self._parts: list[Part] = []
         self._opening = self._new_opening()
-        self._begin = Marker(START, CHANNEL)
-        self._message = Marker(MESSAGE, END, CALL, RETURN)
-        self._end = Marker(END, CALL, RETURN, START, CHANNEL)
+        self._begin = Marker(*words.begins)
+        self._message = Marker(MESSAGE, *words.ends)
+        self._end = Marker(*words.ends, *words.begins)
         self._header: list[str] = []
         self._room = 0
         self._state = self._first
@@ -145,12 +191,12 @@ class HarmonyReader:
         parts, self._parts = self._parts, []
         return parts
 
-    @staticmethod
-    def _new_opening() -> Opening:
+    def _new_opening(self) -> Opening:
         """Return a search for the words with which an output may begin if the prompt already ends in
         <|start|>assistant.
         """
-        return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
+        constrain = (CONSTRAIN,) if CHANNEL in self._words.begins else ()
+        return Opening(*self._words.begins, *constrain, MESSAGE, "to=")
 
     def _first(self, text: str, at: int) -> int:
         """Process text at the output's start or after a message, where a message may begin without <|start|>; the state
@@ -171,7 +217,7 @@ class HarmonyReader:
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """Process text between messages: text up to START or CHANNEL becomes Outside, and the word opens a header.
+        """Process text between messages: text up to the next message becomes Outside, and the word opens a header.
         Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._begin.read(text, at)
@@ -190,7 +236,7 @@ class HarmonyReader:
 
     def _close_header(self) -> None:
         """Append a Header of the text read, and enter the body."""
-        self._parts.append(Header("".join(self._header)))
+        self._parts.append(self._words.header("".join(self._header)))
         self._state = self._in_body
 
     def _in_header(self, text: str, at: int) -> int:
@@ -215,7 +261,7 @@ class HarmonyReader:
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)
-        if word in (START, CHANNEL):
+        if word in self._words.begins:
             self._parts.append(End())
             self._open(word)
         elif word:
