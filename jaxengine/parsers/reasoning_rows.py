@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxengine.parsers.reasoning.harmony import HarmonyFormat
 from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import ReasoningParser
-from jaxengine.parsers.scan.harmony import EOM, EOT, MESSAGE, MUSE, SELF, START, recipient_function, xml_function
+from jaxengine.parsers.scan.harmony import (
+    EOM,
+    EOT,
+    MESSAGE,
+    MUSE,
+    MUSE_GLIMMER,
+    SELF,
+    START,
+    recipient_function,
+    xml_function,
+)
 from jaxengine.parsers.tools.parameter_words import KIMI_K3
 from jaxengine.parsers.tools.sections import PLAMO3
 
@@ -101,15 +111,16 @@ _DEEPSEEK_WORDS = ("<｜Assistant｜>", "</think>", "thinking")
 _GRANITE = ThinkFormat(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
 )
-_MUSE = HarmonyFormat(
+_GLIMMER = HarmonyFormat(
     recipient_function,
-    MUSE,
+    MUSE_GLIMMER,
     stop_words=(EOT,),
     answer=(f"to=user{MESSAGE}",),
     thoughts=f"to={SELF}{MESSAGE}",
     after_thoughts=((EOM,), (EOT,)),
     closing=f"{EOM}{START}assistant to=user{MESSAGE}",
 )
+_MUSE = ReasoningRow(replace(_GLIMMER, words=MUSE), "Muse Spark")
 
 REASONING_PARSERS: dict[str, ReasoningRow] = {
     "deepseek_r1": ReasoningRow(_ALWAYS, "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
@@ -165,8 +176,9 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     ),
     "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
     "beam": ReasoningRow(HarmonyFormat(xml_function), "Beam"),
-    "muse_glimmer": ReasoningRow(_MUSE, "Muse Glimmer, Muse Spark", ("to=self", "<|message|>")),
-    "muse": ReasoningRow(_MUSE, "Muse Glimmer, Muse Spark"),
+    "muse_glimmer": ReasoningRow(_GLIMMER, "Muse Glimmer", ("to=self", "<|message|>")),
+    "muse": _MUSE,
+    "musespark1x": _MUSE,
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
         ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")

@@ -103,7 +103,7 @@ class HarmonyReasoningParser:
 
     def __init__(self, functions: Collection[str], function: CalledFunction, words: HarmonyWords) -> None:
         self._functions, self._function = functions, function
-        self._reader = HarmonyReader(words)
+        self._reader, self._joint = HarmonyReader(words), words.joint
         self._header: Header | None = None
         self._is_call = False
         self._said: set[type] = set()
@@ -129,7 +129,7 @@ class HarmonyReasoningParser:
 
     def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
         """Return the event of one part, and record the message that it belongs to. The event's text is "" for a part
-        that is not shown, and a line break for the header of a further message of its kind.
+        that is not shown, and the format's joint for the header of a further message of its kind.
         """
         if isinstance(part, Header):
             self._header, self._is_call = part, self._function(part, self._functions) is not None
@@ -138,7 +138,7 @@ class HarmonyReasoningParser:
             kind = ContentDelta if part.is_said else ReasoningDelta
             again = kind in self._said
             self._said.add(kind)
-            return kind("\n" if again else "")
+            return kind(self._joint if again else "")
         header = self._header
         if isinstance(part, End):
             self._header = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxengine.parsers.scan.markers import Marker, Opening
 
@@ -30,9 +31,8 @@ _FUNCTIONS = "functions."
 _XML = f"{CONSTRAIN}xml"
 # Tools of gpt-oss's own, which it addresses without the prefix of functions.
 _OWN_TOOLS = ("python", "browser", "container")
-# Recipients of Muse's messages that are answers, and the one of reasoning; others are tools.
-_READERS = ("", "user", "commentary")
-SELF = "self"
+_TO, SELF = "to=", "self"
+_NAME_END = re.compile(r"$|[^A-Za-z0-9_.-]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,35 @@ class Header:
         return self.channel != "analysis" and not self.recipient
 
 
-@dataclass(frozen=True, slots=True)
-class RecipientHeader(Header):
-    """Beginning of a message of Muse, which has no channel: reasoning is addressed to the model itself."""
+class GlimmerHeader(Header):
+    """Beginning of a message of Muse Glimmer, which has no channel.
+
+    Attributes:
+      readers: recipients of messages to the user, "" for none.
+      thoughts: recipients of reasoning. Others are tools.
+    """
+
+    __slots__ = ()
+    readers: ClassVar[tuple[str, ...]] = ("", "user")
+    thoughts: ClassVar[tuple[str, ...]] = (SELF,)
 
     @property
     def is_said(self) -> bool:
-        """Whether the message is addressed to the user, by name or by no recipient."""
-        return self.recipient in _READERS
+        """Whether the message is addressed to the user."""
+        return self.recipient in self.readers
+
+    @property
+    def tool(self) -> str | None:
+        """The tool that the message is addressed to; None for other messages."""
+        return None if self.is_said or self.recipient in self.thoughts else self.recipient
+
+
+class SparkHeader(GlimmerHeader):
+    """Beginning of a message of Muse Spark, which speaks to the user in between, and to nobody in its reasoning."""
+
+    __slots__ = ()
+    readers = ("user", "commentary")
+    thoughts = ("", SELF, "developer")
 
 
 @dataclass(frozen=True)
@@ -77,16 +98,21 @@ class HarmonyWords:
       begins: words that begin a message.
       ends: words that end one.
       header: class of the beginnings of messages.
+      bare: whether a recipient before <|message|> begins a message inside another one, whose end is missing.
+      joint: text between messages of one kind.
     """
 
     begins: tuple[str, ...] = (START, CHANNEL)
     ends: tuple[str, ...] = (END, CALL, RETURN)
     header: Callable[[str], Header] = Header
+    bare: bool = False
+    joint: str = "\n"
 
 
 HARMONY = HarmonyWords()
 EOM, EOT = "<|eom|>", "<|eot|>"
-MUSE = HarmonyWords((START,), (EOM, EOT), RecipientHeader)
+MUSE_GLIMMER = HarmonyWords((START,), (EOM, EOT), GlimmerHeader, bare=True, joint="")
+MUSE = HarmonyWords((START,), (EOM, EOT), SparkHeader, bare=True, joint="")
 
 # (header, names of the request's functions) -> name of the function that the message calls; None for other messages.
 CalledFunction = Callable[[Header, Collection[str]], str | None]
@@ -116,10 +142,10 @@ def xml_function(header: Header, functions: Collection[str]) -> str | None:
 
 
 def recipient_function(header: Header, functions: Collection[str]) -> str | None:
-    """Return the recipient of a message of Muse that calls functions, which its body names; None for other messages.
+    """Return the tool that a message of Muse is addressed to, whose functions its body names; None for other messages.
     functions: not used.
     """
-    return None if header.is_said or header.recipient == SELF else header.recipient
+    return header.tool if isinstance(header, GlimmerHeader) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +185,8 @@ class HarmonyReader:
         self._opening = self._new_opening()
         self._begin = Marker(*words.begins)
         self._message = Marker(MESSAGE, *words.ends)
-        self._end = Marker(*words.ends, *words.begins)
+        self._end = Marker(*words.ends, *words.begins, *((_TO,) if words.bare else ()))
+        self._mark = ""  # beginning of <|message|> after a recipient in a body
         self._header: list[str] = []
         self._room = 0
         self._state = self._first
@@ -182,7 +209,8 @@ class HarmonyReader:
         elif self._state == self._in_header:
             self._outside("".join(self._header) + self._message.take())
         else:
-            self._body(self._end.take())
+            is_bare = self._state == self._in_recipient
+            self._body("".join([_TO, *self._header, self._mark]) if is_bare else self._end.take())
             self._parts.append(End())
         return self._take()
 
@@ -196,7 +224,7 @@ class HarmonyReader:
         <|start|>assistant.
         """
         constrain = (CONSTRAIN,) if CHANNEL in self._words.begins else ()
-        return Opening(*self._words.begins, *constrain, MESSAGE, "to=")
+        return Opening(*self._words.begins, *constrain, MESSAGE, _TO)
 
     def _first(self, text: str, at: int) -> int:
         """Process text at the output's start or after a message, where a message may begin without <|start|>; the state
@@ -264,9 +292,34 @@ class HarmonyReader:
         if word in self._words.begins:
             self._parts.append(End())
             self._open(word)
+        elif word == _TO:
+            self._header, self._room, self._mark, self._state = [], _MAX_HEADER, "", self._in_recipient
         elif word:
             self._parts.append(End(word))
             self._state = self._first
+        return at
+
+    def _in_recipient(self, text: str, at: int) -> int:
+        """Process text of a body after "to=", which begins the next message if a name and <|message|> follow, and is
+        part of the body otherwise. Reads `text` from the index `at`; returns the index after the last character read.
+        """
+        if not self._mark:
+            name = text[at : _NAME_END.search(text, at, at + self._room).start()]
+            self._header.append(name)
+            self._room -= len(name)
+            at += len(name)
+        name = "".join(self._header)
+        while at < len(text) and name and self._room and MESSAGE.startswith(self._mark + text[at]):
+            self._mark += text[at]
+            at += 1
+            if self._mark == MESSAGE:
+                self._parts.append(End())
+                self._open(f"{_TO}{name}{MESSAGE}")
+                return at
+        if at < len(text):
+            self._state = self._in_body
+            self._body(_TO)
+            self._in_body(name + self._mark, 0)  # has no whole word
         return at
 
     def _body(self, text: str) -> None:

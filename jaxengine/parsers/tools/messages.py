@@ -32,7 +32,6 @@ from jaxengine.parsers.scan.harmony import (
     EOT,
     HARMONY,
     MESSAGE,
-    MUSE,
     SELF,
     START,
     Body,
@@ -204,16 +203,17 @@ class BeamToolParser(_MessageToolParser):
 
 
 class MuseToolParser(_MessageToolParser):
-    """Parser of the calls of one output of Muse. functions: schemas of arguments, by function name.
+    """Parser of the calls of one output of Muse. functions: schemas of arguments, by function name. messages: words of
+    messages, which differ in the recipients.
 
     The elements of calls in messages to others, who may quote them, are no calls. Text beside the calls of a message to
     a tool is content. "f.f" calls the request's function f, as the model may write its tool before its name.
     """
 
-    def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema]):
+    def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], messages: HarmonyWords):
         doubled = {f"{name}.{name}": name for name in functions if f"{name}.{name}" not in functions}
         schemas = {**functions, **{double: functions[name] for double, name in doubled.items()}}
-        super().__init__(new_id, schemas, MUSE_WORDS, recipient_function, MUSE)
+        super().__init__(new_id, schemas, MUSE_WORDS, recipient_function, messages)
         self._out = _RenamingCollector(new_id, doubled)
 
     def _takes_body(self) -> bool:

@@ -94,7 +94,8 @@ def in_muse(output: Thought) -> Thought:
     text = output.text
     for word, other in _IN_MUSE.items():
         text = text.replace(word, other)
-    return output._replace(text=text)
+    reasoning = output.reasoning and output.reasoning.replace("One.\nTwo.", "One.Two.")
+    return output._replace(text=text, reasoning=reasoning)
 
 
 MUSE = (
@@ -104,11 +105,21 @@ MUSE = (
         if not any(word in each.text for word in ("<|chan", "<|end|>", "<|call|>"))
     ),
     Thought(" to=self<|message|>Hm.<|eom|>", "Hm."),
+    # The end of a message is missing before a call, and a text only speaks of recipients.
+    Thought(f" to=self<|message|>Hm. {MUSE_NOW.lstrip()}", "Hm. ", None, (NOW,)),
+    Thought(" to=self<|message|>Send to=now, to=to=<|message|>!<|eom|>", "Send to=now, to=to=<|message|>!"),
+    Thought(" to=self<|message|>Send to=now", "Send to=now"),
     Thought(" to=self<|message|>Hm.<|start|>assistant to=user<|message|>Hi", "Hm.", "Hi"),
     Thought(f" to=self<|message|>{MUSE_NOW[18:-7]}<|eom|>", MUSE_NOW[18:-7]),
-    Thought("<|message|>Hi<|eot|>", None, "Hi"),
     Thought(" to=self<|message|>Hm.<|eo", "Hm.<|eo"),
+    Thought(f" to=user<|message|>I look.<|eom|><|start|>assistant{MUSE_NOW}", None, "I look.", (NOW,)),
+)
+GLIMMER = (*MUSE, Thought("<|message|>Hi<|eot|>", None, "Hi"))
+SPARK = (
+    *MUSE,
+    Thought("<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hi<|eot|>", "Hm.", "Hi"),
     Thought(f" to=commentary<|message|>I look.<|eom|><|start|>assistant{MUSE_NOW}", None, "I look.", (NOW,)),
+    Thought(" to=self<|message|>Hm.<|eom|><|start|>assistant to=developer<|message|>x<|eom|>", "Hm.x"),
 )
 
 # Name of a format -> its tokens, a thought, and a function that writes calls, which end the output.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.jaxengine.parsers.message_outputs import HARMONY, MUSE, THOUGHTS, Thought
+from tests.jaxengine.parsers.message_outputs import GLIMMER, HARMONY, SPARK, THOUGHTS, Thought
 from tests.jaxengine.parsers.outputs import NOW, PARIS, ZURICH
 from tests.jaxengine.parsers.token_outputs import ALL_FORMATS
 from tests.jaxengine.parsers.writers import Call
@@ -409,10 +409,10 @@ SAME = {
     "glm47": ("ling3", "poolside_v1"),
     "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),
-    "muse_glimmer": ("muse",),
+    "muse": ("musespark1x",),
 }
 # The first of those with the same words.
-NAMES = [*THINKING, "openai_gptoss", "muse_glimmer"]
+NAMES = [*THINKING, "openai_gptoss", "muse_glimmer", "muse"]
 THINKING |= {other: THINKING[name] for name, others in SAME.items() if name in THINKING for other in others}
 
 
@@ -420,8 +420,9 @@ def outputs(name: str) -> list[Thought]:
     """All of a format; prompts are never None."""
     if name == "openai_gptoss":
         return [each._replace(prompt="<|start|>user<|message|>Hi<|end|><|start|>assistant") for each in HARMONY]
-    if name == "muse_glimmer":
-        return [each._replace(prompt="<|start|>user<|message|>Hi<|eot|><|start|>assistant") for each in MUSE]
+    if name in ("muse_glimmer", "muse"):
+        found = GLIMMER if name == "muse_glimmer" else SPARK
+        return [each._replace(prompt="<|start|>user<|message|>Hi<|eot|><|start|>assistant") for each in found]
     form = THINKING[name]
     found = [*common(form), *form.odd]
     if name == "minimax_m2_append_think":
@@ -432,4 +433,4 @@ def outputs(name: str) -> list[Thought]:
 
 def tools(name: str) -> str:
     """The tool parser that goes with a reasoning parser."""
-    return {"openai_gptoss": "openai", "muse_glimmer": name}.get(name) or THINKING[name].tools
+    return {"openai_gptoss": "openai", "muse_glimmer": name, "muse": name}.get(name) or THINKING[name].tools

@@ -336,5 +336,4 @@ TOKEN_FORMATS: dict[str, Format] = {
     "poolside_v1": FORMATS["glm47"],
 }
 TOKEN_FORMATS["cohere_command4"] = TOKEN_FORMATS["cohere_command3"]
-ELEMENT_FORMATS["muse"] = ELEMENT_FORMATS["muse_glimmer"]
 ALL_FORMATS = FORMATS | BARE_FORMATS | TOKEN_FORMATS | ELEMENT_FORMATS
