@@ -304,7 +304,9 @@ class HarmonyReader:
         part of the body otherwise. Reads `text` from the index `at`; returns the index after the last character read.
         """
         if not self._mark:
-            name = text[at : _NAME_END.search(text, at, at + self._room).start()]
+            end = _NAME_END.search(text, at, at + self._room)
+            assert end is not None  # $ is always found
+            name = text[at : end.start()]
             self._header.append(name)
             self._room -= len(name)
             at += len(name)
