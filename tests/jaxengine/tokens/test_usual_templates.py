@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
+import tokenizers.models
 
+from jaxengine.checkpoint.input_source import InputSource
 from jaxengine.config.checks import TOKENIZER_MODES
 from jaxengine.models.params.files import FORMATS
 from jaxengine.parsers.reasoning_rows import REASONING_PARSERS
@@ -86,3 +90,19 @@ def test_templates_are_chosen_by_mode_or_class():
         assert usual is not None and by_template(TOOL_PARSERS, usual.source) == mode
         reasoning = by_template(REASONING_PARSERS, usual.source)
         assert reasoning == ("deepseek_v3" if mode == "deepseek_v32" else mode)
+
+
+def test_a_models_tokenizer_has_the_template_and_what_goes_with_it(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    for mode, architecture, own, end in (
+        ("auto", "DeepseekV4ForCausalLM", None, "<｜User｜>x\n\ny<｜Assistant｜><think>"),
+        ("auto", "DeepseekV4ForCausalLM", "{{ messages[0]['content'] }}", "x\ny"),
+        ("deepseek_v32", "LlamaForCausalLM", "{{ messages[0]['content'] }}", "<｜User｜>x\ny<｜Assistant｜></think>"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own} if own else {}))
+        source = InputSource(path=tmp_path, config=SimpleNamespace(architecture=architecture), generation_defaults={})
+        tokenizer = source.load_tokenizer(SimpleNamespace(tokenizer_mode=mode, skip_tokenizer_init=False))
+        text = tokenizer.apply_chat_template([{"role": "user", "content": parts}])
+        assert text.endswith(end), (mode, text)
