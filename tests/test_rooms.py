@@ -175,6 +175,7 @@ ROOMS = {
     "tokens.vocabularies": "models.params",
     "tokens.mistral": "models.params tokens.vocabularies",
     "tokens": "models.params scheduler.base workers tokens.vocabularies tokens.mistral",
+    "tokens.usual_templates": "tokens.mistral tokens",
     "config.base": "models",
     "config.execution": "sharding models.config scheduler.batches config.base",
     "config.features": "models.config models.config.readers scheduler.base config.base",
@@ -193,8 +194,8 @@ ROOMS = {
     "checkpoint": (
         "models.params models.config models.config.readers models.quantization.base models.quantization.schemes "
         "models.quantization models models:registry models.weights.views models.weights.formats "
-        "models.weights.gguf models.weights scheduler.base tokens.vocabularies tokens config.base "
-        "config.execution config.features config.inputs config"
+        "models.weights.gguf models.weights scheduler.base tokens.vocabularies tokens tokens.usual_templates "
+        "config.base config.execution config.features config.inputs config"
     ),
     "media": (
         "models.params models.config models.config.readers scheduler.base jaxengine:base config.inputs media.base "

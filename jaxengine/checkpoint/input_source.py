@@ -16,8 +16,8 @@ from jaxengine.config.features.pooling_model import PoolingModel
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.files import ADAPTER_CONFIG
 from jaxengine.models.weights.gguf.header import header_of
-from jaxengine.tokens.chat_template import USUAL_TEMPLATES
 from jaxengine.tokens.tokenizer import Tokenizer
+from jaxengine.tokens.usual_templates.registry import usual_template
 
 # Vectors f32[D] of a control vector by the names of their taps.
 ControlVector = Mapping[str, np.ndarray]
@@ -56,8 +56,8 @@ class InputSource:
         return next((folder for folder in named if (folder / ADAPTER_CONFIG).exists()), None)
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init. Without a chat
-        template, it has the usual one of the model's family, if there is one.
+        """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init. It has the
+        chat template that tokenizer_mode names, else its own, else the usual one of the model's family, if any.
 
         Raises ModelFileError if its files are missing or invalid.
         """
@@ -68,7 +68,9 @@ class InputSource:
             sentence = None if self.pooling is None else self.pooling.sentence
             lowers = sentence is not None and sentence.do_lower_case
             tokenizer = Tokenizer.from_hf_folder(folder, lowers=lowers, mode=config.tokenizer_mode)
-            if tokenizer.chat_template is None:
-                tokenizer.chat_template = USUAL_TEMPLATES.get(self.config.architecture)
-            return tokenizer
-        return Tokenizer.from_gguf(header_of(self.path).metadata, path=str(self.path))
+        else:
+            tokenizer = Tokenizer.from_gguf(header_of(self.path).metadata, path=str(self.path))
+        has_own = tokenizer.chat_template is not None
+        if (usual := usual_template(config.tokenizer_mode, self.config.architecture, has_own)) is not None:
+            tokenizer.chat_template, tokenizer.dialect = usual.source, usual.dialect
+        return tokenizer

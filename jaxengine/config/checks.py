@@ -33,11 +33,13 @@ _UNREAD_FORMATS = {
     "sharded_state": "its files fit one arrangement of devices; `jaxengine convert` writes such a folder",
     **dict.fromkeys(("fastsafetensors", "instanttensor"), "they are other readers of safetensors"),
 }
+# The last ones choose a chat template (tokens.usual_templates.registry.TEMPLATE_MODES).
+TOKENIZER_MODES = (*FORMATS, "deepseek_v32", "deepseek_v4", "deepseek_v41")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _CHOICES = {
     "config_format": FORMATS,
-    "tokenizer_mode": FORMATS,
+    "tokenizer_mode": TOKENIZER_MODES,
     "load_format": LOAD_FORMATS,
     "dtype": DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,

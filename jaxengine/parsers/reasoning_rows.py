@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxengine.parsers.reasoning.harmony import HarmonyFormat
 from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import ReasoningParser
-from jaxengine.parsers.scan.harmony import xml_function
+from jaxengine.parsers.scan.harmony import (
+    EOM,
+    EOT,
+    MESSAGE,
+    MUSE,
+    MUSE_GLIMMER,
+    SELF,
+    START,
+    recipient_function,
+    xml_function,
+)
 from jaxengine.parsers.tools.parameter_words import KIMI_K3
 from jaxengine.parsers.tools.sections import PLAMO3
 
@@ -97,15 +107,26 @@ _COHERE_THINK = ThinkFormat(
 _SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
 # Words of the efforts "high", "medium" and "low".
 _K2_EFFORTS = "think", "think_fast", "think_faster"
+_DEEPSEEK_WORDS = ("<｜Assistant｜>", "</think>", "thinking")
 _GRANITE = ThinkFormat(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
 )
+_GLIMMER = HarmonyFormat(
+    recipient_function,
+    MUSE_GLIMMER,
+    stop_words=(EOT,),
+    answer=(f"to=user{MESSAGE}",),
+    thoughts=f"to={SELF}{MESSAGE}",
+    after_thoughts=((EOM,), (EOT,)),
+    closing=f"{EOM}{START}assistant to=user{MESSAGE}",
+)
+_MUSE = ReasoningRow(replace(_GLIMMER, words=MUSE), "Muse Spark")
 
 REASONING_PARSERS: dict[str, ReasoningRow] = {
     "deepseek_r1": ReasoningRow(_ALWAYS, "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
-    "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
-    "deepseek_v4": ReasoningRow(_THINK, "DeepSeek V4"),
-    "deepseek_v41": ReasoningRow(_THINK, "DeepSeek V4.1"),
+    "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", _DEEPSEEK_WORDS),
+    "deepseek_v4": ReasoningRow(_THINK, "DeepSeek V4", (*_DEEPSEEK_WORDS, "<｜DSML｜tool_calls>")),
+    "deepseek_v41": ReasoningRow(_THINK, "DeepSeek V4.1", (*_DEEPSEEK_WORDS, "<｜DSML｜ calls>")),
     "qwen3": ReasoningRow(_THINK, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
     "glm45": ReasoningRow(_THINK, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
     "glm47": ReasoningRow(_THINK, "GLM-4.7"),
@@ -155,6 +176,9 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     ),
     "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
     "beam": ReasoningRow(HarmonyFormat(xml_function), "Beam"),
+    "muse_glimmer": ReasoningRow(_GLIMMER, "Muse Glimmer", ("to=self", "<|message|>")),
+    "muse": _MUSE,
+    "musespark1x": _MUSE,
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
         ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")

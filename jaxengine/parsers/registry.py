@@ -19,14 +19,14 @@ from jaxengine.parsers.reasoning_rows import REASONING_PARSERS, ReasoningFormat,
 from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.scan.call_start import CallStarts, listed_starts
 from jaxengine.parsers.scan.events import OutputParser
-from jaxengine.parsers.scan.harmony import STOP_WORDS
-from jaxengine.parsers.tools import beam as tool_beam
+from jaxengine.parsers.scan.harmony import MUSE, MUSE_GLIMMER, STOP_WORDS, HarmonyWords
 from jaxengine.parsers.tools import elements as tool_elements
 from jaxengine.parsers.tools import gemma as tool_gemma
 from jaxengine.parsers.tools import harmony as tool_harmony
 from jaxengine.parsers.tools import hermes as tool_hermes
 from jaxengine.parsers.tools import json_list as tool_json_list
 from jaxengine.parsers.tools import llama3 as tool_llama3
+from jaxengine.parsers.tools import messages as tool_messages
 from jaxengine.parsers.tools import mistral as tool_mistral
 from jaxengine.parsers.tools import parameter_words as words_of
 from jaxengine.parsers.tools import parameters as tool_parameters
@@ -215,6 +215,23 @@ _QWEN3_CODER = _parameters(
     ("<function=", "<parameter=", "<tool_call>", "</function>"),
 )
 
+
+def _muse(models: str, messages: HarmonyWords, template: tuple[str, ...] = ()) -> ToolFormat:
+    """Return the format of calls in Muse's messages. models, template: fields of ToolFormat."""
+    return ToolFormat(
+        partial(tool_messages.MuseToolParser, messages=messages),
+        models,
+        None,
+        tool_messages.muse_forced_grammar,
+        typed=True,
+        special_tokens=True,
+        stop_words=tool_messages.MUSE_STOP_WORDS,
+        template=template,
+    )
+
+
+_MUSE = _muse("Muse Spark", MUSE)
+
 TOOL_PARSERS: dict[str, ToolFormat] = {
     "hermes": _HERMES("Hermes 2 and 3, Qwen2.5, Qwen3", template=("<tool_call>", '"arguments')),
     "qwen3_json": _HERMES("Qwen2.5, Qwen3, as `hermes`"),
@@ -241,15 +258,18 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         template=("<|channel|>", "<|message|>", "commentary"),
     ),
     "beam": ToolFormat(
-        tool_beam.BeamToolParser,
+        tool_messages.BeamToolParser,
         "Beam",
         None,
-        tool_beam.forced_grammar,
+        tool_messages.beam_forced_grammar,
         typed=True,
         special_tokens=True,
         stop_words=STOP_WORDS,
         template=("<|channel|>", "<|message|>", "<rfl:parameter name="),
     ),
+    "muse_glimmer": _muse("Muse Glimmer", MUSE_GLIMMER, ("<atem:function_calls>", "<|message|>")),
+    "muse": _MUSE,
+    "musespark1x": _MUSE,
     "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
     "deepseek_v32": _parameters("DeepSeek V3.2", words_of.DEEPSEEK_V32, ("｜DSML｜",)),

@@ -24,7 +24,8 @@ def written(
     transformers. Slow for messages. Raises RequestError for messages that the template does not take, OverloadedError
     if too many templates are being rendered.
     """
-    if model.sentence is None or not model.sentence.messages:
+    sentence = model.sentence
+    if sentence is None or not has_messages(model):
         return [prefix + text for text in texts], True
     system = [{"role": "system", "content": prefix}] if prefix else []
     found = [
@@ -38,7 +39,7 @@ def written(
     ]
     bos = None if tokenizer.bos_token_id is None else tokenizer.backend.id_to_token(tokenizer.bos_token_id)
     has_bos = bool(bos) and found[0].startswith(bos)
-    return found, model.sentence.has_processor and not has_bos
+    return found, sentence.has_processor and not has_bos
 
 
 def text_ids(tokenizer: Tokenizer, model: PoolingModel, prefix: str, text: str, chat_template: str | None) -> list[int]:

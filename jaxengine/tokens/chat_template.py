@@ -34,15 +34,6 @@ OWN_NAMES = chat_sandbox.FUNCTIONS.union(
 )
 # Text that marks the end of the last message. Its trailing space reveals whether the template strips contents.
 CONTINUE_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "
-# Template of a family whose checkpoints have none, by registered class: the texts of all messages, one after the other,
-# whatever their roles, as in vLLM. PaliGemma's beginning-of-sequence token follows its images.
-_TEXTS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-USUAL_TEMPLATES = {
-    "DeepseekOCRForCausalLM": "{{ bos_token }}" + _TEXTS,
-    "DeepseekOcr2ForConditionalGeneration": "{{ bos_token }}" + _TEXTS,
-    "PaliGemmaForConditionalGeneration": _TEXTS,
-    "PaliGemma2ForConditionalGeneration": _TEXTS,
-}
 
 
 class Dialect(Protocol):

@@ -16,7 +16,7 @@ import tokenizers
 import tokenizers.decoders
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.files import AUTO, HF, MISTRAL
+from jaxengine.models.params.files import AUTO, MISTRAL
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.chat_template import ROLE_TOKENS, USUAL, Dialect, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
@@ -86,7 +86,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
         self._folder, self.lowers = folder, lowers
-        self._dialect = dialect
+        self.dialect = dialect
         self._renderer = TemplateRenderer()
 
     @classmethod
@@ -110,14 +110,14 @@ class Tokenizer:
         """Return the tokenizer in the folder `path`: its tokenizer.json, or a vocabulary alone, and related files (see
         hf_tokenizer), or Mistral AI's own file.
 
-        lowers: whether texts are lower-cased before tokenization. mode: AUTO, HF or MISTRAL; with AUTO, Mistral AI's
-        file is used without a tokenizer.json, and for the chat template if no other file has one. Raises ModelFileError
-        for missing or invalid files.
+        lowers: whether texts are lower-cased before tokenization. mode: a value of tokenizer_mode; with AUTO, Mistral
+        AI's file is used without a tokenizer.json, and for the chat template if no other file has one. Raises
+        ModelFileError for missing or invalid files.
         """
         folder = Path(path)
         with rust_errors(path):
             has_file = (folder / TOKENIZER).is_file()
-            own = None if mode == HF else mistral_file(folder)
+            own = mistral_file(folder) if mode in (AUTO, MISTRAL) else None
             if mode == MISTRAL and own is None:
                 raise ModelFileError(
                     folder, "has no tekken.json or tokenizer.model.v3: tokenizer_mode mistral reads one"
@@ -268,7 +268,7 @@ class Tokenizer:
             chat_template=chat_template,
             variables={**(chat_template_kwargs or {}), **variables},
             placeholder=placeholder,
-            dialect=self._dialect,
+            dialect=self.dialect,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxengine.media.processors.settings import (
     Pixels,
     bad_option,
     check_options,
-    check_pictures,
+    frames_of,
     read_settings,
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -114,9 +114,8 @@ class Gemma4Processor(GridProcessor):
         Raises RequestError for other options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
-        frames = value if modality == "image" else getattr(value, "frames", value)
-        check_pictures(modality, frames, self.modalities, 3 if modality == "image" else 4)
-        frames, seconds = (frames[None], ()) if modality == "image" else (frames, _times(value, len(frames)))
+        frames = frames_of(modality, value, self.modalities)
+        seconds = () if modality == "image" else _times(value, len(frames))
         settings = self.sizes[modality]
         height, width = self._resized_size(frames.shape[1], frames.shape[2], self._asked(options, settings.budget))
         self.check_room(modality, len(frames), height, width, most)

@@ -19,7 +19,7 @@ from jaxengine.media.processors.settings import (
     VIDEOS,
     Pixels,
     check_options,
-    check_pictures,
+    frames_of,
     read_settings,
 )
 from jaxengine.media.processors.units import integer_option
@@ -184,8 +184,7 @@ class KimiK25Processor(KimiMediaProcessor):
         if modality != "video":
             return super().process(modality, value, options, most)
         check_options(options, self.option_names())
-        frames = getattr(value, "frames", value)
-        check_pictures(modality, frames, self.modalities, 4)
+        frames = frames_of(modality, value, self.modalities)
         indices = np.asarray(getattr(value, "frames_indices", range(len(frames))))
         seconds = (indices / (getattr(value, "fps", None) or UNKNOWN_FPS))[:: self.tower.most_frames]
         if not seconds.max() < _DAY:

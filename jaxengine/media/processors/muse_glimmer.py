@@ -22,7 +22,7 @@ from jaxengine.media.processors.settings import (
     VIDEOS,
     Pixels,
     check_options,
-    check_pictures,
+    frames_of,
     read_settings,
 )
 from jaxengine.media.processors.units import integer_option
@@ -123,13 +123,8 @@ class MuseGlimmerProcessor(GridProcessor):
         patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
-        if modality == "image":
-            check_pictures(modality, value, self.modalities, 3)
-            frames, seconds = value[None], ()
-        else:
-            frames = getattr(value, "frames", value)
-            check_pictures(modality, frames, self.modalities, 4)
-            seconds = self._seconds(value)
+        frames = frames_of(modality, value, self.modalities)
+        seconds = () if modality == "image" else self._seconds(value)
         height, width = self.scaled(frames.shape[1], frames.shape[2], self._limit(modality, options))
         self.check_room(modality, len(frames), height, width, most)
         pixels = self.pixels[modality]

@@ -28,7 +28,7 @@ from jaxengine.media.processors.settings import (
     Pixels,
     bad_option,
     check_options,
-    check_pictures,
+    frames_of,
     read_settings,
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -154,13 +154,8 @@ class Qwen2VLProcessor(GridProcessor):
         aspect ratios.
         """
         check_options(options, self.option_names())
-        if modality == "image":
-            check_pictures(modality, value, self.modalities, 3)
-            frames, seconds = value[None], ()
-        else:
-            frames = getattr(value, "frames", value)
-            check_pictures(modality, frames, self.modalities, 4)
-            seconds = self.seconds(value)
+        frames = frames_of(modality, value, self.modalities)
+        seconds = () if modality == "image" else self.seconds(value)
         sizes = self.sizes[modality]
         bounds = _asked_bounds(options, sizes.bounds)
         height, width = self.resized_size(modality, len(frames), frames.shape[1], frames.shape[2], bounds)

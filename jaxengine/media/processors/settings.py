@@ -145,3 +145,12 @@ def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim:
     if not sound or 0 in value.shape:
         shown = f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise RequestError(f"{modality} must be {form}, got {shown}", param=modality)
+
+
+def frames_of(modality: str, value: Any, modalities: tuple[str, ...]) -> np.ndarray:
+    """Return the frames, uint8[N, H, W, 3], of a video, frames.Video or only its frames, or of an image, which is one.
+    Raises the errors of `check_pictures`.
+    """
+    frames = value if modality == "image" else getattr(value, "frames", value)
+    check_pictures(modality, frames, modalities, 3 if modality == "image" else 4)
+    return frames[None] if modality == "image" else frames

@@ -19,6 +19,7 @@ from jaxengine.media.processors.settings import (
     bad_option,
     check_options,
     check_pictures,
+    frames_of,
     read_settings,
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -230,8 +231,7 @@ class UnitProcessor:
         limit. Raises RequestError for unknown options, a value without frames, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
-        frames = getattr(value, "frames", value)
-        check_pictures(modality, frames, self.modalities, 4)
+        frames = frames_of(modality, value, self.modalities)
         check_ratio(*frames.shape[1:3])
         check_room(modality, len(frames) * self.tower.unit, most)
         return frames

@@ -1,4 +1,6 @@
-"""Reasoning of gpt-oss, which is the messages of the channel analysis. Bodies of messages to the user are content.
+"""Reasoning of gpt-oss, which is the messages of the channel analysis, and of Muse, which is those to the model itself.
+
+Bodies of messages to the user are content.
 
 A message that calls a function stays content as written, for the tool parser. Messages of one kind are separated by a
 line break.
@@ -7,6 +9,7 @@ line break.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from jaxengine.parsers.scan.call_start import CallStarts
@@ -14,6 +17,7 @@ from jaxengine.parsers.scan.events import ContentDelta, Event, ReasoningDelta, R
 from jaxengine.parsers.scan.harmony import (
     CHANNEL,
     END,
+    HARMONY,
     MESSAGE,
     START,
     STOP_WORDS,
@@ -21,24 +25,38 @@ from jaxengine.parsers.scan.harmony import (
     CalledFunction,
     End,
     HarmonyReader,
+    HarmonyWords,
     Header,
     Part,
     json_function,
 )
 
 
+@dataclass(frozen=True)
 class HarmonyFormat:
-    """Implementation of reasoning_rows.ReasoningFormat for gpt-oss, or a model whose messages call functions in another
-    way. function: which function a message calls.
+    """Implementation of reasoning_rows.ReasoningFormat for gpt-oss, or a model with other words or other calls.
+
+    Attributes:
+      function: which function a message calls.
+      words: words of messages.
+      stop_words: see registry.ToolFormat.
+      answer: words that begin the answer, between which the model may write a constraint.
+      thoughts: text that begins a first message with reasoning.
+      after_thoughts: words, or sequences of words, that end it.
+      closing: text that ends it and begins the answer.
     """
+
+    function: CalledFunction = json_function
+    words: HarmonyWords = HARMONY
+    stop_words: tuple[str, ...] = STOP_WORDS
+    answer: tuple[str, ...] = (f"{CHANNEL}final", MESSAGE)
+    thoughts: str = f"{CHANNEL}analysis{MESSAGE}"
+    after_thoughts: tuple[tuple[str, ...], ...] = ((f"{CHANNEL}final", MESSAGE), (f"{CHANNEL}commentary",))
+    closing: str = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 
     special_tokens = True
     # Calls are separate messages before the one that may be constrained.
     holds_calls = True
-    stop_words = STOP_WORDS
-
-    def __init__(self, function: CalledFunction = json_function):
-        self._function = function
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
         """Return a parser for one output. calls: calls that the tool parser will find, of which only the function names
@@ -46,14 +64,13 @@ class HarmonyFormat:
 
         prompt, continued: not used.
         """
-        return HarmonyReasoningParser(() if calls is None else calls.functions, self._function)
+        return HarmonyReasoningParser(() if calls is None else calls.functions, self.function, self.words)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return {"reasoning_end": ...} for structured_outputs: the channel name and <|message|> of the answer, between
-        which the model may write a constraint. {} if `continued`, the beginning of the answer, is not empty; the prompt
-        is not used.
+        """Return {"reasoning_end": ...} for structured_outputs: the words that begin the answer. {} if `continued`, the
+        beginning of the answer, is not empty; the prompt is not used.
         """
-        return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
+        return {} if continued else {"reasoning_end": (self.answer,)}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
         """Return {"reasoning_end": ...} for stop_after, the words that begin the answer; None if `continued`, the
@@ -64,30 +81,29 @@ class HarmonyFormat:
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
         """Return the fields of thinking_words: reasoning_end and reasoning_begin, the words that end and begin
-        reasoning, and closing, the text that closes it. Only a first message of the channel analysis is limited.
+        reasoning, and closing, the text that closes it. Only a first message with reasoning is limited.
 
         None if `continued`, the beginning of the answer, is not empty; the prompt is not used.
         """
         if continued:
             return None
-        final = f"{CHANNEL}final"
         return {
-            "reasoning_end": ((final, MESSAGE), (f"{CHANNEL}commentary",)),
-            "reasoning_begin": f"{CHANNEL}analysis{MESSAGE}",
-            "closing": f"{END}{START}assistant{final}{MESSAGE}",
+            "reasoning_end": self.after_thoughts,
+            "reasoning_begin": self.thoughts,
+            "closing": self.closing,
         }
 
 
 class HarmonyReasoningParser:
     """Splitter of one output of gpt-oss into reasoning and content. functions: names of the request's functions.
-    function: which of them a message calls.
+    function: which of them a message calls. words: the format's.
     """
 
     late_ends = ()
 
-    def __init__(self, functions: Collection[str], function: CalledFunction) -> None:
+    def __init__(self, functions: Collection[str], function: CalledFunction, words: HarmonyWords) -> None:
         self._functions, self._function = functions, function
-        self._reader = HarmonyReader()
+        self._reader, self._joint = HarmonyReader(words), words.joint
         self._header: Header | None = None
         self._is_call = False
         self._said: set[type] = set()
@@ -113,7 +129,7 @@ class HarmonyReasoningParser:
 
     def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
         """Return the event of one part, and record the message that it belongs to. The event's text is "" for a part
-        that is not shown, and a line break for the header of a further message of its kind.
+        that is not shown, and the format's joint for the header of a further message of its kind.
         """
         if isinstance(part, Header):
             self._header, self._is_call = part, self._function(part, self._functions) is not None
@@ -122,7 +138,7 @@ class HarmonyReasoningParser:
             kind = ContentDelta if part.is_said else ReasoningDelta
             again = kind in self._said
             self._said.add(kind)
-            return kind("\n" if again else "")
+            return kind(self._joint if again else "")
         header = self._header
         if isinstance(part, End):
             self._header = None

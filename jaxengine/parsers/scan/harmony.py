@@ -3,8 +3,12 @@
   <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
   <|message|>{...}<|call|>
 
-See https://cookbook.openai.com/articles/openai-harmony. This file splits the output into messages; tool_harmony and
-reasoning_harmony interpret them.
+See https://cookbook.openai.com/articles/openai-harmony. Muse's messages have a recipient only, and other
+words end them:
+
+  to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>
+
+This file splits the output into messages; tools.harmony, tools.messages and reasoning.harmony interpret them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxengine.parsers.scan.markers import Marker, Opening
 
@@ -26,6 +31,8 @@ _FUNCTIONS = "functions."
 _XML = f"{CONSTRAIN}xml"
 # Tools of gpt-oss's own, which it addresses without the prefix of functions.
 _OWN_TOOLS = ("python", "browser", "container")
+_TO, SELF = "to=", "self"
+_NAME_END = re.compile(r"$|[^A-Za-z0-9_.-]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,61 @@ class Header:
         return self.channel != "analysis" and not self.recipient
 
 
+class GlimmerHeader(Header):
+    """Beginning of a message of Muse Glimmer, which has no channel.
+
+    Attributes:
+      readers: recipients of messages to the user, "" for none.
+      thoughts: recipients of reasoning. Others are tools.
+    """
+
+    __slots__ = ()
+    readers: ClassVar[tuple[str, ...]] = ("", "user")
+    thoughts: ClassVar[tuple[str, ...]] = (SELF,)
+
+    @property
+    def is_said(self) -> bool:
+        """Whether the message is addressed to the user."""
+        return self.recipient in self.readers
+
+    @property
+    def tool(self) -> str | None:
+        """The tool that the message is addressed to; None for other messages."""
+        return None if self.is_said or self.recipient in self.thoughts else self.recipient
+
+
+class SparkHeader(GlimmerHeader):
+    """Beginning of a message of Muse Spark, which speaks to the user in between, and to nobody in its reasoning."""
+
+    __slots__ = ()
+    readers = ("user", "commentary")
+    thoughts = ("", SELF, "developer")
+
+
+@dataclass(frozen=True)
+class HarmonyWords:
+    """Words of a format of messages.
+
+    Attributes:
+      begins: words that begin a message.
+      ends: words that end one.
+      header: class of the beginnings of messages.
+      bare: whether a recipient before <|message|> begins a message inside another one, whose end is missing.
+      joint: text between messages of one kind.
+    """
+
+    begins: tuple[str, ...] = (START, CHANNEL)
+    ends: tuple[str, ...] = (END, CALL, RETURN)
+    header: Callable[[str], Header] = Header
+    bare: bool = False
+    joint: str = "\n"
+
+
+HARMONY = HarmonyWords()
+EOM, EOT = "<|eom|>", "<|eot|>"
+MUSE_GLIMMER = HarmonyWords((START,), (EOM, EOT), GlimmerHeader, bare=True, joint="")
+MUSE = HarmonyWords((START,), (EOM, EOT), SparkHeader, bare=True, joint="")
+
 # (header, names of the request's functions) -> name of the function that the message calls; None for other messages.
 CalledFunction = Callable[[Header, Collection[str]], str | None]
 
@@ -77,6 +139,13 @@ def xml_function(header: Header, functions: Collection[str]) -> str | None:
     if _XML not in header.text:
         return json_function(header, functions)
     return header.recipient if header.recipient and header.recipient.isprintable() else None
+
+
+def recipient_function(header: Header, functions: Collection[str]) -> str | None:
+    """Return the tool that a message of Muse is addressed to, whose functions its body names; None for other messages.
+    functions: not used.
+    """
+    return header.tool if isinstance(header, GlimmerHeader) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +175,18 @@ Part = Header | Body | End | Outside
 
 
 class HarmonyReader:
-    """Splitter of one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged."""
+    """Splitter of one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged. words:
+    the format's.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, words: HarmonyWords = HARMONY) -> None:
+        self._words = words
         self._parts: list[Part] = []
         self._opening = self._new_opening()
-        self._begin = Marker(START, CHANNEL)
-        self._message = Marker(MESSAGE, END, CALL, RETURN)
-        self._end = Marker(END, CALL, RETURN, START, CHANNEL)
+        self._begin = Marker(*words.begins)
+        self._message = Marker(MESSAGE, *words.ends)
+        self._end = Marker(*words.ends, *words.begins, *((_TO,) if words.bare else ()))
+        self._mark = ""  # beginning of <|message|> after a recipient in a body
         self._header: list[str] = []
         self._room = 0
         self._state = self._first
@@ -136,7 +209,8 @@ class HarmonyReader:
         elif self._state == self._in_header:
             self._outside("".join(self._header) + self._message.take())
         else:
-            self._body(self._end.take())
+            is_bare = self._state == self._in_recipient
+            self._body("".join([_TO, *self._header, self._mark]) if is_bare else self._end.take())
             self._parts.append(End())
         return self._take()
 
@@ -145,12 +219,12 @@ class HarmonyReader:
         parts, self._parts = self._parts, []
         return parts
 
-    @staticmethod
-    def _new_opening() -> Opening:
+    def _new_opening(self) -> Opening:
         """Return a search for the words with which an output may begin if the prompt already ends in
         <|start|>assistant.
         """
-        return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
+        constrain = (CONSTRAIN,) if CHANNEL in self._words.begins else ()
+        return Opening(*self._words.begins, *constrain, MESSAGE, _TO)
 
     def _first(self, text: str, at: int) -> int:
         """Process text at the output's start or after a message, where a message may begin without <|start|>; the state
@@ -171,7 +245,7 @@ class HarmonyReader:
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """Process text between messages: text up to START or CHANNEL becomes Outside, and the word opens a header.
+        """Process text between messages: text up to the next message becomes Outside, and the word opens a header.
         Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._begin.read(text, at)
@@ -190,7 +264,7 @@ class HarmonyReader:
 
     def _close_header(self) -> None:
         """Append a Header of the text read, and enter the body."""
-        self._parts.append(Header("".join(self._header)))
+        self._parts.append(self._words.header("".join(self._header)))
         self._state = self._in_body
 
     def _in_header(self, text: str, at: int) -> int:
@@ -215,12 +289,39 @@ class HarmonyReader:
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)
-        if word in (START, CHANNEL):
+        if word in self._words.begins:
             self._parts.append(End())
             self._open(word)
+        elif word == _TO:
+            self._header, self._room, self._mark, self._state = [], _MAX_HEADER, "", self._in_recipient
         elif word:
             self._parts.append(End(word))
             self._state = self._first
+        return at
+
+    def _in_recipient(self, text: str, at: int) -> int:
+        """Process text of a body after "to=", which begins the next message if a name and <|message|> follow, and is
+        part of the body otherwise. Reads `text` from the index `at`; returns the index after the last character read.
+        """
+        if not self._mark:
+            end = _NAME_END.search(text, at, at + self._room)
+            assert end is not None  # $ is always found
+            name = text[at : end.start()]
+            self._header.append(name)
+            self._room -= len(name)
+            at += len(name)
+        name = "".join(self._header)
+        while at < len(text) and name and self._room and MESSAGE.startswith(self._mark + text[at]):
+            self._mark += text[at]
+            at += 1
+            if self._mark == MESSAGE:
+                self._parts.append(End())
+                self._open(f"{_TO}{name}{MESSAGE}")
+                return at
+        if at < len(text):
+            self._state = self._in_body
+            self._body(_TO)
+            self._in_body(name + self._mark, 0)  # has no whole word
         return at
 
     def _body(self, text: str) -> None:

@@ -138,6 +138,16 @@ class ParameterToolParser(StateParser):
         """End the output; return the events of text that was held back: content, or the arguments of a call as far as
         they came.
         """
+        self._flush()
+        return self._out.finish()
+
+    def _flush(self) -> None:
+        """Write the text that the current state holds back, as content or to the arguments of the call. They are closed
+        if the text ends between parameters or after a word that may end a value, else left open.
+
+        A word that begins another parameter does not end the value.
+        """
+        arguments = self._arguments
         if self._state == self._content:
             self._out.content(self._outside.take())
         elif self._state == self._section:
@@ -146,17 +156,9 @@ class ParameterToolParser(StateParser):
             self._out.content(self._next.held)
         elif self._state == self._in_call_name:
             self._out.content(self._held + "".join(self._word) + self._call_name.take())
-        elif self._arguments is not None:
-            self._cut_call(self._arguments)
-        return self._out.finish()
-
-    def _cut_call(self, arguments: ParameterJson) -> None:
-        """Emit the arguments of a call in which the output ends: closed if the output ends between parameters or after
-        a word that may end a value, else left open.
-
-        A word that begins another parameter does not end the value.
-        """
-        if self._state == self._between:
+        elif arguments is None:
+            return
+        elif self._state == self._between:
             arguments.end()
             self._out.content(self._inside.held)
         elif self._state in (self._in_name, self._to_value):

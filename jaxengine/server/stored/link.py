@@ -16,6 +16,7 @@ import msgspec
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.stored.events import NumberedEvent, Told
 from jaxengine.server.stored.records import Found, Needs, Part, Reading, StoredResponse, Worker
 from jaxengine.server.stored.store import ResponseStore
 from jaxengine.workers.frames import Frames, frame
@@ -26,7 +27,7 @@ _READ_BYTES = 1 << 20
 _RECONNECT_SECONDS = 0.05
 
 
-_Method = Literal["put", "find", "read", "stop", "delete"]
+_Method = Literal["put", "find", "read", "append_events", "events_after", "stop", "delete"]
 
 
 class StoreCall(msgspec.Struct, array_like=True):
@@ -44,6 +45,8 @@ class StoreCall(msgspec.Struct, array_like=True):
     stored: StoredResponse | None = None
     texts: dict[bytes, bytes] | None = None
     part: Part = "response"
+    events: list[NumberedEvent] | None = None
+    after: int = -1
 
 
 class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
@@ -54,6 +57,7 @@ class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
       needs: result of `put`.
       found: result of `find`, `stop` or `delete`.
       reading: result of `read`.
+      told: result of `events_after`.
       full: reason why there is no room; None if there is.
       retry_after: seconds after which the client may try again, if `full` is set.
     """
@@ -64,6 +68,7 @@ class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
     reading: Reading | None = None
     full: str | None = None
     retry_after: float = 1.0
+    told: Told | None = None
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -115,7 +120,8 @@ class StoreServer:
 
 async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> StoreReply:
     """Execute a call on `store` and return the reply. An OverloadedError is returned as the reply's `full` and
-    `retry_after`. Calls "stop" and "delete" wait until the response no longer runs. worker: the process that generates
+    `retry_after`. Calls "stop" and "delete" wait until the response no longer runs, and "events_after" until
+    there is an event. worker: the process that generates
     the responses which are put.
     """
     reply, key = StoreReply(call.number), (call.response_id, call.owner)
@@ -128,6 +134,10 @@ async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> Store
                 reply.found = await store.find(*key)
             case "read":
                 reply.reading = await store.read(*key, call.part)
+            case "append_events":
+                await store.append_events(*key, call.events or [])
+            case "events_after":
+                reply.told = await store.events_after(*key, call.after)
             case "stop":
                 reply.found = await store.stop(*key)
             case "delete":
@@ -214,6 +224,19 @@ class StoreClient:
         owner's. Raises EngineDeadError if the store is down.
         """
         return (await self._call("read", response_id, owner, part=part)).reading
+
+    async def append_events(self, response_id: str, owner: str, events: list[NumberedEvent]) -> None:
+        """Store further events of a response that is running and streamed. Raises EngineDeadError if the store is
+        down.
+        """
+        await self._call("append_events", response_id, owner, events=events)
+
+    async def events_after(self, response_id: str, owner: str, number: int) -> Told | None:
+        """Return events of a streamed response with numbers above `number`; waits until there are some, or until the
+        response has ended. None for an unknown one or another owner's, and for one that is not streamed. Raises
+        EngineDeadError if the store is down.
+        """
+        return (await self._call("events_after", response_id, owner, after=number)).told
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
         """Stop the generation of a response, wait until its final state is stored, and return its state and sizes; None

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from jaxengine.server.stored.documents import Document
+from jaxengine.server.stored.events import NumberedEvent, Told
 
 Part = Literal["response", "input", "conversation"]
 
@@ -25,6 +26,8 @@ class StoredResponse(msgspec.Struct):
       answer: list of the answer's chat messages.
       background: whether it is generated in the background, and may be cancelled.
       is_running: whether it is still being generated.
+      is_streamed: whether its events are stored, so that its stream may be followed.
+      events: events to store in addition to earlier ones, the last ones if the response no longer runs.
     """
 
     id: str
@@ -36,6 +39,8 @@ class StoredResponse(msgspec.Struct):
     previous: str | None = None
     background: bool = False
     is_running: bool = False
+    is_streamed: bool = False
+    events: list[NumberedEvent] = msgspec.field(default_factory=list)
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -52,13 +57,14 @@ class Found(msgspec.Struct, array_like=True):
     """Stored response.
 
     Attributes:
-      background, is_running: see StoredResponse.
+      background, is_running, is_streamed: see StoredResponse.
       num_bytes: sizes of the parts that `read` returns, with all long texts.
     """
 
     background: bool
     is_running: bool
     num_bytes: dict[Part, int]
+    is_streamed: bool = False
 
 
 class Reading(msgspec.Struct, array_like=True):
@@ -115,6 +121,16 @@ class Responses(Protocol):
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
         """Return a part of a stored response: "response", what the client sees; "input", the input items; or
         "conversation", the messages up to and including this response. Returns None for an unknown one.
+        """
+        ...
+
+    async def append_events(self, response_id: str, owner: str, events: list[NumberedEvent]) -> None:
+        """Store further events of a response that is running and streamed. Does nothing for another one."""
+        ...
+
+    async def events_after(self, response_id: str, owner: str, number: int) -> Told | None:
+        """Return events of a streamed response with numbers above `number`, and wait until there are some or the
+        response has ended. Returns None for an unknown one, and for one that is not streamed.
         """
         ...
 

@@ -8,12 +8,13 @@ to others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.stored.documents import Document
+from jaxengine.server.stored.events import EventLog, NumberedEvent, Told
 from jaxengine.server.stored.records import Found, Needs, Part, Reading, StoreBounds, StoredResponse, Worker
 from jaxengine.server.stored.share import Kept, Share
 
@@ -30,6 +31,7 @@ class ResponseStore:
         # By (owner, id).
         self._workers: dict[tuple[str, str], Worker] = {}
         self._at_rest: dict[tuple[str, str], asyncio.Event] = {}
+        self._logs: dict[tuple[str, str], EventLog] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -57,6 +59,9 @@ class ResponseStore:
             self._workers[key] = worker
         else:
             self._rest(key)
+        if stored.is_streamed:
+            self._log(key, stored.events, ends=not stored.is_running)
+            stored.events = []
         self._make_room(share, stored.id)
         return None
 
@@ -80,6 +85,21 @@ class ResponseStore:
             case "conversation":
                 documents = [each for turn in kept.turn.chain() for each in turn.messages]
         return Reading(documents, self._shares[owner].texts_of(documents))
+
+    async def append_events(self, response_id: str, owner: str, events: list[NumberedEvent]) -> None:
+        """Store further events of a streamed response, and evict finished ones while bounds are exceeded. Does nothing
+        for another response.
+        """
+        if (owner, response_id) in self._logs:
+            self._log((owner, response_id), events)
+            self._make_room(self._shares[owner], response_id)
+
+    async def events_after(self, response_id: str, owner: str, number: int) -> Told | None:
+        """Return events of a streamed response with numbers above `number`; waits until there are some, or until the
+        response has ended. None for an unknown one or another owner's, and for one that is not streamed.
+        """
+        log = self._logs.get((owner, response_id))
+        return None if log is None else await log.after(number)
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
         """Order the worker of a running response to cancel it, wait until it no longer runs, and return its state and
@@ -119,6 +139,8 @@ class ResponseStore:
             share.replace_response(response_id, Document(data, stored.response.digests, num_bytes))
             stored.is_running = False
             self._rest(key)
+            if stored.is_streamed:
+                self._log(key, [], ends=True)
 
     def _kept(self, response_id: str, owner: str) -> Kept | None:
         """Return an owner's stored response; None if there is none with this id."""
@@ -132,6 +154,15 @@ class ResponseStore:
         self._workers.pop(key, None)
         if (at_rest := self._at_rest.pop(key, None)) is not None:
             at_rest.set()
+
+    def _log(self, key: tuple[str, str], events: Sequence[NumberedEvent], *, ends: bool = False) -> None:
+        """Add events to the log of a stored response, and their size to its owner's share. key: (owner, id). ends:
+        whether they are the last ones.
+        """
+        log = self._logs.setdefault(key, EventLog())
+        before = log.num_bytes
+        log.append(events, ends=ends)
+        self._shares[key[0]].num_bytes += log.num_bytes - before
 
     def _check_room(self, share: Share, stored: StoredResponse, texts: dict[bytes, bytes]) -> None:
         """Raise OverloadedError for a new response for which evictions could not make room: the conversation or the
@@ -191,6 +222,9 @@ class ResponseStore:
         share = self._shares.get(owner)
         if share is not None and response_id in share.responses:
             share.drop(response_id)
+            if (log := self._logs.pop((owner, response_id), None)) is not None:
+                share.num_bytes -= log.num_bytes
+                log.append([], ends=True)
             if not share.responses:
                 del self._shares[owner]
 
@@ -220,4 +254,4 @@ def _found(kept: Kept) -> Found:
         "input": stored.input.num_bytes,
         "conversation": kept.turn.num_bytes,
     }
-    return Found(stored.background, stored.is_running, sizes)
+    return Found(stored.background, stored.is_running, sizes, stored.is_streamed)

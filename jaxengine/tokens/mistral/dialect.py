@@ -48,7 +48,7 @@ class MistralDialect:
         """
         if self._version < 7:
             return [_result(each) if each["role"] == "tool" else each for each in messages]
-        return list(messages) if self._version < 11 else _in_order(messages)
+        return list(messages) if self._version < 11 else results_in_order(messages)
 
     def guarded(self, value: Any) -> Any:
         """Return a copy of a value of plain JSON types with GUARD after the first character of each special token in
@@ -74,7 +74,7 @@ def _result(message: Message) -> Message:
         return {**message, "is_json": False}
 
 
-def _in_order(messages: Sequence[Message]) -> list[Message]:
+def results_in_order(messages: Sequence[Message]) -> list[Message]:
     """Return messages in which results of tools side by side have the order of the calls before them; results of
     unknown calls come last.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxengine.parsers.tools.messages import MUSE_WORDS
 from tests.jaxengine.parsers import writers
 from tests.jaxengine.parsers.outputs import NOW, PARIS, Format, Output
 from tests.jaxengine.parsers.writers import Call
@@ -46,6 +47,20 @@ def beam(calls: list[Call]) -> str:
 
 
 BEAM_NOW = beam([NOW])
+
+
+def muse(calls: list[Call]) -> str:
+    said = []
+    for name, given in calls:
+        pairs = (
+            f'<atem:parameter name="{key}">{writers.plain(each)}</atem:parameter>\n' for key, each in given.items()
+        )
+        invoked = f'<atem:invoke name="{name}">\n{"".join(pairs)}</atem:invoke>'
+        said.append(f" to={name}<|message|><atem:function_calls>\n{invoked}\n</atem:function_calls>")
+    return "<|eom|><|start|>assistant".join(said) + "<|eot|>"
+
+
+MUSE_NOW = muse([NOW])
 TAG = "]<]minimax[>["
 
 
@@ -68,7 +83,48 @@ def order(inside: str) -> str:
     return f'{TAG}<tool_call>{TAG}<invoke name="weather">{inside}{TAG}</invoke>{TAG}</tool_call>'
 
 
+MUSE_FORMAT = Format(
+    lambda calls: "<|start|>assistant" + muse(calls),
+    [
+        Output(" to=user<|message|>done<|eot|>", [], "done"),
+        Output(MUSE_NOW.removesuffix("<|eot|>"), [NOW]),
+        Output(MUSE_NOW.replace("<|eot|>", "<|eom|><|start|>"), [NOW], "<|start|>"),
+        Output(f" to=user<|message|>I look.<|eom|><|start|>assistant{MUSE_NOW}", [NOW], "I look."),
+        # The name with the one of its tool, two calls in a message, and words of another format around a value.
+        Output(MUSE_NOW.replace('"now"', '"now.now"'), [NOW]),
+        Output(MUSE_NOW.replace('"now"', '"now.other"'), [("now.other", {})]),
+        Output(
+            ' to=x<|message|><atem:invoke name="weather"><atem:parameter name="city">A'
+            '<atem:parameter name="n">5</atem:parameter></atem:invoke><atem:invoke name="now"></atem:invoke>'
+            "<|eom|>",
+            [("weather", {"city": "A", "n": 5}), NOW],
+        ),
+        # Calls that are quoted, a message to a tool without one, one that breaks off, and no message at all.
+        Output(f" to=user{MUSE_NOW[7:]}", [], MUSE_NOW[18:-7]),
+        Output(" to=now<|message|>a to=b<|eom|>", [], "a to=b"),
+        Output(' to=now<|message|><atem:invoke name="now">\n<|eom|><|start|>assistant to=user<|message|>x', [NOW], "x"),
+        Output(" to=self<|message|>Hm<|eom|>", [], " to=self<|message|>Hm<|eom|>"),
+        Output(" to=now<|messa", [], " to=now<|messa"),
+    ],
+    [
+        *("<|message|>", "<|start|>assistant", "<|eom|>", "<|eot|>", " to=f", " to=self", " to=user", "1"),
+        *(MUSE_WORDS.section or ()),
+        *('<atem:invoke name="f">', '<atem:parameter name="a">', "</atem:parameter>", "</atem:invoke>"),
+    ],
+)
+
+
 ELEMENT_FORMATS: dict[str, Format] = {
+    "muse_glimmer": MUSE_FORMAT._replace(odd=[*MUSE_FORMAT.odd, Output("<|message|>done", [], "done")]),
+    "muse": MUSE_FORMAT._replace(
+        odd=[
+            *MUSE_FORMAT.odd,
+            Output(" to=commentary<|message|>I look.<|eom|><|start|>assistant" + MUSE_NOW, [NOW], "I look."),
+            Output("<|message|>Hm<|eom|>", [], "<|message|>Hm<|eom|>"),
+            Output(" to=developer<|message|>Hm<|eom|>", [], " to=developer<|message|>Hm<|eom|>"),
+        ]
+    ),
+    "musespark1x": MUSE_FORMAT,
     "kimi_k3": Format(
         kimi_k3,
         [

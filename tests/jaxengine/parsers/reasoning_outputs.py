@@ -9,25 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tests.jaxengine.parsers.message_outputs import GLIMMER, HARMONY, SPARK, THOUGHTS, Thought
 from tests.jaxengine.parsers.outputs import NOW, PARIS, ZURICH
 from tests.jaxengine.parsers.token_outputs import ALL_FORMATS
 from tests.jaxengine.parsers.writers import Call
-
-
-class Thought(NamedTuple):
-    """An output and what it holds.
-
-    prompt: what it follows, None for the format's. continued: the part of the answer that the prompt has already.
-    written: its calls as they stand in the text.
-    """
-
-    text: str
-    reasoning: str | None = None
-    content: str | None = None
-    calls: tuple[Call, ...] = ()
-    prompt: str | None = None
-    continued: str = ""
-    written: str = ""
 
 
 class Thinking(NamedTuple):
@@ -62,13 +47,6 @@ class Thinking(NamedTuple):
         """(as the model writes it, what of that is content)."""
         begin, end = self.answer
         return self.gap + begin + text + end, text if begin else self.gap + text
-
-
-THOUGHTS = (
-    "\nOkay, the user says hi.\n",
-    "First, 3 < 5 and 7 > 2.\n\n1. Read [the file].\n2. Sum {its parts}.\r\n\tDone: `x[0]`, \\alpha, 50 %.",
-    'Ça va ? 東京は晴れ。😀 The JSON would be {"a": "</th", "b": [1, 2]}, \'quoted\'.',
-)
 
 
 def common(form: Thinking) -> list[Thought]:
@@ -431,61 +409,20 @@ SAME = {
     "glm47": ("ling3", "poolside_v1"),
     "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),
+    "muse": ("musespark1x",),
 }
 # The first of those with the same words.
-NAMES = [*THINKING, "openai_gptoss"]
+NAMES = [*THINKING, "openai_gptoss", "muse_glimmer", "muse"]
 THINKING |= {other: THINKING[name] for name, others in SAME.items() if name in THINKING for other in others}
-
-WRITE: Call = ("tools.write-file", {})
-HEAD, NEXT, SAID = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"
-NOW_CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
-HARMONY = (
-    *(Thought(f"{HEAD}{each}{NEXT}{SAID}Hello! 二 😀<|return|>", each, "Hello! 二 😀") for each in THOUGHTS),
-    Thought(f"{HEAD}Hm.{NEXT}{SAID}Hi", "Hm.", "Hi"),
-    Thought(f"{HEAD}Hm.{NEXT}{SAID}", "Hm."),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>fin", "Hm.", "<|start|>assistant<|channel|>fin"),
-    Thought(f"{HEAD}Hm.<|end|>", "Hm."),
-    Thought(f"{HEAD}Hm.<|en", "Hm.<|en"),
-    Thought(f"{HEAD}Let me", "Let me"),
-    Thought(HEAD),
-    Thought(f"{HEAD}{NEXT}{SAID}Hi<|return|>", None, "Hi"),
-    Thought(f"{SAID}Hi<|return|>", None, "Hi"),
-    Thought(f"{SAID}Hi <|b|> <think>c</think><|return|>", None, "Hi <|b|> <think>c</think>"),
-    Thought(""),
-    Thought("Just an answer.", None, "Just an answer."),
-    Thought("<|chan", None, "<|chan"),
-    # The assistant's name left out, a word that a message keeps to, and two thoughts.
-    Thought(f"{HEAD}Hm.<|end|>{SAID}Hi<|return|>", "Hm.", "Hi"),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>final <|constrain|>json<|message|>{{}}<|return|>", "Hm.", "{}"),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>final <|constrain|>ReplyAction <|message|>ok", "Hm.", "ok"),
-    Thought(f"{HEAD}One.{NEXT}{HEAD}Two.{NEXT}{SAID}Hi<|return|>", "One.\nTwo.", "Hi"),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{SAID}Hi", "Hm.", "I look.\nHi"),
-    # Calls: of a function, of a tool of its own, with the recipient in front of the channel, and cut off.
-    Thought(f"{HEAD}Hm.{NEXT}{NOW_CALL}", "Hm.", None, (NOW,)),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{NOW_CALL}", "Hm.", "I look.", (NOW,)),
-    Thought(f"{HEAD}Hm.{NEXT} to=functions.now<|channel|>commentary json<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
-    Thought(f"{HEAD}Hm.{NEXT}{NOW_CALL.removesuffix('<|call|>')}", "Hm.", None, (NOW,)),
-    Thought("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)"),
-    # Without the prefix, on any channel, and with the recipient in front of it: a call of the request's functions.
-    Thought(f"{HEAD}Hm.{NEXT}{NOW_CALL.replace('functions.', '')}", "Hm.", None, (NOW,)),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>analysis to=now<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>analysis to=functions.now code<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
-    Thought(f"{HEAD}Hm.{NEXT} to=now<|channel|>commentary json<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
-    Thought("to=now<|channel|>analysis<|message|>{}<|call|>", None, None, (NOW,)),
-    Thought("<|channel|>commentary to=tools.write-file <|constrain|>json<|message|>{}", None, None, (WRITE,)),
-    Thought(f"{HEAD}Hm.{NEXT}<|channel|>commentary to=nowhere<|message|>{{}}<|call|>", "Hm.\n{}"),
-    Thought("<|channel|>commentary to=assistant<|message|>{}<|call|>", "{}"),
-    Thought("<|channel|>analysis to=browser.search code<|message|>{}<|call|>", "{}"),
-    Thought(f"{HEAD}I'd write to=functions.now <|constrain|> there{NEXT}{SAID}Hi")._replace(
-        reasoning="I'd write to=functions.now <|constrain|> there", content="Hi"
-    ),
-)
 
 
 def outputs(name: str) -> list[Thought]:
     """All of a format; prompts are never None."""
     if name == "openai_gptoss":
         return [each._replace(prompt="<|start|>user<|message|>Hi<|end|><|start|>assistant") for each in HARMONY]
+    if name in ("muse_glimmer", "muse"):
+        found = GLIMMER if name == "muse_glimmer" else SPARK
+        return [each._replace(prompt="<|start|>user<|message|>Hi<|eot|><|start|>assistant") for each in found]
     form = THINKING[name]
     found = [*common(form), *form.odd]
     if name == "minimax_m2_append_think":
@@ -496,4 +433,4 @@ def outputs(name: str) -> list[Thought]:
 
 def tools(name: str) -> str:
     """The tool parser that goes with a reasoning parser."""
-    return "openai" if name == "openai_gptoss" else THINKING[name].tools
+    return {"openai_gptoss": "openai", "muse_glimmer": name, "muse": name}.get(name) or THINKING[name].tools

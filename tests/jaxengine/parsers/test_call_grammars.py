@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from functools import cache
 
 import llguidance
@@ -18,6 +19,7 @@ from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.base.errors import RequestError
 from tests.fixtures.first_tokens import first_tokens
 from tests.jaxengine.parsers import element_outputs, token_outputs
+from tests.jaxengine.parsers.message_outputs import FORCED
 from tests.tables import each_row
 
 WEATHER = {
@@ -395,30 +397,26 @@ def test_a_string_of_text_keeps_to_the_values_of_its_schema(vocabulary):
         assert taken(backend, matcher, begin + inside + end) == (allowed, allowed), inside
 
 
-@pytest.mark.parametrize(
-    "name, call",
-    [
-        ("openai", f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"),
-        ("beam", element_outputs.beam(TWICE[:1])),
-    ],
-)
-def test_a_forced_call_of_harmony(vocabulary, name, call):
+@pytest.mark.parametrize("name", FORCED)
+def test_a_forced_call_of_harmony(vocabulary, name):
     """A thought and the call; nothing else, and no other function."""
-    words = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+    words, thought, write = FORCED[name]
+    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"
+    call = write(TWICE[:1]) if write else call
     backend, tokens = vocabulary(words)
     row = TOOL_PARSERS[name]
     matcher = matcher_of(tokens, row.forced_grammar(call_grammar(backend, words)))
-    thought = "<|channel|>analysis<|message|>Hm, { ü\n<|end|><|start|>assistant"
     for text in (call, thought + call):
         assert taken(backend, matcher, text) == (True, True)
         parser = row.open(FUNCTIONS)
         (parsed,) = message_of([*parser.feed(text), *parser.finish()]).tool_calls
         assert (parsed.name, json.loads(parsed.arguments)) == TWICE[0]
-    for text in (thought + thought, "Hi", "<|channel|>final", call.replace("get_weather", "other"), call + call):
-        assert taken(backend, matcher, text) == (False, False)
-    if name == "beam":  # several calls are one output, the last one ends it
-        assert taken(backend, matcher, thought + element_outputs.beam(TWICE * 2)) == (True, True)
-    with pytest.raises(ValueError, match=r"no token <\|call\|>"):
+    final = thought.replace("self", "user").replace("analysis", "final")
+    for text in (thought + thought, "Hi", final, call.replace("get_weather", "other"), call + call):
+        assert not taken(backend, matcher, text)[0]
+    if write:  # several calls are one output, the last one ends it
+        assert taken(backend, matcher, thought + write(TWICE * 2)) == (True, True)
+    with pytest.raises(ValueError, match=re.escape(f"no token {words[-1]}")):
         list(row.forced_grammar(call_grammar(backend, words[:-1])))
 
 

@@ -80,7 +80,7 @@ def test_cuts_do_not_matter(name, thorough):
         places = [draw.randint(0, len(text)) for _ in range(draw.randint(1, 6))]
         whole = parse(name, [text])
         assert parse(name, cut(text, places)) == whole, (text, places)
-        if not whole.tool_calls and name not in ("openai", "beam"):
+        if not whole.tool_calls and name not in ("openai", "beam", "muse_glimmer", "muse"):
             assert (whole.content or "") == text
 
 

@@ -25,10 +25,10 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.request_metrics import request_times
-from jaxengine.server.http.answer.sse import answer, encode_json, event, json_response, stream_events
+from jaxengine.server.http.answer.sse import answer, json_response, stream_events
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.lists import page, there
+from jaxengine.server.http.lists import there
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.auth import check_query
 from jaxengine.server.http.request.errors import as_api_error, error_body
@@ -40,6 +40,7 @@ from jaxengine.server.http.responses.answers import (
     ResponseStreamEvent,
     ResponseTokens,
 )
+from jaxengine.server.http.responses.following import encoded, followed
 from jaxengine.server.http.responses.head import raw_message, response_head
 from jaxengine.server.http.responses.input import left_out_items, named_items, read_input
 from jaxengine.server.http.responses.keeping import (
@@ -48,6 +49,9 @@ from jaxengine.server.http.responses.keeping import (
     Keeper,
     Memory,
     check_size,
+    input_items,
+    joined,
+    only,
     read_back,
 )
 from jaxengine.server.http.responses.output import ResponseWriter, Said, called
@@ -188,10 +192,12 @@ class _Making:
             "total_tokens": given + run.num_completion_tokens,
         }
 
-    def fail(self, error: Exception) -> None:
-        """End the response with status "failed" and the message that a client would get for `error`."""
+    def fail(self, error: Exception) -> list[Said]:
+        """End the response with status "failed" and the message that a client would get for `error`; return its last
+        events.
+        """
         shown = error_body(as_api_error(error))["error"]
-        self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
+        return self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
         """End the response for the engine's finish reason; return its last events. "stop" becomes status "completed",
@@ -225,7 +231,8 @@ class _Responses:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
-        """Create a response and return it: complete, as a stream, or queued if it is generated in the background.
+        """Create a response and return it: complete, as a stream, or queued if it is generated in the background. The
+        stream of one in the background may be left and followed again.
 
         Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError, and EngineDeadError
         if the engine or the store cannot answer. After an error the memory of its conversation is released.
@@ -239,7 +246,8 @@ class _Responses:
             await making.prepare(request.state.ignored_fields)
             if body.background:
                 assert keeper is not None
-                return await self._begin(making, keeper, request.app.state)
+                queued = await self._begin(making, keeper, request.app.state)
+                return await self.follow(request, making.id) if body.stream else json_response(queued)
             if body.stream:
                 events = self._stream(making, keeper)
                 return await stream_events(request, events, self._config, done=b"")
@@ -271,7 +279,8 @@ class _Responses:
             if size <= self._most_bytes or body.store or body.background or previous is not None:
                 check_size(size, self._most_bytes, continued=previous is not None)
                 held.take(asked.num_bytes)
-                keeper = Keeper(store, owner, self, asked, previous, bool(body.background))
+                background = bool(body.background)
+                keeper = Keeper(store, owner, self, asked, previous, background, background and bool(body.stream))
         options = body.options(request, self._config, lora)
         stored = keeper is not None
         return _Making(self.server, body, response_id, model, earlier, question, stored, options, held), keeper
@@ -290,7 +299,7 @@ class _Responses:
         if there(await store.find(name, owner), "response", name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
-        found, messages = await read_back(store, name, owner, "conversation", held, _joined)
+        found, messages = await read_back(store, name, owner, "conversation", held, joined)
         return messages, found.num_bytes["conversation"]
 
     async def _whole(self, making: _Making, keeper: Keeper | None) -> Response:
@@ -314,17 +323,24 @@ class _Responses:
                 async for said in events:
                     if keeper is not None and making.writer.response["status"] != "in_progress":
                         await keeper.keep(making, making.writer.response)
-                    yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
+                    yield b"".join(map(encoded, said))
 
-    async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
-        """Store a background response as "queued", start its generation as a task, and return this state at once.
+    async def follow(self, request: Request, response_id: str, number: int = -1) -> Response:
+        """Return the stream of a response in the background, from the event after `number` on. It goes on if its client
+        leaves.
+        """
+        events = followed(_store(request), response_id, _owner(request), number)
+        return await stream_events(request, events, self._config, done=b"")
+
+    async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> dict[str, Any]:
+        """Store a background response as "queued", start its generation as a task, and return this state.
         state: the application's. Raises OverloadedError or EngineDeadError if the response cannot be stored.
         """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
         self._tasks[keeper.owner, making.id] = asyncio.create_task(self._work(making, keeper, state.traffic))
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would leave the response as it is
-        return json_response(queued)
+        return queued
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
         """Generate a response in the background and store its states: at the beginning, after each completed item, and
@@ -332,22 +348,27 @@ class _Responses:
         logged. It counts as running in `traffic`. Its memory is released at the end.
         """
         traffic.num_running += 1
+        last: list[Said] = []
         try:
             await keeper.keep(making, making.writer.response, is_running=True)
             async with contextlib.aclosing(making.events()) as events:
                 async for said in events:
+                    if making.writer.response["status"] != "in_progress":
+                        last = said
+                        continue
+                    await keeper.tell(making, said)
                     if any(each["type"] == "response.output_item.done" for each in said):
                         await keeper.keep(making, making.writer.response, is_running=True)
         except asyncio.CancelledError:
-            making.writer.close("cancelled", making.usage())
+            last = making.writer.close("cancelled", making.usage())
         except Exception as error:
             if not isinstance(error, RequestError):
                 logger.exception("a response in the background failed")
-            making.fail(error)
+            last = making.fail(error)
         finally:
             traffic.num_running -= 1
             self._tasks.pop((keeper.owner, making.id), None)
-            await keeper.keep(making, making.writer.response)
+            await keeper.keep(making, making.writer.response, said=last)
             making.held.release()
 
     def cancel(self, response_id: str, owner: str) -> None:
@@ -387,30 +408,6 @@ class _Responses:
             held.release()
 
 
-def _joined(lists: list[Any]) -> list[dict[str, Any]]:
-    """Return one list with the items of all lists, in order."""
-    return [message for messages in lists for message in messages]
-
-
-def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: bool) -> bytes:
-    """Return a page of a response's input items as JSON: at most `limit` items after the one with id `after`; None
-    begins with the first item.
-
-    lists: lists of items, oldest first. newest_first: whether the page, and the order to which `after` refers, is
-    reversed. Raises RequestError if no item has the id `after`.
-    """
-    items = _joined(lists)
-    if newest_first:
-        items.reverse()
-    return encode_json(page(iter(items), after, limit))
-
-
-def _only(values: list[Any]) -> bytes:
-    """Return the JSON of the only value in the list. Raises ValueError unless there is exactly one."""
-    (value,) = values
-    return encode_json(value)
-
-
 def _store(request: Request) -> Responses:
     """Return the store of responses of the application that answers the request."""
     return request.app.state.store
@@ -430,10 +427,24 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return await responses.create(body, request)
 
     @routes.get("/v1/responses/{response_id}", response_class=Response, dependencies=[Depends(check_query)])
-    @answers(ResponseAnswer)
-    async def get_response(response_id: str, request: Request) -> Response:
-        """Return a stored response. Raises ApiError (404) if there is none."""
-        return await responses.show(request, response_id, "response", _only)
+    @answers(ResponseAnswer, ResponseStreamEvent)
+    async def get_response(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """Return a stored response. stream: the events of one that was made with background and stream instead, those
+        after number `starting_after`. Raises ApiError (404) if there is none, RequestError for a stream of another one.
+        """
+        if starting_after is not None and not stream:
+            raise RequestError("starting_after is only allowed with stream=true", param="starting_after")
+        if stream:
+            found = there(await _store(request).find(response_id, _owner(request)), "response", response_id)
+            if not found.is_streamed:
+                raise RequestError("only a response made with background and stream can be streamed", param="stream")
+            return await responses.follow(request, response_id, -1 if starting_after is None else starting_after)
+        return await responses.show(request, response_id, "response", only)
 
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     @answers(ResponseTokens)
@@ -443,7 +454,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)
     @answers(InputItems)
-    async def get_input_items(
+    async def getinput_items(
         response_id: str,
         request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -453,7 +464,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """List the input items of a stored response, at most `limit`, those after the one with id `after`; "desc":
         newest first. Raises RequestError for an unknown `after`, ApiError (404) without a response.
         """
-        listed = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
+        listed = partial(input_items, limit=limit, after=after, newest_first=order == "desc")
         return await responses.show(request, response_id, "input", listed)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
@@ -467,7 +478,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         if not there(await store.find(response_id, owner), "response", response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
         there(await store.stop(response_id, owner), "response", response_id)
-        return await responses.show(request, response_id, "response", _only)
+        return await responses.show(request, response_id, "response", only)
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)

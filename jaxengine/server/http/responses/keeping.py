@@ -13,7 +13,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.media.fetching.picture_end import trimmed_url
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError
-from jaxengine.server.http.lists import there
+from jaxengine.server.http.answer.sse import encode_json
+from jaxengine.server.http.lists import page, there
+from jaxengine.server.http.responses.following import numbered
+from jaxengine.server.http.responses.output import Said
 from jaxengine.server.stored.documents import Document, Joiner, split
 from jaxengine.server.stored.records import Found, Part, Reading, Responses, StoredResponse, Worker
 
@@ -124,6 +127,30 @@ async def read_back(
     return found, await off_loop(size, restored, reading)
 
 
+def joined(lists: list[Any]) -> list[dict[str, Any]]:
+    """Return one list with the items of all lists, in order."""
+    return [message for messages in lists for message in messages]
+
+
+def input_items(lists: list[Any], limit: int, after: str | None, newest_first: bool) -> bytes:
+    """Return a page of a response's input items as JSON: at most `limit` items after the one with id `after`; None
+    begins with the first item.
+
+    lists: lists of items, oldest first. newest_first: whether the page, and the order to which `after` refers, is
+    reversed. Raises RequestError if no item has the id `after`.
+    """
+    items = joined(lists)
+    if newest_first:
+        items.reverse()
+    return encode_json(page(iter(items), after, limit))
+
+
+def only(values: list[Any]) -> bytes:
+    """Return the JSON of the only value in the list. Raises ValueError unless there is exactly one."""
+    (value,) = values
+    return encode_json(value)
+
+
 @dataclass
 class Asked:
     """Documents that a request adds to a stored conversation.
@@ -218,6 +245,7 @@ class Keeper:
       asked: documents that the response adds to the conversation of `previous`.
       previous: id of the stored response that it continues; None if it continues none.
       background: whether it is generated in the background, so that it may be cancelled.
+      is_streamed: whether its events are stored too, so that its stream may be followed.
     """
 
     store: Responses
@@ -226,10 +254,11 @@ class Keeper:
     asked: Asked
     previous: str | None
     background: bool = False
+    is_streamed: bool = False
 
-    async def put(self, making: Making, shown: Json, *, is_running: bool) -> None:
+    async def put(self, making: Making, shown: Json, *, is_running: bool, said: Sequence[Said] = ()) -> None:
         """Store a state of the response `making`, replacing the state before. shown: the response as the client sees
-        it. is_running: whether it is still being generated.
+        it. is_running: whether it is still being generated. said: its last events.
 
         Texts that the store lacks are sent in a second call. If the store was restarted, the whole conversation is sent
         as one that continues none, and `asked` and `previous` change accordingly. Raises EngineDeadError, and
@@ -240,6 +269,7 @@ class Keeper:
             stored, texts = await off_loop(
                 weight(shown) + weight(answer), self._stored, making.id, shown, answer, is_running
             )
+            stored.events = numbered(said) if self.is_streamed else []
             sent = {digest: text for digest, text in texts.items() if len(text) <= _SHORT_TEXT}
             needs = await self.store.put(stored, self.worker, sent)
             if needs is not None and not needs.history:
@@ -252,14 +282,22 @@ class Keeper:
                 self.previous = None
         raise OverloadedError("the store of responses was started again several times")
 
-    async def keep(self, making: Making, shown: Json, *, is_running: bool = False) -> None:
+    async def keep(self, making: Making, shown: Json, *, is_running: bool = False, said: Sequence[Said] = ()) -> None:
         """Store a state of the response like `put`, but log a failure instead of raising it, since a stored response
         may be evicted at any time anyway.
         """
         try:
-            await self.put(making, shown, is_running=is_running)
+            await self.put(making, shown, is_running=is_running, said=said)
         except (EngineDeadError, OverloadedError) as error:
             logger.warning("response %s is not kept: %s", making.id, error)
+
+    async def tell(self, making: Making, said: Sequence[Said]) -> None:
+        """Store events of a response that is streamed, in addition to earlier ones; log a failure, as `keep`."""
+        if self.is_streamed and said:
+            try:
+                await self.store.append_events(making.id, self.owner, numbered(said))
+            except EngineDeadError as error:
+                logger.warning("events of response %s are not kept: %s", making.id, error)
 
     def _stored(
         self, response_id: str, shown: Json, answer: list[Json], is_running: bool
@@ -278,6 +316,7 @@ class Keeper:
             self.previous,
             self.background,
             is_running,
+            self.is_streamed,
         )
         return stored, texts
 

@@ -112,7 +112,7 @@ class ResponsesRequest(ConversationRequest):
       instructions: the system message; not carried over to a response that continues this one.
       previous_response_id: a stored response that this one continues.
       store: keep the response in memory, so that it can be retrieved and continued; the default.
-      background: answer at once, and generate afterwards.
+      background: answer at once, and generate afterwards; with stream, generate on if the client leaves.
       include: "message.output_text.logprobs", for top_logprobs of the text; "reasoning.encrypted_content", with which
         reasoning items can be sent back without their text (not secret: it is the text in base64). Parts of calls
         that this server never makes have no effect.
@@ -165,11 +165,9 @@ class ResponsesRequest(ConversationRequest):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """Return this request after checking it. Raises RequestError for background with stream or without store, and
-        for top_logprobs that `include` does not select.
+        """Return this request after checking it. Raises RequestError for background without store, and for top_logprobs
+        that `include` does not select.
         """
-        if self.background and self.stream:
-            raise RequestError("background cannot be combined with stream", param="background")
         if self.background and self.store is False:
             raise RequestError("background can only be used when `store` is true", param="background")
         if self.top_logprobs and not self.wants_logprobs:

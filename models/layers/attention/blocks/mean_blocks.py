@@ -30,7 +30,7 @@ from jaxengine.models.config.compressed import RecentPlaces
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.attention.blocks.compressed import best_blocks
-from jaxengine.models.layers.attention.blocks.token_blocks import TokenBlocks, recent
+from jaxengine.models.layers.attention.blocks.token_blocks import TokenBlocks, recent, softmax_with
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.base.rope import apply_rope, rope_table
@@ -253,7 +253,6 @@ class MeanBlockAttention(Attention):
         grouped = q.reshape(q.shape[0], heads, -1, q.shape[2])
 
         def fold(number: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            largest, total, sums = softmax
             own = lax.dynamic_slice_in_dim(positions, number * at_once, at_once, axis=1)
             seen = own >= 0
             keys, values = (
@@ -261,11 +260,11 @@ class MeanBlockAttention(Attention):
             )
             logits = jnp.einsum("bkgh,bskh->bkgs", grouped, keys, preferred_element_type=jnp.float32)
             logits = jnp.where(seen[:, None, None], logits * self.spec.sm_scale, -jnp.inf)
-            new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
-            shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)  # of a token that has seen nothing yet
-            shares, decay = jnp.exp(logits - shift[..., None]), jnp.exp(largest - shift)
-            new = jnp.einsum("bkgs,bskh->bkgh", shares.astype(q.dtype), values, preferred_element_type=jnp.float32)
-            return new_largest, total * decay + jnp.sum(shares, axis=-1), sums * decay[..., None] + new
+
+            def weighted(shares: jax.Array) -> jax.Array:
+                return jnp.einsum("bkgs,bskh->bkgh", shares.astype(q.dtype), values, preferred_element_type=jnp.float32)
+
+            return softmax_with(softmax, logits, weighted)
 
         shape = grouped.shape[:3]
         zeros = zeros_in_layer(pages.kv.data, shape)

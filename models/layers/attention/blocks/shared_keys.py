@@ -52,6 +52,9 @@ _E4M3, _E2M1 = 448.0, 6.0  # largest numbers
 def rotated_pairs(x: jax.Array, rope: tuple[jax.Array, jax.Array], *, back: bool = False) -> jax.Array:
     """Return x [T, heads, H] with its last R elements rotated, of which neighbours are a pair, or rotated back. rope:
     cos and sin [T, R / 2].
+
+    Unlike in token_blocks.rotated the elements keep their order, on which depends which of them are rounded with one
+    scale.
     """
     cos, sin = (each[:, None] for each in rope)
     sin = -sin if back else sin

@@ -6,6 +6,7 @@ Further shape letters: W window, C contributions of a token, b blocks, B tokens 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -187,11 +188,25 @@ def folded(
     those not `seen`, bool[B, b], are left out. softmax: largest logits and totals, f32[B, N] each, and weighted sums of
     values f32[B, N, H]. scale: factor of logits.
     """
-    largest, total, sums = softmax
     keys = jnp.where(seen[..., None], keys.astype(q.dtype), 0)
     logits = jnp.einsum("bnh,bkh->bnk", q, keys, preferred_element_type=jnp.float32) * scale
-    logits = jnp.where(seen[:, None], logits, -jnp.inf)
+
+    def weighted(shares: jax.Array) -> jax.Array:
+        return jnp.einsum("bnk,bkh->bnh", shares.astype(q.dtype), keys, preferred_element_type=jnp.float32)
+
+    return softmax_with(softmax, jnp.where(seen[:, None], logits, -jnp.inf), weighted)
+
+
+def softmax_with(
+    softmax: tuple[jax.Array, ...], logits: jax.Array, weighted: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Return the online softmax `softmax` after adding keys with these logits, f32[..., b], -inf for those left out.
+
+    softmax: largest logits and totals, f32[...] each, and weighted sums of values f32[..., H]; a query that has seen no
+    key yet has -inf, 0 and 0. weighted: returns the sums, f32[..., H], of the keys' values times the given shares.
+    """
+    largest, total, sums = softmax
     new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
-    shares, decay = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
-    new = jnp.einsum("bnk,bkh->bnh", shares.astype(q.dtype), keys, preferred_element_type=jnp.float32)
-    return new_largest, total * decay + jnp.sum(shares, axis=-1), sums * decay[..., None] + new
+    shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
+    shares, decay = jnp.exp(logits - shift[..., None]), jnp.exp(largest - shift)
+    return new_largest, total * decay + jnp.sum(shares, axis=-1), sums * decay[..., None] + weighted(shares)

@@ -164,6 +164,11 @@ async def test_answers_are_as_the_document_says(chat_engine):
     assert {"error", "message_delta", "response.output_text.done", "response.function_call_arguments.done"} <= kinds
     assert {"response.reasoning_text.delta", "response.completed", "content_block_start"} <= kinds
     async with http_client(computed) as client:
+        streamed = await client.post("/v1/responses", json={"input": "Hi", "background": True, **STREAM})
+        name = events_of(streamed.text)[0]["response"]["id"]
+        followed = await client.get(f"/v1/responses/{name}?stream=true")
+        assert followed.text == streamed.text
+        checked.check("get", "/v1/responses/{response_id}", "text/event-stream", events_of(followed.text))
         stored = (await client.post("/v1/responses", json={"input": "Hi", "background": True})).json()
         known = {"{response_id}": stored["id"], "{model}": "tiny", "{model:path}": "tiny"}
         for method, path in (

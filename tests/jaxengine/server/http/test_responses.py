@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 
@@ -221,6 +222,53 @@ async def test_work_in_the_background_is_cancelled(client, chat_engine, app):
         await client.responses.cancel(at_once.id)
 
 
+async def begun(client, name, **ask):
+    """The task of a stream in the background, of which something is stored."""
+    more = {**ASK["extra_body"], "ignore_eos": True, "request_id": name}
+    task = asyncio.ensure_future(
+        client.responses.create(**{**ASK, **ask, "extra_body": more}, background=True, stream=True)
+    )
+    while True:
+        with contextlib.suppress(openai.NotFoundError):
+            await client.responses.retrieve(name)
+            return task
+        await asyncio.sleep(0)
+
+
+async def test_a_stream_of_work_in_the_background_is_left_and_followed_again(client, app, chat_engine):
+    """From any event on, while it is made and later."""
+    task = await begun(client, "resp_left", max_output_tokens=40)
+    task.cancel()
+    events = [event async for event in await client.responses.retrieve("resp_left", stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+    rest = [event async for event in await client.responses.retrieve("resp_left", stream=True, starting_after=4)]
+    assert [event.to_dict() for event in rest] == [event.to_dict() for event in events[5:]]
+    assert [
+        event async for event in await client.responses.retrieve("resp_left", stream=True, starting_after=10**6)
+    ] == []
+    whole = await client.responses.retrieve("resp_left")
+    assert whole.background and whole.usage.output_tokens == 40 and whole == events[-1].response
+    assert app.state.traffic.num_running == 0
+    plain = await client.responses.create(**ASK)
+    for of, query in ((plain.id, {"stream": "true"}), ("resp_left", {"starting_after": 1})):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.retrieve(of, extra_query=query)
+        assert refused.value.param == [*query][0]
+    await client.responses.delete("resp_left")
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve("resp_left", stream=True)
+    await idle(chat_engine)
+
+
+async def test_a_stream_in_the_background_ends_with_its_cancellation(client, chat_engine):
+    task = await begun(client, "resp_cancelled", max_output_tokens=200)
+    assert (await client.responses.cancel("resp_cancelled")).status == "cancelled"
+    events = [event async for event in await task]
+    assert events[-1].type == "response.failed" and events[-1].response.status == "cancelled"
+    await idle(chat_engine)
+
+
 async def test_a_failure_in_the_background_is_told(chat_engine):
     engine = Recorder(chat_engine)
     engine.fail_after, engine.failure = 0, EngineDeadError("the device is gone")
@@ -260,7 +308,6 @@ async def test_a_deadline_fails_the_response(app):
         ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "", "namespace": 1}]}, "input"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"background": True, "stream": True}, "background"),
         ({"background": True, "store": False}, "background"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
         ({"conversation": "x"}, "conversation"),

@@ -224,6 +224,48 @@ async def test_work_is_stopped_before_it_is_shown_or_forgotten(responses):
     assert (await responses.find("1", "you")).is_running
 
 
+async def test_events_are_followed_while_they_come(responses):
+    """From any number on, by several at a time, to the end; nobody else's, and none of what is not streamed."""
+    stored, texts = made("x", running=True)
+    stored.is_streamed = True
+    await responses.put(stored, work := Work(), texts)
+    assert (await responses.find("x", "me")).is_streamed
+    coming = [asyncio.ensure_future(responses.events_after("x", "me", number)) for number in (-1, 1)]
+    await responses.append_events("x", "me", [(0, b"a"), (1, b"b")])
+    first = await coming[0]
+    assert (first.events, first.is_last) == ([(0, b"a"), (1, b"b")], False) and not coming[1].done()
+    end, texts = made("x")
+    end.is_streamed, end.events = True, [(2, b"c")]
+    await responses.put(end, work, texts)
+    last = await coming[1]
+    assert (last.events, last.is_last) == ([(2, b"c")], True)
+    await responses.append_events("x", "me", [(3, b"d")])  # too late
+    whole = await responses.events_after("x", "me", -1)
+    assert [data for _, data in whole.events] == [b"a", b"b", b"c"] and whole.is_last
+    assert (await responses.events_after("x", "me", 2)).events == []
+    await put(responses, "y")
+    for name, owner in (("x", "you"), ("y", "me"), ("z", "me")):
+        assert await responses.events_after(name, owner, -1) is None
+    await responses.delete("x", "me")
+    assert await responses.events_after("x", "me", -1) is None
+
+
+async def test_events_count_and_end_with_their_response():
+    store, work = ResponseStore(BOUNDS), Work()
+    stored, texts = made("x", running=True)
+    stored.is_streamed = True
+    await store.put(stored, work, texts)
+    before = store.num_bytes
+    await store.append_events("x", "me", [(0, b"a" * 1000)])
+    assert store.num_bytes == before + 1000
+    coming = asyncio.ensure_future(store.events_after("x", "me", 0))
+    await asyncio.sleep(0)
+    store.lose(work)  # its process has ended, and no event tells
+    assert ((await coming).events, (await coming).is_last) == ([], True)
+    await store.delete("x", "me")
+    assert store.num_bytes == 0
+
+
 async def test_what_a_process_worked_on_fails_with_it(tmp_path):
     path, store = tmp_path / "store", ResponseStore(BOUNDS)
     async with listening(path, store), asyncio.timeout(30):
