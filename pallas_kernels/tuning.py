@@ -93,6 +93,7 @@ class TpuAttention(_Sizes):
     smem_table_bytes: int = 900 << 10  # the largest page table in scalar memory, which has 1 MiB on all chips
     cores: int = 1  # TensorCores that share a kernel call
     mxu_columns: int = 128  # columns of a matrix unit
+    selected_tokens: int = 256  # tokens whose selected keys are listed at a time
 
 
 @dataclass(frozen=True)

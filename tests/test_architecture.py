@@ -37,7 +37,7 @@ LARGE = {
     "jaxengine.models.layers.attention.mla_expanded.attend_expanded",
     "jaxengine.models.layers.attention.mla_expanded.expanded_rows",
     "jaxengine.pallas_kernels.attention.hopper.latent._attend",
-    "jaxengine.pallas_kernels.attention.tpu.attend._attend",
+    "jaxengine.pallas_kernels.attention.tpu.attend.attend_tiles",
     "jaxengine.pallas_kernels.attention.tpu.attend._call_kernel",
     "jaxengine.pallas_kernels.kv.update_tpu._write_runs",
     "jaxengine.pallas_kernels.matmul.hopper.quantized.multiply",

@@ -30,7 +30,7 @@ def attention_case(call: Call) -> Case:
     given = dict(zip(names, call.arguments, strict=True)) | call.options
     spec, q, kv = given["spec"], given["q"], given["kv"]
     num_seqs, num_columns = given["batch"].page_table.shape
-    sizes = Sizes(len_of(q), num_seqs, num_columns, kv.page_size, _num_pages(kv, num_seqs))
+    sizes = Sizes(len_of(q), num_seqs, num_columns, kv.page_size, pages_to_read(kv, num_seqs))
 
     def run(q: Any, kv: KVPages, batch: RaggedBatch, rest: dict[str, Any]) -> Any:
         shape = {"num_tokens": q.shape[0], "page_size": kv.page_size, "tuning": tuning_of(call.platform)}
@@ -47,7 +47,7 @@ def attention_case(call: Call) -> Case:
         names = [name for name in ("q_rest", "sinks", "slopes", "tree_mask") if name in given]
         rest = {name: _further(name, given[name], made, rng) for name in names}
         query = normal(rng, q.shape, q.dtype)
-        return query, _pool(kv, sizes.num_pages, spec, made.unseen, rng), RaggedBatch(**fields), rest
+        return query, random_pool(kv, sizes.num_pages, spec, made.unseen, rng), RaggedBatch(**fields), rest
 
     return Case(run, inputs, MIXES)
 
@@ -69,7 +69,7 @@ def update_case(call: Call) -> Case:
     def inputs(mix: str, rng: np.random.Generator) -> tuple[Any, ...]:
         new = [None if x is None else normal(rng, x.shape, x.dtype) for x in (k, v)]
         slots = written_slots(num_tokens, page_size, num_pages, rng)
-        return _pool(kv, num_pages, None, None, rng), *new, jnp.asarray(slots)
+        return random_pool(kv, num_pages, None, None, rng), *new, jnp.asarray(slots)
 
     return Case(run, inputs, ("ragged",))
 
@@ -84,7 +84,7 @@ def _page_bytes(kv: KVPages) -> int:
     return int(np.prod(kv.data.shape[1:])) * kv.data.dtype.itemsize
 
 
-def _num_pages(kv: KVPages, num_seqs: int) -> int:
+def pages_to_read(kv: KVPages, num_seqs: int) -> int:
     """Return the number of pages of a pool to read: 2 * num_seqs + 64, or fewer if these exceed _POOL_BYTES, but
     never fewer than `num_seqs` sequences need.
     """
@@ -111,7 +111,7 @@ def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
     return jnp.asarray(mask)
 
 
-def _pool(
+def random_pool(
     kv: KVPages, num_pages: int, spec: AttentionSpec | None, unseen: np.ndarray | None, rng: np.random.Generator
 ) -> KVPages:
     """Return a pool like `kv`, which may hold shapes instead of arrays, with `num_pages` random pages.

@@ -15,7 +15,7 @@ from jaxengine.pallas_kernels.registry import is_kernel, kernel_kind, observed, 
 # Part of the key of jax's trace caches: with another value, a function that was traced before is traced anew.
 _ANEW = jax.make_user_context(None)
 # Indices of arguments that follow from the others.
-_WORK_LISTS = {"ragged_paged_attention": 3, "lora_product": 4}
+_WORK_LISTS = {"ragged_paged_attention": 3, "select_keys": 4, "select_blocks": 3, "lora_product": 4}
 
 
 class Call(NamedTuple):

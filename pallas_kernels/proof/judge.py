@@ -16,6 +16,7 @@ from jaxengine.pallas_kernels.proof.attention import attention_case, update_case
 from jaxengine.pallas_kernels.proof.calls import Call
 from jaxengine.pallas_kernels.proof.case import Case, Maker
 from jaxengine.pallas_kernels.proof.products import ARGUMENTS, lora_case, product_case
+from jaxengine.pallas_kernels.proof.selected import selected_case, selection_case
 from jaxengine.pallas_kernels.registry import PLAIN_KINDS, PLATFORMS, without_rows
 
 # Operations without a case: schedules are built, and so proven, in the cases of the operations that use them.
@@ -23,6 +24,8 @@ _SCHEDULES = {"attention_schedule", "kv_update_schedule"}
 _CASES: dict[str, Maker] = {
     "ragged_paged_attention": attention_case,
     "kv_cache_update": update_case,
+    **dict.fromkeys(("select_keys", "select_blocks"), selection_case),
+    **dict.fromkeys(("selected_attention", "block_attention"), selected_case),
     "lora_product": lora_case,
     **dict.fromkeys(ARGUMENTS, product_case),
 }

@@ -22,6 +22,7 @@ from tests.pallas_kernels.microscaled import microscaled
 from tests.pallas_kernels.pools import codes, make_pool, read_pool, unsigned
 from tests.pallas_kernels.problems import Case, build, expected
 from tests.pallas_kernels.products import gated_product, grouped_product, product
+from tests.pallas_kernels.selections import attention_to_selected, selected_by_indexer
 from tests.pallas_kernels.triton_products import triton_product
 
 MIXED = Case("mixed", MIXED_Q, MIXED_KV)
@@ -308,7 +309,7 @@ CHECKS: dict[str, Callable[..., None]] = {
         *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange),
         *(quantized, rounded_rows, native),
         *(product, grouped_product, gated_product, hopper_product, hopper_grouped, hopper_gated, lora_product),
-        *(triton_product, microscaled),
+        *(triton_product, microscaled, attention_to_selected, selected_by_indexer),
         *INVARIANTS,
     )
 }

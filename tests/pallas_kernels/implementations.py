@@ -199,7 +199,9 @@ def _not_triton(case: Case, dtype: str) -> str | None:
 
 # Blocks of 128 keys in three buffers, writes of four groups, so that small problems meet every border there is.
 _SMALL_TPU = Tuning(
-    tpu_attention=TpuAttention(single_keys=128, run_keys=128, part_rows=64, single_tiles=3, max_heads=1, max_buffers=3),
+    tpu_attention=TpuAttention(
+        single_keys=128, run_keys=128, part_rows=64, single_tiles=3, max_heads=1, max_buffers=3, selected_tokens=7
+    ),
     tpu_update=TpuUpdate(groups_in_flight=4, reads_ahead=2, window_bytes=1),
 )
 # As on a chip of two cores with wide matrix units whose scalar memory does not hold the page table.

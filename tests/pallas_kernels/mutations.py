@@ -35,6 +35,7 @@ from tests.pallas_kernels.mutants import (
     tpu_lora,
     tpu_products,
     tpu_rows,
+    tpu_selected,
     tpu_write,
     xla,
 )
@@ -48,6 +49,7 @@ GATES: dict[str, ModuleType] = {
     "tpu-products": tpu_products,
     "tpu-lora": tpu_lora,
     "tpu-rows": tpu_rows,
+    "tpu-selected": tpu_selected,
     "native": native,
     "gpu-decode": gpu_decode,
     "gpu-prefill": gpu_prefill,

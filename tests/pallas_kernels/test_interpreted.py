@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels import hopper_products, lora_products, microscaled, products, triton_products
+from tests.pallas_kernels import hopper_products, lora_products, microscaled, products, selections, triton_products
 from tests.pallas_kernels.cases import (
     ATTENTION,
     CROSSED,
@@ -26,6 +26,7 @@ from tests.pallas_kernels.implementations import (
     BLACKWELL_ATTENTION,
     INTERPRETED,
     MOSAIC_GPU,
+    TPU,
     TPU_EAGER,
     TPU_FAR_LAZY,
     TPU_LAZY,
@@ -114,6 +115,8 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("gated_product", TPU_LAZY.name, name) for name in products.QUICK_GATED])
     groups.append([("lora_product", TPU_LAZY.name, name) for name in lora_products.QUICK])
     groups.append([("microscaled", TPU_LAZY.name, name) for name in microscaled.QUICK])
+    groups.append([("attention_to_selected", TPU_LAZY.name, name) for name in selections.QUICK])
+    groups.append([("selected_by_indexer", TPU_LAZY.name, name) for name in selections.INDEXERS])
     groups.append([("lora_product", MOSAIC_GPU.name, name) for name in lora_products.HOPPER_QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
@@ -144,6 +147,9 @@ def thorough_groups() -> list[list[Job]]:
     groups += [[("gated_product", name, case) for case in products.GATED] for name in WRITES]
     groups += [[("lora_product", name, case) for case in lora_products.PRODUCTS] for name in WRITES]
     groups += [[("microscaled", name, case) for case in microscaled.ROWS] for name in WRITES]
+    for one in TPU:
+        groups += [[("attention_to_selected", one.name, case)] for case in selections.SELECTIONS]
+        groups += [[("selected_by_indexer", one.name, case)] for case in selections.INDEXERS | selections.MORE_INDEXERS]
     on_hopper = lora_products.HOPPER | lora_products.THOROUGH
     groups += [[("lora_product", MOSAIC_GPU.name, case)] for case in on_hopper]
     for one in (MOSAIC_GPU, BLACKWELL):

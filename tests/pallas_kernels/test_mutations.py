@@ -29,6 +29,7 @@ SAMPLE = [
     pytest.param("tpu-products:scales of sums shifted by a group", marks=SAME),
     pytest.param("tpu-lora:rows of others' slots kept", marks=SAME),
     pytest.param("tpu-rows:scales of the rows before", marks=SAME),
+    pytest.param("tpu-selected:bits of the groups before, too", marks=SAME),
     pytest.param("gpu-decode:blocks not waited for", marks=pytest.mark.versions),
     pytest.param("gpu-products:scales shifted by a group", marks=SAME),
     pytest.param("gpu-blackwell:sums overwritten as they are read", marks=pytest.mark.versions),

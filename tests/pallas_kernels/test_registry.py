@@ -34,6 +34,8 @@ CHECKED = {
     "gated_product": ("gated_matmul", "quantized_gated_matmul"),
     "lora_product": ("lora_product",),
     "microscaled": ("microscaled_rows",),
+    "attention_to_selected": ("selected_attention", "block_attention"),
+    "selected_by_indexer": ("select_keys", "select_blocks"),
 }
 
 

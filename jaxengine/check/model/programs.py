@@ -324,8 +324,9 @@ class StagePrograms:
     def blocks(self) -> Iterator[CheckedProgram]:
         """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
 
-        Layers with an indexer, blocks or ALiBi slopes, whose attention has no kernels, are left out. There is a program
-        for each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels have no profile.
+        Layers with an indexer, blocks or ALiBi slopes, whose attention has no kernels or no profile, are left out.
+        There is a program for each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels
+        have no profile.
         """
         profile = block_profile(self._platform)
         if profile is None:
@@ -341,7 +342,7 @@ class StagePrograms:
         ]
         attending = self.model.config.attending
         plain = [each for each in attending if each.index is each.blocks is each.slopes is None]
-        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):  # others have no kernels
+        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):  # others have no profile
             for bucket, part in parts:
                 name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
                 for trips in TRIPS:

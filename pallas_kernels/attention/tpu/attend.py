@@ -80,7 +80,7 @@ def ragged_paged_attention(
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]
     call = functools.partial(
-        _attend, kv=kv, batch=batch, spec=spec, sinks=sinks, sizes=schedule.sizes, interpret=interpret, body=body
+        attend_tiles, kv=kv, batch=batch, spec=spec, sinks=sinks, sizes=schedule.sizes, interpret=interpret, body=body
     )
     if schedule.runs is None:
         assert schedule.single is not None
@@ -100,7 +100,7 @@ def ragged_paged_attention(
     return o, lse.at[:num_seqs].set(jnp.where(is_single, single_lse, run_lse))
 
 
-def _attend(
+def attend_tiles(
     q: jax.Array,
     q_rest: jax.Array | None,
     tree_mask: jax.Array | None,
@@ -113,13 +113,15 @@ def _attend(
     block_q: int,
     sizes: TpuAttention,
     interpret: Any,
-    body: Callable,
+    body: Callable = attention_kernel,
+    seen: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Run one kernel call: return o [T, N, Hv] in q's dtype and lse f32 [T, N] of the tokens of `walk`, 0 and -inf for
     all others.
 
-    block_q: tokens per tile of `walk`. sizes: the tuning that `walk` was built with. The other arguments are those of
-    `ragged_paged_attention`.
+    block_q: tokens per tile of `walk`. sizes: the tuning that `walk` was built with. seen: i32 [T, n], for tiles of one
+    token, 0 for those of the first n keys of its sequence that it does not see; None if it sees all up to the end of
+    its segment. The other arguments are those of `ragged_paged_attention`.
     """
     num_tokens, num_q_heads, _ = q.shape
     group = spec.group_size
@@ -166,6 +168,7 @@ def _attend(
         ),
         table_width,
         (first_lane, end_lane),
+        seen is not None,
     )
     if q_rest is not None and num_kv_heads > 1:  # each head has its own offset in its window
         q, q_rest = jnp.concatenate((q, q_rest), axis=-1), None
@@ -181,6 +184,7 @@ def _attend(
         queries,
         rest,
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
+        None if seen is None else _pad_rows(_whole_blocks(seen, plan.block_kv), padded_tokens),
         kv.data,
         plan=plan,
         o_dtype=q.dtype,
@@ -272,6 +276,7 @@ def _call_kernel(
     q: jax.Array,
     q_rest: jax.Array | None,
     tree: jax.Array | None,
+    seen: jax.Array | None,
     pool: jax.Array,
     *,
     plan: Plan,
@@ -284,8 +289,9 @@ def _call_kernel(
 
     The operands have the shapes given in `Refs`, too: `walk`; page_table or far_page_table, the other being None;
     factors f32 [K] of logits and values; sinks f32 [K, G] in base 2 or None; q and q_rest (or None) from
-    `_arrange_queries`; tree i32 [T', words] or None; and the pool's data. plan: static parameters. vmem_limit_bytes:
-    VMEM that the kernel may use. interpret: argument of `pl.pallas_call`. body: the kernel of a grid step.
+    `_arrange_queries`; tree i32 [T', words] or None; seen i32 [T', keys] or None; and the pool's data. plan: static
+    parameters. vmem_limit_bytes: VMEM that the kernel may use. interpret: argument of `pl.pallas_call`. body: the
+    kernel of a grid step.
     """
     num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
     v_head_dim = plan.spec.v_head_dim
@@ -326,6 +332,7 @@ def _call_kernel(
                 per_token(q.shape[-1]),
                 None if q_rest is None else per_token(q_rest.shape[-1]),
                 None if tree is None else blocked((blocks.tiles * block_q, tree.shape[1])),
+                None if seen is None else blocked((blocks.tiles * block_q, seen.shape[1])),
                 hbm,
             ],
             out_specs=[per_token(v_head_dim), blocked((blocks.tiles, num_kv_heads, lse_width))],
@@ -348,7 +355,12 @@ def _call_kernel(
         compiler_params=compiler_params(interpret, "parallel", "arbitrary", vmem_limit_bytes=vmem_limit_bytes),
         interpret=interpret,
         name="paged_attention_single" if block_q == 1 else "paged_attention_runs",
-    )(walk, page_table, far_page_table, logit_scale, value_scale, sinks, q, q_rest, tree, pool)
+    )(walk, page_table, far_page_table, logit_scale, value_scale, sinks, q, q_rest, tree, seen, pool)
+
+
+def _whole_blocks(seen: jax.Array, block_kv: int) -> jax.Array:
+    """Return i32 [T, n] with zeros appended to its last axis until that is a multiple of `block_kv`."""
+    return _pad_axis(seen, 1, -(-seen.shape[1] // block_kv) * block_kv)
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:

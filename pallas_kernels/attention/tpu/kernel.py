@@ -163,8 +163,8 @@ def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
 
 def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[jax.Array, jax.Array]:
     """Return (visible, member). visible: bool [block_q, block_kv], whether each token of tile `sub` sees each key of
-    the block from position `first_key` on, by the causal range, window, chunk and tree mask; False for tokens of other
-    segments. member: bool [block_q, 1], whether the token belongs to the segment.
+    the block from position `first_key` on, by the causal range, window, chunk, tree mask and refs.seen; False for
+    tokens of other segments. member: bool [block_q, 1], whether the token belongs to the segment.
     """
     spec, shape = plan.spec, (plan.block_q, plan.block_kv)
     row = lax.broadcasted_iota(jnp.int32, (plan.block_q, 1), 0)
@@ -189,6 +189,8 @@ def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[
             word = jnp.broadcast_to(words[:, index : index + 1], shape)
             seen = lax.shift_right_logical(word, bit & 31) & 1
             visible &= (bit < 32 * index) | (bit >= 32 * (index + 1)) | (seen == 1)
+    if plan.has_seen:
+        visible &= refs.seen[pl.ds(sub, 1), pl.ds(pl.multiple_of(first_key, LANES), plan.block_kv)] != 0
     return visible, member
 
 

@@ -13,6 +13,7 @@ and makes its own copies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 from jaxengine.pallas_kernels.attention.tpu.schedule import Walk
-from jaxengine.pallas_kernels.attention.tpu.tiles import LANES, Blocks, Window, lies_by_token
+from jaxengine.pallas_kernels.attention.tpu.tiles import LANES, MOST_COPIES, Blocks, Window, lies_by_token
 
 Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
 
@@ -59,6 +60,7 @@ class Plan:
     parts: int  # parts into which the work on a single kv head is cut
     table_width: int  # entries of the page table for each sequence
     lanes: tuple[int, int]  # range [first, end) of lanes that a page takes in a row of the pool
+    has_seen: bool = False  # whether keys that a token does not see are given one by one
 
     def sums_with_values(self, head: int) -> bool:
         """Whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum of its
@@ -127,6 +129,7 @@ class Refs(NamedTuple):
     q: Any  # [tokens, K, G, width] (plan.by_token) or [K, G, block_q, width], queries moved to their key window
     q_rest: Any  # as q, the columns of queries after those of q; or None
     tree: Any  # i32 [tiles * block_q, words] or None
+    seen: Any  # i32 [tiles, keys], 0 for keys of a tile's sequence that its token does not see; or None
     pool: Any  # HBM [P, page_size, C], of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles
     o: Any  # as q, last axis Hv
     lse: Any  # f32 [tiles, K, rows rounded up to whole lane tiles]
@@ -263,14 +266,21 @@ def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
 
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
     """Call act(index) for the index in its block of each page of `item`, which belongs to `segment`. The loop is
-    unrolled for a full block, so that copies interleave.
+    unrolled for a full block, so that copies interleave; that of many pages in parts, so that its code stays small.
     """
     pages, count = plan.blocks.pages, _count(plan, segment, item)
+    unrolled = math.gcd(pages, MOST_COPIES) if pages > MOST_COPIES else pages
 
     @pl.when(count == pages)
     def _():
-        for index in range(pages):
-            act(index)
+        def part(first: jax.Array | int) -> None:
+            for index in range(unrolled):
+                act(first + index)
+
+        if unrolled == pages:
+            part(0)
+        else:
+            lax.fori_loop(0, pages // unrolled, lambda number, _: part(number * unrolled), None)
 
     @pl.when(count < pages)
     def _():

@@ -90,16 +90,18 @@ def attention_schedule(
     index = jnp.arange(num_seqs, dtype=jnp.int32)
     live = index < batch.num_seqs
     if not has_runs(num_tokens, num_seqs):
-        return Schedule(_walk(batch, spec, live, num_tokens, 1, page_size), None, sizes)
+        return Schedule(walk_of(batch, spec, live, num_tokens, 1, page_size), None, sizes)
     block_q = block_q_of(sizes, num_tokens, spec)
     if batch.num_decode is None:
-        return Schedule(None, _walk(batch, spec, live, num_tokens, block_q, page_size), sizes)
-    single = _walk(batch, spec, live & (index < batch.num_decode), num_seqs, 1, page_size)
-    runs = _walk(batch, spec, live & (index >= batch.num_decode), num_tokens, block_q, page_size)
+        return Schedule(None, walk_of(batch, spec, live, num_tokens, block_q, page_size), sizes)
+    single = walk_of(batch, spec, live & (index < batch.num_decode), num_seqs, 1, page_size)
+    runs = walk_of(batch, spec, live & (index >= batch.num_decode), num_tokens, block_q, page_size)
     return Schedule(single, runs, sizes)
 
 
-def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int) -> Walk:
+def walk_of(
+    batch: RaggedBatch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int
+) -> Walk:
     """Return the Walk over the segments of the `chosen` sequences (bool [S]) of `batch` among the first `num_tokens`
     tokens, in tiles of block_q tokens. Sequences without new tokens have no segment. spec: determines which keys a
     token sees. page_size: tokens of a page.

@@ -16,7 +16,7 @@ from jaxengine.pallas_kernels.kv.pages import LANES
 from jaxengine.pallas_kernels.tuning import TpuAttention
 
 SUBLANES = 8
-MOST_COPIES = 64  # most pages, each a copy, of a block that is processed in several parts
+MOST_COPIES = 64  # most copies that are unrolled, each of a page
 PACKED_SUBLANES = 16  # rows of a register of bfloat16
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -38,16 +39,19 @@ def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, t
     return attention_schedule(batch, _CAUSAL, num_tokens=num_tokens, page_size=page_size, tuning=own)
 
 
-class _Step(NamedTuple):
-    """Operands that all tiles of the step share: pool, batch, tile sizes and the number of keys that a token
-    selects.
-    """
+class Span(NamedTuple):
+    """Blocks of keys whose scores are merged into the best so far together."""
 
-    kv: KVPages  # pool of the indexer's keys, or of those to attend to
-    batch: RaggedBatch  # rows of the step
-    sizes: XlaAttention  # of the schedule
-    count: int  # k, keys that a token selects
-    pooling: jax.Array | None  # f32 [m, J], what is added to gates where a group of m tokens has one key
+    first: jax.Array  # i32 [], number of the first block
+    live: jax.Array  # i32 [], how many of the blocks have a key that some row sees
+    size: int  # keys of a block
+    most: int  # blocks of the span
+
+
+# Function from (queries [B, Q * I, J], weights f32 [B, Q, I] or None, sequences i32 [B], keys that a row sees
+# i32 [B, Q], span) to scores f32 [B, Q, keys of the span], or without weights [B, Q * I, ...]. Scores of keys that a
+# row does not see are undefined.
+KeyScores = Callable[[jax.Array, jax.Array | None, jax.Array, jax.Array, Span], jax.Array]
 
 
 def select_keys(
@@ -59,15 +63,29 @@ def select_keys(
     *,
     count: int,
     pooling: jax.Array | None,
+    scores: KeyScores | None = None,
 ) -> jax.Array:
     """Return the positions i32 [T, k] of the k = count keys of each token with the highest scores, -1 after the last,
     computed in plain XLA. Arguments, and the order of positions, are those of attention.selected.select_keys, which has
-    checked them; with `pooling` the result is numbers of groups.
+    checked them; with `pooling` the result is numbers of groups. scores: another implementation of `scores_in_blocks`
+    without pooling; None for that in plain XLA.
     """
-    step = _Step(kv, batch, schedule.sizes, count, pooling)
+    group = 1 if pooling is None else len(pooling)
 
     def select(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
-        return _best(tiles, tile, q.reshape(q.shape[0], -1, q.shape[3]), weights, step)
+        q, seqs, ends = q.reshape(q.shape[0], -1, q.shape[3]), tiles.seqs[tile], tiles.end[tile]
+
+        def score(seqs: jax.Array, block: jax.Array, num_keys: int) -> jax.Array:
+            keys, scales = index_keys(seqs, block, num_keys, q.dtype, kv, batch)
+            keys = keys if pooling is None else _pooled(keys, pooling)
+            return _scores(q, weights, keys, scales)
+
+        def of_span(span: Span) -> jax.Array:
+            if scores is not None:
+                return scores(q, weights, seqs, ends, span)
+            return scores_in_blocks(partial(score, seqs), span, kv, (*ends.shape, span.most * span.size // group))
+
+        return best_groups(ends // group, group, count, of_span, kv, schedule.sizes)
 
     return over_tiles(schedule, kv, (q.astype(operand_dtype(q, kv)), weights), (count,), select)
 
@@ -118,37 +136,36 @@ def nothing(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
     return zeros_in_layer(kv.data, shape, jnp.int32) - 1
 
 
-def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
-    """Return the positions i32 [B, Q, k] that the tokens of one tile select, the best first, -1 after the last.
+def scores_in_blocks(
+    score: Callable[[jax.Array, int], jax.Array], span: Span, kv: KVPages, shape: tuple[int, ...]
+) -> jax.Array:
+    """Return the scores f32 `shape` of a span, [B, R, groups of the span], computed one block after another.
 
-    q: queries [B, Q * I, J]. weights: f32 [B, Q, I]. A token that sees at most k keys selects all, in order. If that
-    holds for every token of the tile, no scores are computed. With `pooling` all of this is about groups.
+    score(block, num_keys): scores f32 [B, R, n] of the n groups in the block-th block of num_keys keys. kv: the pool.
     """
-    group = 1 if step.pooling is None else len(step.pooling)
+    groups = shape[2] // span.most
 
-    def score(seqs: jax.Array, block: jax.Array, num_keys: int) -> jax.Array:
-        keys, scales = index_keys(seqs, block, num_keys, q.dtype, step.kv, step.batch)
-        keys = keys if step.pooling is None else _pooled(keys, step.pooling)
-        return _scores(q, weights, keys, scales)
+    def add(number: jax.Array, scores: jax.Array) -> jax.Array:
+        new = score(span.first + number, span.size)
+        return lax.dynamic_update_slice_in_dim(scores, new, number * groups, 2)
 
-    return best_groups(tiles.seqs[tile], tiles.end[tile] // group, group, step.count, score, step.kv, step.sizes)
+    return lax.fori_loop(0, span.live, add, zeros_in_layer(kv.data, shape))
 
 
 def best_groups(
-    seqs: jax.Array,
     ends: jax.Array,
     group: int,
     count: int,
-    score: Callable[[jax.Array, jax.Array, int], jax.Array],
+    score: Callable[[Span], jax.Array],
     kv: KVPages,
     sizes: XlaAttention,
 ) -> jax.Array:
-    """Return, for each row of sequences `seqs` i32 [B], the numbers i32 [B, R, count] of the groups of `group` keys
-    with the highest scores, the best first, -1 after the last.
+    """Return the numbers i32 [B, R, count] of the groups of `group` keys with the highest scores, the best first, -1
+    after the last.
 
     ends: i32 [B, R], number of groups that a row sees. A row that sees at most `count` selects all, in order. If that
-    holds for every row, no scores are computed. score(seqs, block, num_keys): scores f32 [B, R, n] of the n groups in
-    the block-th block of num_keys keys.
+    holds for every row, no scores are computed. score(span): scores f32 [B, R, groups of the span], undefined for
+    groups that a row does not see.
     """
     unit = math.lcm(kv.page_size, group)
     num_keys = max(sizes.block_kv_of(kv.page_size, ends.size) // unit, 1) * unit
@@ -160,13 +177,8 @@ def best_groups(
     offsets = jnp.arange(most * block, dtype=jnp.int32)
 
     def merge(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        def add(number: jax.Array, scores: jax.Array) -> jax.Array:
-            new = score(seqs, index * most + number, num_keys)
-            seen = (index * most + number) * block + offsets[:block] < ends[..., None]
-            return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), number * block, 2)
-
-        start = zeros_in_layer(kv.data, (*ends.shape, most * block)) - jnp.inf
-        scores = lax.fori_loop(0, jnp.minimum(most, num_blocks - index * most), add, start)
+        scores = score(Span(index * most, jnp.minimum(most, num_blocks - index * most), num_keys, most))
+        scores = jnp.where(index * most * block + offsets < ends[..., None], scores, -jnp.inf)
         # The best so far come first, so that of equal scores the lowest position does.
         scores = jnp.concatenate([best[0], scores.reshape(ends.size, -1)], axis=1)
         more = jnp.broadcast_to(index * most * block + offsets, (ends.size, len(offsets)))

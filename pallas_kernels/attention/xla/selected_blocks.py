@@ -16,7 +16,15 @@ from jax import lax
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.xla.attend import operand
 from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles
-from jaxengine.pallas_kernels.attention.xla.selected import best_groups, index_keys, operand_dtype, over_tiles
+from jaxengine.pallas_kernels.attention.xla.selected import (
+    KeyScores,
+    Span,
+    best_groups,
+    index_keys,
+    operand_dtype,
+    over_tiles,
+    scores_in_blocks,
+)
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.registry import TOKEN_ROWS
 from jaxengine.pallas_kernels.tuning import Tuning
@@ -24,28 +32,46 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 
 def select_blocks(
-    q: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Schedule, *, size: int, count: int, local: int
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: Schedule,
+    *,
+    size: int,
+    count: int,
+    local: int,
+    scores: KeyScores | None = None,
 ) -> jax.Array:
     """Return the numbers i32 [T, K, k] of the k = count blocks that each KV head of a token selects, -1 after the last,
     computed in plain XLA. Arguments, and the order of blocks, are those of attention.selected.select_blocks, which has
-    checked them.
+    checked them. scores: another implementation of the products of queries and keys; None for that in plain XLA.
     """
     num_heads = q.shape[1]
 
     def select(tiles: Tiles, tile: jax.Array, q: jax.Array) -> jax.Array:
-        rows = q.reshape(q.shape[0], -1, q.shape[3])  # [B, Q * K, J]
+        rows, seqs = q.reshape(q.shape[0], -1, q.shape[3]), tiles.seqs[tile]  # [B, Q * K, J]
         last = jnp.repeat(tiles.end[tile], num_heads, axis=1)[..., None]  # keys that a row sees
         ends = -(-last[..., 0] // size)
 
-        def score(seqs: jax.Array, block: jax.Array, num_keys: int) -> jax.Array:
-            keys, _ = index_keys(seqs, block, num_keys, q.dtype, kv, batch)
-            scores = lax.dot_general(rows, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-            seen = block * num_keys + jnp.arange(num_keys, dtype=jnp.int32) < last
+        def best(first: jax.Array, scores: jax.Array) -> jax.Array:
+            """Return the scores of blocks from those of keys f32 [B, Q * K, n], the first of them key `first`."""
+            num_keys = scores.shape[2]
+            seen = first + jnp.arange(num_keys, dtype=jnp.int32) < last
             best = jnp.max(jnp.where(seen, scores, -jnp.inf).reshape(*rows.shape[:2], -1, size), axis=-1)
-            numbers = block * (num_keys // size) + jnp.arange(num_keys // size, dtype=jnp.int32)
+            numbers = first // size + jnp.arange(num_keys // size, dtype=jnp.int32)
             return jnp.where(numbers >= ends[..., None] - local, jnp.inf, best)
 
-        found = best_groups(tiles.seqs[tile], ends, size, count, score, kv, schedule.sizes)
+        def score(block: jax.Array, num_keys: int) -> jax.Array:
+            keys, _ = index_keys(seqs, block, num_keys, q.dtype, kv, batch)
+            products = lax.dot_general(rows, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+            return best(block * num_keys, products)
+
+        def of_span(span: Span) -> jax.Array:
+            if scores is not None:
+                return best(span.first * span.size, scores(rows, None, seqs, tiles.end[tile], span))
+            return scores_in_blocks(score, span, kv, (*ends.shape, span.most * span.size // size))
+
+        found = best_groups(ends, size, count, of_span, kv, schedule.sizes)
         return found.reshape(*q.shape[:3], count)
 
     return over_tiles(schedule, kv, (q.astype(operand_dtype(q, kv)),), (num_heads, count), select)

@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "first page of a block never fetched",
         _TPU,
-        "            act(index)\n",
-        "            act(max(index, 1))\n",
+        "                act(first + index)\n",
+        "                act(first + max(index, 1))\n",
         _BLOCKS,
     ),
     Mutant(

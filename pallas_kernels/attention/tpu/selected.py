@@ -1,0 +1,259 @@
+"""Sparse attention for TPU: each token's selected keys as a sequence of its own, for the kernel of single tokens.
+
+What a token selected is a list of short runs of rows in pages. The kernel of kernel.py walks over such lists as over
+page tables: its "pages" are the runs, its sequences the tokens. So it reads what was selected, and nothing else of the
+context, with several blocks of copies in flight across tokens. A token's sums are taken in the order of its own list,
+so its result does not depend on the rest of the batch.
+
+- Blocks of keys: a run is the part of a block that lies in one page, and only the lanes of one KV head are copied.
+- Selected keys: a copy has at least `GROUP` rows, so a run is an aligned group of rows in which some are selected. The
+  kernel gets a mask of the others. In the worst case, where every group has a single selected key, GROUP times the
+  selected bytes are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.tpu.attend import attend_tiles
+from jaxengine.pallas_kernels.attention.tpu.schedule import walk_of
+from jaxengine.pallas_kernels.attention.tpu.tiles import LANES
+from jaxengine.pallas_kernels.attention.xla import selected, selected_blocks
+from jaxengine.pallas_kernels.attention.xla.attend import log_once
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.tuning import Tuning
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
+
+GROUP = 8  # rows of a page that one copy moves at least
+_NONE = jnp.iinfo(jnp.int32).max  # sorts after every position
+
+
+def selected_attention(
+    q: jax.Array,
+    q_rest: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    positions: jax.Array,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tuning: Tuning,
+    interpret: Any = False,
+) -> jax.Array:
+    """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` i32 [T, k] on a
+    TPU: return o [T, N, Hv] in q's dtype.
+
+    Arguments are those of attention.selected.selected_attention, which has checked them. interpret:
+    pltpu.InterpretParams to run on a CPU. What the kernel does not support runs as plain XLA, and a warning says why.
+    """
+    if reason := _unsupported(q, kv, GROUP):
+        log_once("TPU kernel", reason)
+        options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning}
+        return selected.selected_attention(q, q_rest, kv, batch, positions, **options)
+    view = replace(kv.spec, values_in_keys=True)
+    first, _ = kv.lanes_of_page
+    rows = _runs_of(kv, view, GROUP, (first, first + _whole_tiles(spec.head_dim)))
+
+    def attend(q: jax.Array, q_rest: jax.Array, positions: jax.Array, seqs: jax.Array, ends: jax.Array) -> jax.Array:
+        groups, seen, num_keys = _groups(positions, ends)
+        runs = _run_ids(groups * GROUP, seqs, kv.page_size, GROUP, batch.page_table)
+        options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning, "interpret": interpret}
+        return _attend_runs(q, q_rest, rows, batch, runs, num_keys, seen=seen, **options)
+
+    return _over_tokens(kv, batch, (q, q_rest, positions), attend, tuning.tpu_attention.selected_tokens)
+
+
+def block_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    blocks: jax.Array,
+    *,
+    spec: AttentionSpec,
+    size: int,
+    tuning: Tuning,
+    interpret: Any = False,
+) -> jax.Array:
+    """Compute the attention of q [T, N, H] over the keys of `blocks` i32 [T, K, k] on a TPU: return o [T, N, Hv] in q's
+    dtype.
+
+    Arguments are those of attention.selected.block_attention, which has checked them. interpret: pltpu.InterpretParams
+    to run on a CPU. What the kernel does not support runs as plain XLA, and a warning says why.
+    """
+    run, stride = math.gcd(size, kv.page_size), kv.spec.token_width
+    reason = _unsupported(q, kv, run)
+    if not reason and spec.num_kv_heads > 1 and stride % LANES:
+        reason = f"KV heads of {stride} elements, which do not begin at multiples of {LANES}"
+    if reason:
+        log_once("TPU kernel", reason)
+        return selected_blocks.block_attention(q, kv, batch, blocks, spec=spec, size=size, tuning=tuning)
+    group, width = spec.group_size, spec.head_dim + spec.v_head_dim
+    view = replace(kv.spec, num_kv_heads=1, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
+    own = replace(spec, num_q_heads=group, num_kv_heads=1)
+    options: dict[str, Any] = {"spec": own, "sinks": None, "tuning": tuning, "interpret": interpret}
+
+    def attend(q: jax.Array, blocks: jax.Array, seqs: jax.Array, ends: jax.Array) -> jax.Array:
+        found = []
+        for head in range(spec.num_kv_heads):
+            first = kv.lanes_of_page[0] + head * stride
+            rows = _runs_of(kv, view, run, (first, first + _whole_tiles(width)))
+            firsts, num_keys = _pieces(blocks[:, head], ends, size, run)
+            runs = _run_ids(firsts, seqs, kv.page_size, run, batch.page_table)
+            heads = lax.slice_in_dim(q, head * group, (head + 1) * group, axis=1)
+            found.append(_attend_runs(heads, None, rows, batch, runs, num_keys, **options))
+        return jnp.concatenate(found, axis=1)
+
+    return _over_tokens(kv, batch, (q, blocks), attend, tuning.tpu_attention.selected_tokens)
+
+
+def _unsupported(q: jax.Array, kv: KVPages, run: int) -> str:
+    """Return why the kernel cannot read runs of `run` rows of the pool for queries `q`; "" if it can."""
+    if jnp.float16 in (q.dtype, kv.data.dtype):
+        return "float16, which TPUs do not have"
+    if kv.page_size % GROUP:
+        return f"pages of {kv.page_size} tokens, which is no multiple of {GROUP}"
+    return f"runs of {run} tokens of a block in a page, which is no multiple of {GROUP}" if run % GROUP else ""
+
+
+def _whole_tiles(width: int) -> int:
+    """Return `width` lanes rounded up to whole lane tiles."""
+    return -(-width // LANES) * LANES
+
+
+def _runs_of(kv: KVPages, spec: Any, run: int, lanes: tuple[int, int]) -> KVPages:
+    """Return the pool as one of pages of `run` tokens, of which only `lanes` are read. It is the same array: rows of
+    HBM are in tiles of at most 8. spec: logical shape of what is in those lanes.
+    """
+    num_pages = kv.data.shape[0] * (kv.page_size // run)
+    own = replace(spec, num_pages=num_pages, page_size=run)
+    return replace(kv, data=kv.data.reshape(num_pages, run, kv.data.shape[2]), spec=own, lanes=lanes)
+
+
+def _over_tokens(
+    kv: KVPages, batch: RaggedBatch, operands: Sequence[jax.Array], attend: Callable[..., jax.Array], size: int
+) -> jax.Array:
+    """Return attend(*operands, seqs, ends) of all tokens, `size` tokens at a time, which bounds its memory.
+
+    operands: [T, ...]. seqs: i32 [T], the sequence of a token. ends: i32 [T], how many keys it sees, 0 for tokens of no
+    sequence, which get 0. attend: function of some tokens; it returns [T, N, Hv].
+    """
+    num_tokens, num_seqs = len(operands[0]), len(batch.kv_lens)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), num_seqs - 1)
+    num_live = batch.cu_q_lens[batch.num_seqs]
+    ends = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - 1 - tokens)
+    operands = (*operands, seqs, jnp.where(tokens < num_live, ends, 0))
+    if num_tokens <= size:
+        return attend(*operands)
+    padded = -(-num_tokens // size) * size
+    operands = [jnp.pad(x, ((0, padded - num_tokens), *[(0, 0)] * (x.ndim - 1))) for x in operands]
+
+    def some(part: jax.Array, o: jax.Array) -> jax.Array:
+        own = (lax.dynamic_slice_in_dim(x, part * size, size) for x in operands)
+        return lax.dynamic_update_slice_in_dim(o, attend(*own), part * size, 0)
+
+    shape = jax.eval_shape(attend, *(jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in operands))
+    o = zeros_in_layer(kv.data, (padded, *shape.shape[1:]), shape.dtype)
+    return lax.fori_loop(0, -(-num_live // size), some, o)[:num_tokens]
+
+
+def _attend_runs(
+    q: jax.Array,
+    q_rest: jax.Array | None,
+    rows: KVPages,
+    batch: RaggedBatch,
+    runs: jax.Array,
+    num_keys: jax.Array,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tuning: Tuning,
+    interpret: Any,
+    seen: jax.Array | None = None,
+) -> jax.Array:
+    """Return the attention [T, N, Hv] of q (and q_rest) over the keys in the pages `runs` i32 [T, n] of `rows`, of
+    which each token sees the first num_keys i32 [T], without those where `seen` i32 [T, keys] is 0; 0 where num_keys
+    is.
+    """
+    num_tokens, sizes = len(q), tuning.tpu_attention
+    cu_q_lens = jnp.arange(num_tokens + 1, dtype=jnp.int32)
+    own = batch._replace(cu_q_lens=cu_q_lens, kv_lens=num_keys, page_table=runs)
+    walk = walk_of(own, spec, num_keys > 0, num_tokens, 1, rows.page_size)
+    options: dict[str, Any] = {"spec": spec, "sinks": sinks, "sizes": sizes, "interpret": interpret, "seen": seen}
+    o, _ = attend_tiles(q, q_rest, None, walk, kv=rows, batch=own, block_q=1, **options)
+    return jnp.where(num_keys[:, None, None] > 0, o, 0)  # a token without keys between others has no tile
+
+
+def _run_ids(firsts: jax.Array, seqs: jax.Array, page_size: int, run: int, page_table: jax.Array) -> jax.Array:
+    """Return the runs i32 [T, n] of `run` rows of the pool that begin at positions `firsts` i32 [T, n] of sequences
+    `seqs` i32 [T]; any number for positions past the page table.
+    """
+    columns = jnp.arange(page_table.shape[1], dtype=jnp.int32)
+    own = page_table[seqs]
+    # Compared rather than gathered, which a TPU does one by one.
+    pages = jnp.sum(jnp.where((firsts // page_size)[..., None] == columns, own[:, None], 0), axis=2, dtype=jnp.int32)
+    return pages * (page_size // run) + firsts % page_size // run
+
+
+def _pieces(blocks: jax.Array, ends: jax.Array, size: int, run: int) -> tuple[jax.Array, jax.Array]:
+    """Return (first positions i32 [T, n] of the runs of which a token sees a key, how many keys i32 [T] it sees in
+    them) for `blocks` i32 [T, k] of `size` tokens, -1 for none. ends: i32 [T], keys that a token sees in all.
+
+    A run that ends after the token's own key comes last, so that the keys it sees are the first ones. What follows the
+    last run is undefined.
+    """
+    inner = jnp.arange(size // run, dtype=jnp.int32) * run
+    firsts = (blocks[..., None] * size + inner).reshape(len(blocks), -1)
+    live = jnp.repeat(blocks >= 0, size // run, axis=1)
+    seen = jnp.where(live, jnp.clip(ends[:, None] - firsts, 0, run), 0)
+    count = firsts.shape[1]
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    order = jnp.where(seen == run, numbers, jnp.where(seen > 0, count, count + 1 + numbers))
+    place = jnp.sum(order[:, :, None] > order[:, None], axis=2, dtype=jnp.int32)
+    firsts = jnp.sum(jnp.where(place[:, None] == numbers[:, None], firsts[:, None], 0), axis=2, dtype=jnp.int32)
+    return firsts, jnp.sum(seen, axis=1, dtype=jnp.int32)
+
+
+def _groups(positions: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the groups of GROUP positions with one of `positions` i32 [T, k], as (their numbers i32 [T, k], ascending;
+    i32 [T, n] with n at least k * GROUP, 1 for selected positions of theirs; how many keys i32 [T] there are up to the
+    token's own).
+
+    positions: distinct and less than 2**26, -1 for none. ends: i32 [T], keys that a token sees. What follows the last
+    group is undefined.
+    """
+    chosen = jnp.sort(jnp.where((positions >= 0) & (ends[:, None] > 0), positions, _NONE), axis=1)
+    live, numbers = chosen != _NONE, chosen // GROUP
+    is_last = live & (numbers != jnp.pad(numbers[:, 1:], ((0, 0), (0, 1)), constant_values=-1))
+    # Sums of distinct powers of two: their differences say which positions of a group are selected.
+    sums = jnp.cumsum(jnp.where(live, 1 << chosen % GROUP, 0), axis=1, dtype=jnp.int32)
+    before = lax.cummax(jnp.pad(jnp.where(is_last, sums, 0)[:, :-1], ((0, 0), (1, 0))), axis=1)
+    # One array of numbers and bits: XLA compiles a sort of two for many seconds.
+    joined = jnp.sort(jnp.where(is_last, numbers << GROUP | (sums - before), _NONE), axis=1)
+    seen = _unpacked(joined & ((1 << GROUP) - 1))
+    count = jnp.sum(is_last, axis=1, dtype=jnp.int32)
+    last = jnp.max(jnp.where(live, numbers, 0), axis=1)
+    inner = jnp.clip(ends - last * GROUP, 1, GROUP)
+    num_keys = jnp.where(count > 0, (count - 1) * GROUP + inner, 0)
+    return joined >> GROUP, seen, num_keys
+
+
+def _unpacked(words: jax.Array) -> jax.Array:
+    """Return the GROUP lowest bits of `words` i32 [T, k], which have no others, one after the other: i32 [T, n], 0 or
+    1, with n the least multiple of GROUP * LANES that is at least k * GROUP.
+    """
+    words = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES))).reshape(len(words), -1, LANES)
+    # A product repeats every word, exactly; to repeat along lanes is a shuffle that XLA compiles for ten seconds.
+    lane = jnp.arange(LANES * GROUP, dtype=jnp.int32)
+    repeat = jnp.arange(LANES, dtype=jnp.int32)[:, None] == lane // GROUP
+    operands = words.astype(jnp.bfloat16), repeat.astype(jnp.bfloat16)
+    repeated = jnp.matmul(*operands, preferred_element_type=jnp.float32).astype(jnp.int32)
+    return ((repeated >> lane % GROUP) & 1).reshape(len(words), -1)
