@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,7 +30,8 @@ class SinkExperts(MixtureOfExperts):
         super().__init__(config, source=source, build=build, router_dtype=jnp.float32)
         sizes = config.hidden_size, self.experts.intermediate_size
         names = (f"{source}.shared.experts.{index}" for index in range(self.experts.num_sinks))
-        self.sinks = nnx.List([GatedMLP(*sizes, source=name, build=build) for name in names])
+        plain = replace(build, lora=None)  # parameters of all together in transformers, and no modules for adapters
+        self.sinks = nnx.List([GatedMLP(*sizes, source=name, build=plain) for name in names])
         scale = ParamDecl((None,), (Source(f"{source}.gate.global_scale", 1),))
         self.scale = declare((1,), jnp.float32, scale)
 
@@ -38,7 +41,7 @@ class SinkExperts(MixtureOfExperts):
             weights, shares = jnp.split(weights, [ids.shape[1]], axis=1)
         y = self.of_picked(x, rows, weights, ids)
         with jax.named_scope("shared"):
-            return y + self._shared(x, shares, rows.adapters)
+            return y + self._shared(x, shares)
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
         """Return weights f32[T, k + S], those of the shared experts last, and experts i32[T, k] of tokens x [T, D].
@@ -55,11 +58,9 @@ class SinkExperts(MixtureOfExperts):
         scores = jax.nn.log_sigmoid(jnp.concatenate([jnp.take_along_axis(logits, ids, axis=1), shared], axis=1))
         return jax.nn.softmax(scores, axis=1) * self.experts.routed_scaling_factor * self.scale[...], ids
 
-    def _shared(self, x: jax.Array, shares: jax.Array, adapters: Adapters | None) -> jax.Array:
+    def _shared(self, x: jax.Array, shares: jax.Array) -> jax.Array:
         """Return the sum [T, D] of the shared experts' outputs for x [T, D], weighted by `shares` f32[T, S]."""
         dtype = x.dtype
         x, shares = (gather_tokens(each, "ffn") for each in (x, shares))
-        if adapters is not None:
-            adapters = adapters._replace(slots=gather_tokens(adapters.slots, "ffn"), visits=None)
-        parts = [shares[:, i, None] * mlp.partial(x, adapters) for i, mlp in enumerate(self.sinks)]
+        parts = [shares[:, i, None] * mlp.partial(x, None) for i, mlp in enumerate(self.sinks)]
         return reduce_tokens(sum(parts[1:], parts[0]).astype(dtype), "ffn")
