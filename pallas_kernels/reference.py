@@ -27,6 +27,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,  # [N]
     slopes: np.ndarray | None = None,  # [N]
+    biases: np.ndarray | None = None,  # [T, N, E]
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
     kv_limits: np.ndarray | None = None,  # [T]
     mutual: bool = False,
@@ -37,8 +38,8 @@ def ragged_paged_attention(
     A token that belongs to no sequence gives output 0 and lse -inf. So does a token that sees no key, except that its
     lse is its sink's logit if there are sinks. Reads exactly the visible slots, so anything else may hold NaN.
     Arguments: see RaggedBatch (cu_q_lens [S + 1], kv_lens [S], page_table [S, W]), AttentionSpec and attention.op
-    (sinks and slopes [N], tree_mask u32 [T, ceil(Q / 32)]). kv_limits [T]: exclusive end of the keys that a token sees
-    beyond its own position; if `mutual`, without those of tokens whose limit is 0.
+    (sinks and slopes [N], biases [T, N, E], tree_mask u32 [T, ceil(Q / 32)]). kv_limits [T]: exclusive end of the keys
+    that a token sees beyond its own position; if `mutual`, without those of tokens whose limit is 0.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
@@ -64,6 +65,10 @@ def ragged_paged_attention(
                     logits = soft_cap * np.tanh(logits / soft_cap)
                 if slopes is not None:
                     logits = logits - float(slopes[head]) * np.abs(keys - (num_computed + token - first))
+                if biases is not None:
+                    distance = num_computed + token - first - keys
+                    near = np.minimum(distance, biases.shape[2] - 1)
+                    logits = logits + np.where(distance == near, biases[token, head, near].astype(np.float64), 0.0)
                 sink = -np.inf if sinks is None else float(sinks[head])
                 out[token, head], lse[token, head] = softmax_average(logits, v, sink)
     return out, lse

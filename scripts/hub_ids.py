@@ -142,6 +142,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "DiffLlamaForCausalLM": ("kajuma/DiffLlama-0.3B-handcut",),
     "DoryForCausalLM": ("nvidia/NVIDIA-Nemotron-Labs-Dory1.0-4B-BF16",),
     "JetMoeForCausalLM": ("jetmoe/jetmoe-8b",),
+    "InklingForConditionalGeneration": ("thinkingmachines/Inkling", "thinkingmachines/Inkling-Small"),
+    "ZayaForCausalLM": ("Zyphra/ZAYA1-8B",),
     "MuseGlimmerForConditionalGeneration": ("meta-models/Muse-Glimmer-30B",),
     "MuseSparkForConditionalGeneration": ("meta-models/Muse-Spark-Open-816B-A42B",),
     "GPTNeoXForCausalLM": ("EleutherAI/pythia-160m", "EleutherAI/gpt-neox-20b"),

@@ -130,8 +130,8 @@ ROOMS = {
         "models.quantization models models.layers.base"
     ),
     "models.layers.states": (
-        "sharding pallas_kernels.state models.params models.config models models.layers.base models.layers.attention "
-        "models.layers.attention.blocks"
+        "sharding pallas_kernels.kv pallas_kernels.state models.params models.config models models.layers.base "
+        "models.layers.attention models.layers.attention.blocks"
     ),
     "models.layers": (
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.params models.config "

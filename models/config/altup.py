@@ -1,7 +1,7 @@
 """Fields of families with several hidden states of a token: Gemma 3n, whose layers predict and correct them (Baykal et
 al. 2023, arXiv:2301.13310), with other parts of its layers, Solar, whose layers keep and mix them, Zamba 2, whose
-layers with a shared block also read the embedding, Dory, which runs some layers several times, and Kimi K3, whose
-layers read sums of the outputs of earlier blocks of layers.
+layers with a shared block also read the embedding, Dory, which runs some layers several times, Kimi K3, whose layers
+read sums of the outputs of earlier blocks of layers, and ZAYA, whose hidden states have more digits than its dtype.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jaxengine.models.config.fields import MAX_LAYERS, ModelConfigError, check_size
+from jaxengine.models.config.fields import MAX_HIDDEN, MAX_LAYERS, ModelConfigError, check_size
 
 _MOST_STREAMS, _MOST_RANK = 16, 1 << 16
 # A module or tensor of a block of Zamba 2: the number of its layer, and its name in the block.
@@ -112,6 +112,29 @@ class LoopedLayers:
         """
         loop, inside = divmod(layer - self.first, self.count)
         return loop if 0 <= loop < self.num_loops and inside == 0 else None
+
+
+@dataclass(frozen=True)
+class WideResiduals:
+    """Hidden states of ZAYA, which are sums of two numbers of the model's dtype, and what layers pass on beside them.
+
+    router_size: elements of the hidden state of a layer's router, which that of the next layer reads.
+    """
+
+    router_size: int
+
+    def __post_init__(self) -> None:
+        check_size("router_hidden_size", self.router_size, MAX_HIDDEN)
+
+    @property
+    def num_streams(self) -> int:
+        """Number of arrays that together are a token's hidden state: rounded, and what rounding leaves."""
+        return 2
+
+    @property
+    def num_beside(self) -> int:
+        """Number of elements that layers pass on for a token in addition to its hidden state."""
+        return self.router_size
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxengine.models.config.compressed import CompressedKeys, RecentPlaces
+from jaxengine.models.config.compressed import CompressedKeys, LayerConvolutions, QueryKeyConvolutions, RecentPlaces
 from jaxengine.models.config.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -42,6 +42,8 @@ LayerState = (
     | SelectiveScan
     | CompressedKeys
     | RecentPlaces
+    | LayerConvolutions
+    | QueryKeyConvolutions
 )
 
 
@@ -51,18 +53,31 @@ class TemperatureTuning:
     sharper the softmax (Nakanishi 2025, arXiv:2501.19399, as in Llama 4).
 
     offset: 1 where the first position counts as one token, else 0. power: whether the factor is (1 + (position +
-    offset) / floor_scale) ** attn_scale instead.
+    offset) / floor_scale) ** attn_scale instead. begins: whether it is 1 + attn_scale * ln((position + offset) /
+    floor_scale) instead, from where this is 1 or more, and 1 before.
     """
 
     floor_scale: float
     attn_scale: float
     offset: int = 0
     power: bool = False
+    begins: bool = False
 
     def __post_init__(self) -> None:
         for name in ("floor_scale", "attn_scale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ModelConfigError(f"{name} must be a finite number > 0, got {getattr(self, name)!r}")
+
+
+class RelativeBias(NamedTuple):
+    """Numbers that a token adds to the logits of keys by their distance (Inkling): in each head, products of a learned
+    matrix with `size` numbers that are projected from the token's hidden state.
+
+    extent: distances that have a number, those below it; 0 is added to the logits of farther keys.
+    """
+
+    size: int
+    extent: int
 
 
 @dataclass(frozen=True)
@@ -235,6 +250,7 @@ class LayerAttention:
         (see SharedKeys); None for neither.
       learned_positions: whether the effect of positions has weights, of which all layers share those of rope. The layer
         then computes its rope itself (Mistral Large 4).
+      relative: what a token adds to logits by the distance of a key; None for nothing.
       mutual: whether, of the keys after their own, tokens of images see only those of tokens that see later keys, too
         (jaxengine.pallas_kernels.attention.ragged_batch.AttentionSpec).
     """
@@ -265,6 +281,7 @@ class LayerAttention:
     slopes: tuple[float, ...] | None = None
     selected_by: int | None = None
     learned_positions: bool = False
+    relative: RelativeBias | None = None
     mutual: bool = False
 
     def __post_init__(self) -> None:
@@ -293,6 +310,11 @@ class LayerAttention:
                 raise ModelConfigError(f"slopes must be a finite number >= 0 for each of {self.num_heads} heads")
             if self.latent is not None or self.state is not None:
                 raise ModelConfigError("attention with slopes takes no latent and no state")
+        if self.relative is not None:
+            check_size("d_rel", self.relative.size, MAX_HEAD_DIM)
+            check_size("rel_extent", self.relative.extent, MAX_INTEGER)
+            if self.latent is not None or not self.causal:
+                raise ModelConfigError("attention with biases by distance takes no latent, and sees no later tokens")
         if self.value_size is not None:
             check_size("v_head_dim", self.value_size, MAX_HEAD_DIM)
             if self.latent is not None or self.keys_as_values:

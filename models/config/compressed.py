@@ -18,7 +18,7 @@ from jaxengine.models.config.fields import (
     ModelConfigError,
     check_size,
 )
-from jaxengine.models.config.state import StateArray
+from jaxengine.models.config.state import MAX_KERNEL, StateArray
 
 _MOST_STREAMS, _MOST_ROUNDS = 16, 1024
 TOKEN_MAP = "token_map"  # tensor of a memory of n-grams: the smaller vocabulary's id of each token
@@ -319,6 +319,79 @@ class RecentPlaces:
     def flops(self) -> int:
         """Floating-point operations for one token: none."""
         return 0
+
+
+@dataclass(frozen=True)
+class LayerConvolutions:
+    """Short convolutions of a layer's keys, values, attention's output and MLP's output (Inkling), whose state is their
+    windows.
+
+    Attributes:
+      num_kv_heads: heads of keys and values.
+      head_dim: elements of a key, and of a value.
+      hidden_size: elements of an output.
+      kernel: tokens in a window, the token itself included.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    kernel: int
+
+    def __post_init__(self) -> None:
+        check_size("conv_kernel_size", self.kernel, MAX_KERNEL, 2)
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """State arrays: the windows [kernel - 1, channels] of keys, values, and the outputs of attention and MLP."""
+        before, heads = self.kernel - 1, self.num_kv_heads * self.head_dim
+        keys = StateArray((before, heads), None, (None, "heads"), parts=self.num_kv_heads)
+        output = StateArray((before, self.hidden_size), None, (None, None))
+        return keys, keys, output, output
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the convolutions for one token."""
+        return 4 * self.kernel * (self.num_kv_heads * self.head_dim + self.hidden_size)
+
+
+@dataclass(frozen=True)
+class QueryKeyConvolutions:
+    """Convolutions of a layer's queries and keys, one after the other, and values of the token before (ZAYA), whose
+    state is their windows.
+
+    Attributes:
+      num_heads, num_kv_heads: heads of queries, and of keys and values.
+      head_dim: elements of a query, key and value.
+      kernels: tokens in the windows of both convolutions, the token itself included.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kernels: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        for index, kernel in enumerate(self.kernels):
+            check_size(f"cca_time{index}", kernel, MAX_KERNEL, 2)
+        if self.num_kv_heads * self.head_dim % 2:
+            text = f"num_key_value_heads * head_dim must be even, got {self.num_kv_heads} * {self.head_dim}"
+            raise ModelConfigError(text)
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """State arrays: the windows [kernel - 1, channels] of queries and keys before each convolution, and half of the
+        values of the last token, [1, num_kv_heads * head_dim / 2].
+        """
+        channels = (self.num_heads + self.num_kv_heads) * self.head_dim
+        windows = (StateArray((kernel - 1, channels), None, (None, "heads")) for kernel in self.kernels)
+        return *windows, StateArray((1, self.num_kv_heads * self.head_dim // 2), None, (None, None))
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the convolutions for one token."""
+        first, second = self.kernels
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * (first + second * self.head_dim)
 
 
 @dataclass(frozen=True)

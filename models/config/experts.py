@@ -48,6 +48,9 @@ class ExpertsConfig:
       image_intermediate_size: feed-forward size of one of the further experts, `num_experts` of them with a router of
         their own, to which tokens of images are routed instead; 0 for none.
       image_tokens: ids of the tokens that are routed to these.
+      num_sinks: shared experts that the router scores, too: their weights and those of a token's experts are computed
+        together (Inkling).
+      num_idle: scores of a router, after those of experts, that stand for no expert (ZAYA).
       latent_size: elements of an expert's input and output, which are projected from and to the hidden state; None if
         they are the hidden state itself.
     """
@@ -79,11 +82,18 @@ class ExpertsConfig:
     image_intermediate_size: int = 0
     image_tokens: tuple[int, ...] = ()
     latent_size: int | None = None
+    num_sinks: int = 0
+    num_idle: int = 0
 
     @property
     def num_routed(self) -> int:
         """Number of experts among which a router chooses: those with weights, and after them those without."""
         return self.num_experts + self.num_zero_experts
+
+    @property
+    def num_scored(self) -> int:
+        """Number of scores of a router: of experts among which it chooses, and after them of sinks, and of none."""
+        return self.num_routed + self.num_sinks + self.num_idle
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_per_token", "num_expert_group", "topk_group"):
@@ -91,6 +101,8 @@ class ExpertsConfig:
         check_size("experts: intermediate_size", self.intermediate_size, MAX_INTERMEDIATE)
         check_size("experts: shared_intermediate_size", self.shared_intermediate_size, MAX_INTERMEDIATE, 0)
         check_size("experts: image_intermediate_size", self.image_intermediate_size, MAX_INTERMEDIATE, 0)
+        check_size("experts: num_idle", self.num_idle, MAX_EXPERTS, 0)
+        check_size("experts: num_sinks", self.num_sinks, MAX_EXPERTS, 0)
         check_size("experts: num_zero_experts", self.num_zero_experts, MAX_EXPERTS, 0)
         if self.latent_size is not None:
             check_size("experts: latent_size", self.latent_size, MAX_HIDDEN)

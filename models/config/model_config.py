@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxengine.models.config.altup import AltUp, BlockSkips, KimiK3Parts, LoopedLayers, SharedBlocks
+from jaxengine.models.config.altup import AltUp, BlockSkips, KimiK3Parts, LoopedLayers, SharedBlocks, WideResiduals
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.compressed import HyperConnections, NgramMemory
 from jaxengine.models.config.declared import DeclaredForm
@@ -84,9 +84,9 @@ class ModelConfig:
     decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ, 0 for a layer without one;
     empty if `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for
     every token in addition to the hidden state; 0 for none. `layer_input_rows` is the number of tokens in the table of
-    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips`, `shared_blocks`, `loops` and `kimi_k3`
-    are for families with several hidden states per token; None for one. `ngrams` has the tables of n-grams of families
-    that look them up; None for others. `declared` is for families that are rows of a table
+    these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips`, `shared_blocks`, `loops`, `kimi_k3` and
+    `wide_residuals` are for families with several hidden states per token; None for one. `ngrams` has the tables of
+    n-grams of families that look them up; None for others. `declared` is for families that are rows of a table
     (jaxengine.models.families.declared_rows).
     """
 
@@ -128,6 +128,7 @@ class ModelConfig:
     shared_blocks: SharedBlocks | None = None
     loops: LoopedLayers | None = None
     kimi_k3: KimiK3Parts | None = None
+    wide_residuals: WideResiduals | None = None
     declared: DeclaredForm | None = None
 
     def __post_init__(self) -> None:
@@ -169,15 +170,16 @@ class ModelConfig:
     def _check_heads(self) -> None:
         """Raise ModelConfigError for layers that cannot share a pool, or for an unusable kv_source.
 
-        With a state in any layer, or a latent in some but not all, all layers must have equal KV heads and head sizes.
-        A kv_source must be an earlier layer with pages and the same heads, sizes and reach.
+        With a layer that has only a state, or a latent in some but not all, all layers must have equal KV heads and
+        head sizes. A kv_source must be an earlier layer with pages and the same heads, sizes and reach.
         """
         heads = sorted({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention})
         with_latent = {layer.latent is not None for layer in self.attention}
-        if len(heads) > 1 and (self.keeps_states or len(with_latent) > 1):
+        with_state = any(layer.state is not None and not layer.beside_state for layer in self.attention)
+        if len(heads) > 1 and (with_state or len(with_latent) > 1):
             raise ModelConfigError(
-                "layers must have the same num_kv_heads, head_dim and v_head_dim where any has a state, or where some "
-                f"have a latent, got {heads}"
+                "layers must have the same num_kv_heads, head_dim and v_head_dim where any has only a state, or where "
+                f"some have a latent, got {heads}"
             )
         for number, layer in enumerate(self.attention):
             if (source := layer.kv_source) is None:
@@ -238,8 +240,8 @@ class ModelConfig:
         """Number of elements that one layer passes to the next for a token: all of its hidden states, and
         what is passed on beside them.
         """
-        beside = 0 if self.hyper_connections is None else self.hyper_connections.num_beside
-        return self.hidden_size * self.num_streams + beside
+        beside = self.hyper_connections or self.wide_residuals
+        return self.hidden_size * self.num_streams + (0 if beside is None else beside.num_beside)
 
     @property
     def num_streams(self) -> int:
@@ -247,6 +249,7 @@ class ModelConfig:
         if self.experts is not None and self.experts.shortcut:
             return 2
         streams = self.altup or self.hyper_connections or self.skips or self.shared_blocks or self.loops or self.kimi_k3
+        streams = streams or self.wide_residuals
         return 1 if streams is None else streams.num_streams
 
     @property

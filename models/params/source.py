@@ -77,6 +77,7 @@ class CheckpointNames(NamedTuple):
         names of those, in order.
       joined: ends of the names of tensors that other versions of transformers join to one along their rows -> those of
         its parts, in order (see jaxengine.models.weights.views.joined_rows). Models declare either.
+      alternating: ends of the names of matrices whose rows are in turn those of two of the model's -> their ends.
       frequencies: end of the names of tensors with the frequencies of rope, which replace the configuration's; "" for
         none.
     """
@@ -101,6 +102,7 @@ class CheckpointNames(NamedTuple):
     parts: tuple[tuple[str, str], ...] = ()
     tower_parts: tuple[tuple[str, str], ...] | None = None
     joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    alternating: Mapping[str, tuple[str, str]] = MappingProxyType({})
     frequencies: str = ""
     divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     halves: tuple[Mapping[str, str], Mapping[str, str]] | None = None

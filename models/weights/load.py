@@ -32,7 +32,7 @@ from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.views.adapted import AdaptedSource
 from jaxengine.models.weights.views.expert_rows import ExpertRowsSource
 from jaxengine.models.weights.views.further_experts import FurtherExpertsSource
-from jaxengine.models.weights.views.joined_rows import JoinedRowsSource
+from jaxengine.models.weights.views.joined_rows import AlternatingRowsSource, JoinedRowsSource
 from jaxengine.models.weights.views.kv_scales import KV_SCALES
 from jaxengine.models.weights.views.merged import MergedSource
 from jaxengine.models.weights.views.parts import (
@@ -206,6 +206,8 @@ def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredPa
         return source.added_to(_of_model(model, source.checkpoint, params))
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
+    if names.alternating:
+        source = AlternatingRowsSource(source, names.alternating)
     if names.joined:
         params = declared_params(model) if params is None else params
         tensors = ((param, tensor) for param in params for tensor in param.decl.sources)
@@ -220,7 +222,8 @@ def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredPa
         return ExpertRowsSource(source, names.expert_rows, experts.num_experts)
     stacked = of_shapes(names.stacked_experts, source, model.config.hidden_size)
     scheme = model.build.scheme if isinstance(model.build.scheme, Quantization) else None
-    return StackedSource(source, stacked, experts.num_experts, num_routed=experts.num_routed, scheme=scheme)
+    counts = {"num_routed": experts.num_routed, "num_sinks": experts.num_sinks}
+    return StackedSource(source, stacked, experts.num_experts, **counts, scheme=scheme)
 
 
 def _memory(mesh: Mesh | None) -> HugePages | None:

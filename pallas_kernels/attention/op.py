@@ -39,7 +39,7 @@ def attention_schedule(
     kv_limits: i32 [T], for tokens that attend to later keys, the exclusive end of the keys to which they attend; 0 for
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
         position. With `spec.mutual` these tokens do not see the later keys of tokens with the limit 0. Needs
-        causal=True, chunk=None and no slopes. None if there are no such tokens.
+        causal=True, chunk=None and no slopes or biases. None if there are no such tokens.
     Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not support.
     """
     check_batch(batch, num_tokens)
@@ -50,10 +50,9 @@ def attention_schedule(
         return build(batch, spec, **sizes)
     if kv_limits.shape != (num_tokens,) or kv_limits.dtype != jnp.int32:
         raise ValueError(f"kv_limits must be int32[{num_tokens}], got {kv_limits.dtype}{list(kv_limits.shape)}")
-    if not spec.causal or spec.chunk is not None or spec.has_slopes:
-        raise ValueError(
-            "kv_limits needs causal=True, chunk=None and has_slopes=False: it says which later keys a token sees"
-        )
+    if not spec.causal or spec.chunk is not None or spec.by_distance is not None:
+        text = "causal=True, chunk=None, has_slopes=False and bias_extent=0"
+        raise ValueError(f"kv_limits needs {text}: it says which later keys a token sees")
     return build(batch, spec, **sizes, kv_limits=kv_limits)
 
 
@@ -67,6 +66,7 @@ def ragged_paged_attention(
     schedule: Any = None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    biases: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
     return_lse: bool = False,
     platform: str | None = None,
@@ -89,6 +89,9 @@ def ragged_paged_attention(
     slopes: f32 [N] if `spec.has_slopes`, otherwise None. After scale and cap, the head's slope times the distance of
         the key's position is subtracted from a logit (ALiBi). Needs causal=True and no tree_mask. TPU and GPU kernels
         leave such calls to plain XLA.
+    biases: [T, N, E] in q's dtype if `spec.bias_extent` is E > 0, otherwise None. After scale and cap, the token's and
+        head's number for the distance of a key, below E, is added to the logit; nothing for farther keys. Needs no
+        tree_mask. TPU and GPU kernels leave such calls to plain XLA.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens. Bit b of a token's row says that it attends
         to new token b of its own sequence. Bits narrow the causal range, so parents must precede their children. Needs
         causal=True, window=None and chunk=None.
@@ -111,6 +114,7 @@ def ragged_paged_attention(
         raise ValueError(f"slopes must be {f'float32{list(wanted)}' if wanted else None}, got {got}")
     if slopes is not None and not (spec.causal and tree_mask is None):
         raise ValueError("slopes need causal=True and tree_mask=None: a distance is one of earlier positions")
+    _check_biases(biases, q, spec, has_tree=tree_mask is not None)
     if tree_mask is not None:
         _check_tree_mask(tree_mask, num_tokens, spec)
     attend = kernel("ragged_paged_attention", platform)
@@ -121,7 +125,7 @@ def ragged_paged_attention(
         )
     elif tuning is not None:
         raise ValueError("ragged_paged_attention: give tuning to attention_schedule: a schedule brings its own")
-    rest: dict[str, Any] = {} if slopes is None else {"slopes": slopes}
+    rest = {name: each for name, each in (("slopes", slopes), ("biases", biases)) if each is not None}
     o, lse = attend(q, kv, batch, schedule, spec=spec, q_rest=q_rest, sinks=sinks, tree_mask=tree_mask, **rest)
     return (o, lse) if return_lse else o
 
@@ -144,6 +148,17 @@ def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: Atte
     )
     if held != asked:
         raise ValueError(f"the pool holds {held}, AttentionSpec says {asked}")
+
+
+def _check_biases(biases: jax.Array | None, q: jax.Array, spec: AttentionSpec, *, has_tree: bool) -> None:
+    """Raise ValueError unless biases are [T, N, spec.bias_extent] in the dtype of q [T, N, H], or None where this is 0,
+    and for a tree mask next to them.
+    """
+    wanted = f"{q.dtype}{[*q.shape[:2], spec.bias_extent]}" if spec.bias_extent else "None"
+    if wanted != (got := "None" if biases is None else f"{biases.dtype}{list(biases.shape)}"):
+        raise ValueError(f"biases must be {wanted}, got {got}")
+    if biases is not None and has_tree:
+        raise ValueError("biases need tree_mask=None: a distance is one of earlier positions")
 
 
 def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:

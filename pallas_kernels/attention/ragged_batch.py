@@ -53,6 +53,7 @@ class AttentionSpec:
     has_slopes: bool = False  # logits fall with the distance of a key, by the slope of their head
     mutual: bool = False  # of later keys (kv_limits), a token sees only those of tokens that see later keys, too
     has_sinks: bool = False  # each head has a logit that takes a share of the softmax and adds no value
+    bias_extent: int = 0  # each token and head has a number for each distance of a key below this; 0 = none
 
     @property
     def stored_width(self) -> int:
@@ -88,8 +89,16 @@ class AttentionSpec:
             )
         if self.has_slopes and self.values_in_keys:
             raise ValueError("AttentionSpec.has_slopes must be False where values lie in keys, got True")
+        if self.bias_extent < 0 or (self.bias_extent and (self.values_in_keys or not self.causal)):
+            text = "at least 0, and 0 where values lie in keys or causal is False"
+            raise ValueError(f"AttentionSpec.bias_extent must be {text}, got {self.bias_extent}")
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ValueError(f"AttentionSpec.soft_cap must be positive or None, got {self.soft_cap}")
+
+    @property
+    def by_distance(self) -> str | None:
+        """What is added to logits by the distance of a key, which only plain XLA computes; None for nothing."""
+        return "slopes by distance" if self.has_slopes else "biases by distance" if self.bias_extent else None
 
     @property
     def group_size(self) -> int:

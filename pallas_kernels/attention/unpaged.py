@@ -64,13 +64,14 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    biases: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the attention of B * T queries over the tokens of their own runs: return o [B * T, N, Hv] in q's dtype
     and lse f32 [B * T, N].
 
     kv: keys and values of these tokens alone, see kv/update_unpaged.py. `schedule` and `spec` determine what a token
-    sees; `batch` is not used. q_rest, sinks and slopes are those of attention.op.ragged_paged_attention, which has
-    checked the arguments. Raises ValueError for `tree_mask`.
+    sees; `batch` is not used. q_rest, sinks, slopes and biases are those of attention.op.ragged_paged_attention, which
+    has checked the arguments. Raises ValueError for `tree_mask`.
     """
     del batch
     if tree_mask is not None:
@@ -81,6 +82,8 @@ def ragged_paged_attention(
     k = data[..., : spec.head_dim]
     v = data[..., : spec.v_head_dim] if spec.values_in_keys else data[..., spec.head_dim :]
     q = q.reshape(num_rows, length, data.shape[2], -1, spec.head_dim)
+    if biases is not None:  # taken along with the queries
+        q = jnp.concatenate((q, biases.reshape(*q.shape[:4], -1)), axis=-1)
     sinks = None if sinks is None else sinks.reshape(1, *q.shape[2:4], 1, 1)
     slopes = None if slopes is None else slopes.reshape(*q.shape[2:4], 1, 1)
     attend = partial(_attend, k=k, v=v, sinks=sinks, slopes=slopes, schedule=schedule, spec=spec)
@@ -116,20 +119,24 @@ def _attend(
     schedule: Schedule,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the attention of queries [B, Q, K, G, H] at `indices` i32 [Q] of their rows over keys k [B, T, K, H] and
-    values v [B, T, K, Hv]. Return output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G], sinks included.
+    """Compute the attention of queries [B, Q, K, G, H], each followed by its biases by distance [E] if there are any,
+    at `indices` i32 [Q] of their rows over keys k [B, T, K, H] and values v [B, T, K, Hv]. Return output f32 [B, Q, K,
+    G, Hv] and lse f32 [B, Q, K, G], sinks included.
 
     A query sees the tokens of its own run in `schedule` that causality, window and chunk of the spec allow.
 
     sinks: f32 [1, K, G, 1, 1], one more logit of each head, without a value, or None. slopes: f32 [K, G, 1, 1],
     subtracted from a logit per position of distance to the key, or None.
     """
+    q, biases = jnp.split(q, [spec.head_dim], axis=-1)
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
     if slopes is not None:
         distance = schedule.offset[:, indices, None] - schedule.offset[:, None]
         logits = logits - slopes * distance[:, None, None].astype(jnp.float32)
+    if spec.bias_extent:
+        logits = logits + _biases_of(biases, schedule.offset[:, indices, None] - schedule.offset[:, None])
     visible = _visible(indices, schedule, spec)[:, None, None]
     logits = jnp.where(visible, logits, -jnp.inf)
     largest = jnp.max(logits, axis=-1, keepdims=True)  # finite: a token sees itself
@@ -140,6 +147,17 @@ def _attend(
         total = total + jnp.exp(sinks - largest)
     o = jnp.einsum("bkgqs,bskh->bqkgh", (shares / total).astype(v.dtype), v, preferred_element_type=jnp.float32)
     return o, jnp.moveaxis((largest + jnp.log(total))[..., 0], 3, 1)
+
+
+def _biases_of(biases: jax.Array, distance: jax.Array) -> jax.Array:
+    """Return f32 [B, K, G, Q, T]: of each query's biases [B, Q, K, G, E] those at i32 distances [B, Q, T], 0 outside
+    [0, E).
+    """
+    extent = biases.shape[-1]
+    index = jnp.clip(distance, 0, extent - 1)[:, :, None, None]
+    index = jnp.broadcast_to(index, (*biases.shape[:4], index.shape[-1]))
+    found = jnp.moveaxis(jnp.take_along_axis(biases.astype(jnp.float32), index, axis=-1), 1, 3)
+    return jnp.where(((distance >= 0) & (distance < extent))[:, None, None], found, 0.0)
 
 
 def _visible(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:

@@ -44,7 +44,7 @@ def attention_case(call: Call) -> Case:
         fields: dict[str, Any] = {name: jnp.asarray(getattr(made, name)) for name in RaggedBatch._fields}
         if given["batch"].num_decode is None:
             fields["num_decode"] = None
-        names = [name for name in ("q_rest", "sinks", "slopes", "tree_mask") if name in given]
+        names = [name for name in ("q_rest", "sinks", "slopes", "biases", "tree_mask") if name in given]
         rest = {name: _further(name, given[name], made, rng) for name in names}
         query = normal(rng, q.shape, q.dtype)
         return query, random_pool(kv, sizes.num_pages, spec, made.unseen, rng), RaggedBatch(**fields), rest
@@ -92,8 +92,8 @@ def pages_to_read(kv: KVPages, num_seqs: int) -> int:
 
 
 def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
-    """Return a random operand of attention by its name, q_rest, sinks, slopes or tree_mask, of this shape and dtype for
-    the batch `made`; None if `shape` is.
+    """Return a random operand of attention by its name, q_rest, sinks, slopes, biases or tree_mask, of this shape and
+    dtype for the batch `made`; None if `shape` is.
 
     In a tree_mask a token sees itself, and each of its sequence's earlier new tokens with probability 1/2. The other
     operands are normally distributed.

@@ -143,6 +143,9 @@ LOGITS = [
     Case("sinks and window", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), sinks="mixed", window=16),
     Case("slopes", MIXED_Q, MIXED_KV, slopes=True),
     Case("slopes of decodes", (1,) * 8, DECODES, num_tokens=8, slopes=True, heads=(6, 2)),
+    Case("biases", MIXED_Q, MIXED_KV, biases=21),
+    Case("biases of decodes", (1,) * 8, DECODES, num_tokens=8, biases=300, heads=(6, 2)),
+    Case("biases and window", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), biases=16, window=16),
     Case(
         "slopes, window, sinks and soft cap",
         *(SMALL_Q, SMALL_KV),

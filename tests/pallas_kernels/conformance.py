@@ -31,7 +31,7 @@ from tests.pallas_kernels.pools import (
     unsigned,
     with_scale,
 )
-from tests.pallas_kernels.problems import Case, Problem, build, expected, rounded, slopes_of
+from tests.pallas_kernels.problems import Case, Problem, biases_of, build, expected, rounded, slopes_of
 
 ROW_RMS = {"float32": 2e-5, "bfloat16": 8e-3}
 MAX_OF_V = {"float32": 2e-5, "bfloat16": 2.0**-7}
@@ -47,6 +47,8 @@ def compiled(implementation: Implementation, spec: AttentionSpec):
         limits = {} if kv_limits is None else {"kv_limits": kv_limits}
         schedule = implementation.schedule(batch, spec, num_tokens=q.shape[0], page_size=kv.page_size, **limits)
         rest = {"slopes": jnp.asarray(slopes_of(spec))} if spec.has_slopes else {}
+        if spec.bias_extent:
+            rest["biases"] = jnp.asarray(biases_of(spec, q.shape[0]), q.dtype)
         return implementation.attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask, **rest)
 
     return run

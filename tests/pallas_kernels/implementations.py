@@ -153,7 +153,7 @@ def _mosaic_gpu_refuses(case: Case, dtype: str) -> str | None:
 
 
 def _not_tpu(case: Case, dtype: str) -> str | None:
-    return "slopes by distance" if case.slopes else None
+    return "slopes by distance" if case.slopes else "biases by distance" if case.biases else None
 
 
 def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
@@ -170,6 +170,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
         "page size": case.page_size % 64 and case.page_size not in (8, 16, 32),
         "tree mask": case.tree is not None,
         "slopes": case.slopes,
+        "biases": case.biases,
         "limits of keys": case.pictures,
         "a window on both sides": case.window is not None and not case.causal,
         "queries": dtype == "float32",
@@ -190,6 +191,7 @@ def _not_triton(case: Case, dtype: str) -> str | None:
         "latents": case.values_in_keys,
         "tree mask": case.tree is not None,
         "slopes": case.slopes,
+        "biases": case.biases,
         "limits of keys": case.pictures,
         "queries": dtype == "float32",
         "pool": pool_dtype in PER_TOKEN or (pool_dtype not in QUANTIZED and pool_dtype != dtype),

@@ -42,6 +42,7 @@ class Case:
     sm_scale: float | None = None
     sinks: str | None = None  # "zero", "large", "absent" or "mixed"
     slopes: bool = False
+    biases: int = 0  # distances for which a token has biases
     tree: str | None = None  # "chain" or "branches"
     pictures: tuple[tuple[int, int, int], ...] = ()  # sequence, first, end: positions whose tokens see each other
     mutual: bool = False  # whether the pictures of a sequence see each other, too
@@ -58,7 +59,7 @@ class Case:
     def spec(self) -> AttentionSpec:
         scale = self.dims[0] ** -0.5 if self.sm_scale is None else self.sm_scale
         rest = self.window, self.soft_cap, self.causal, self.chunk, self.values_in_keys, self.slopes, self.mutual
-        return AttentionSpec(*self.heads, *self.dims, scale, *rest)
+        return AttentionSpec(*self.heads, *self.dims, scale, *rest, bias_extent=self.biases)
 
     def pool_dtype(self, dtype: str) -> str:
         return self.kv_dtype or dtype
@@ -184,6 +185,7 @@ def expected(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         soft_cap=case.soft_cap,
         sinks=problem.sinks,
         slopes=slopes_of(case.spec),
+        biases=biases_of(case.spec, problem.q.shape[0]),
         tree_mask=problem.tree_mask,
         kv_limits=problem.kv_limits,
         mutual=case.mutual,
@@ -194,6 +196,12 @@ def slopes_of(spec: AttentionSpec) -> np.ndarray | None:
     """f32[N]: slopes of the heads, all different."""
     heads = np.arange(spec.num_q_heads, dtype=np.float32)
     return 2.0 ** (-1 - 6 * heads / spec.num_q_heads) if spec.has_slopes else None
+
+
+def biases_of(spec: AttentionSpec, num_tokens: int) -> np.ndarray | None:
+    """f32[T, N, E]: biases of each token and head by distance, of few digits, so that every dtype holds them."""
+    shape = num_tokens, spec.num_q_heads, spec.bias_extent
+    return np.random.default_rng(7).integers(-24, 24, shape).astype(np.float32) / 8 if spec.bias_extent else None
 
 
 def _page_table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:

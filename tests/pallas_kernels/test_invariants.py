@@ -27,6 +27,7 @@ CASE = Case("mixed", MIXED_Q, MIXED_KV)
 SPEC = CASE.spec
 LATENT = AttentionSpec(4, 2, 16, 12, 1.0, values_in_keys=True)
 SLOPED = replace(SPEC, has_slopes=True)
+BIASED = replace(SPEC, bias_extent=8)
 
 
 # XLA for GPUs is the CPU's code on another layout.
@@ -147,6 +148,10 @@ def public(q=(96, 4, 16), q_dtype=jnp.float32, kv_dtype="float32", spec=SPEC, fi
         (lambda: public(spec=SLOPED), r"slopes must be float32\[4\], got None"),
         (lambda: public(spec=SLOPED, slopes=jnp.zeros(3)), r"slopes must be float32\[4\], got float32\[3\]"),
         (lambda: public(spec=replace(SLOPED, causal=False), slopes=jnp.zeros(4)), "slopes need causal=True"),
+        (lambda: public(biases=jnp.zeros((96, 4, 8))), r"biases must be None, got float32\[96, 4, 8\]"),
+        (lambda: public(spec=BIASED), r"biases must be float32\[96, 4, 8\], got None"),
+        (lambda: public(spec=BIASED, biases=jnp.zeros((96, 4, 7))), r"got float32\[96, 4, 7\]"),
+        (lambda: public(spec=replace(SPEC, bias_extent=-1)), "AttentionSpec.bias_extent must be at least 0"),
         (lambda: public(tree_mask=jnp.zeros((96, 1), jnp.int32)), r"tree_mask must be uint32\[96, words\]"),
         (lambda: public(tree_mask=jnp.zeros((96, 1), jnp.uint32), spec=replace(SPEC, window=4)), "tree_mask needs"),
         (lambda: public(platform="tpu"), "platform 'tpu' cannot read a pool of 'cpu'"),

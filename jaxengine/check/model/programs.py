@@ -300,7 +300,7 @@ class StagePrograms:
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._on_one_device(jax.eval_shape(plan, batch))
             q, q_rest = (heads(spec.num_q_heads, dim) if dim else None for dim in spec.query_dims)
-            rest = self._on_one_device(_of_heads(spec, has_sinks=attention.sinks))
+            rest = self._on_one_device(_of_heads(spec, heads, has_sinks=attention.sinks))
             arguments = q, q_rest, kv, batch, schedule, rest
             work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
             program = kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
@@ -324,7 +324,8 @@ class StagePrograms:
     def blocks(self) -> Iterator[CheckedProgram]:
         """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
 
-        Layers with an indexer, blocks or ALiBi slopes, whose attention has no kernels or no profile, are left out.
+        Layers with an indexer, blocks, slopes or biases by distance, whose attention has no kernels or no profile, are
+        left out.
         There is a program for each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels
         have no profile.
         """
@@ -341,7 +342,7 @@ class StagePrograms:
             *((bucket, "edge") for bucket in widest),
         ]
         attending = self.model.config.attending
-        plain = [each for each in attending if each.index is each.blocks is each.slopes is None]
+        plain = [each for each in attending if each.index is each.blocks is each.slopes is each.relative is None]
         for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):  # others have no profile
             for bucket, part in parts:
                 name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
@@ -443,14 +444,16 @@ class StagePrograms:
         return jax.tree.map(part, tree)
 
 
-def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDtypeStruct | None]:
+def _of_heads(
+    spec: AttentionSpec, heads: Callable[[int, int], jax.ShapeDtypeStruct], *, has_sinks: bool
+) -> dict[str, jax.ShapeDtypeStruct | None]:
     """Return attention's operands with a number for each query head, f32[heads]: "sinks" and "slopes", None if
-    unused.
+    unused; and "biases", [T, heads, bias_extent]. heads: returns an abstract array [T, heads, size].
     """
     given = {"sinks": has_sinks, "slopes": spec.has_slopes}
-    return {
-        name: jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if has else None for name, has in given.items()
-    }
+    shape = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32)
+    biases = {"biases": heads(spec.num_q_heads, spec.bias_extent) if spec.bias_extent else None}
+    return {name: shape if has else None for name, has in given.items()} | biases
 
 
 def _limit(spec: AttentionSpec) -> str:

@@ -57,6 +57,7 @@ class StepInputs(NamedTuple):
       of_layer: [T, P], this layer's second input, after the hidden states; None for none.
       selected: i32[T, k], positions of the keys that the last indexer has selected; None without one.
       blocks: result of jaxengine.models.layers.attention.blocks.token_blocks.token_blocks; None where it is not needed.
+      biases: [T, N, E], what each head of a token adds to the logits of keys by their distance; None for nothing.
       positions: i32[T], for layers whose effect of positions has weights; None for others.
     """
 
@@ -69,6 +70,7 @@ class StepInputs(NamedTuple):
     selected: jax.Array | None = None
     blocks: Any = None
     positions: jax.Array | None = None
+    biases: jax.Array | None = None
 
 
 class LayerPages(NamedTuple):
@@ -127,6 +129,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         causal=attention.causal,
         values_in_keys=attention.values_in_keys,
         has_slopes=attention.slopes is not None,
+        bias_extent=0 if attention.relative is None else attention.relative.extent,
         has_sinks=attention.sinks,
         mutual=attention.mutual,
     )
@@ -143,11 +146,14 @@ def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, n
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
     """Return the factors f32[T] of queries at positions i32[T]. With u = (position + offset) / floor_scale, a factor is
-    exp(attn_scale * log1p(u)) if `tuning.power`, otherwise 1 + attn_scale * log1p(floor(u)).
+    exp(attn_scale * log1p(u)) if `tuning.power`, 1 + attn_scale * log(max(u, 1)) if `tuning.begins`, otherwise 1 +
+    attn_scale * log1p(floor(u)).
     """
     steps = (positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale
     if tuning.power:
         return jnp.exp(tuning.attn_scale * jnp.log1p(steps))
+    if tuning.begins:
+        return 1.0 + tuning.attn_scale * jnp.log(jnp.maximum(steps, 1.0))
     steps = jnp.floor(steps)
     return 1.0 + tuning.attn_scale * jnp.log1p(steps)
 
@@ -332,6 +338,7 @@ class Attention(nnx.Module):
                 kv = kv_cache_update(kv, *own, ragged.slot_mapping, schedule=pages.update_schedule)
         with jax.named_scope("ragged_paged_attention"):
             options: dict[str, Any] = {"schedule": step.schedule, "sinks": sinks, "slopes": slopes}
+            options["biases"] = step.biases
             return cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, **options)), kv
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:

@@ -143,12 +143,12 @@ class MixtureOfExperts(nnx.Module):
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
-        router = Source(f"{source}.{names.router}", routed := experts.num_routed)
+        router = Source(f"{source}.{names.router}", scored := experts.num_scored)
         self.router_dtype = router_dtype or build.dtype
         # Routers are not quantised in any checkpoint.
         plain = replace(build, scheme=PLAIN)
         self.router = replace(plain, dtype=self.router_dtype).weight(
-            (router_size or size, routed), (router,), ("embed", None)
+            (router_size or size, scored), (router,), ("embed", None)
         )
         prefix = f"{source}.experts.{{expert}}"
         gate_up = tuple(Source(f"{prefix}.{name}", ffn) for name in (names.gate, names.up) if name)
@@ -173,7 +173,9 @@ class MixtureOfExperts(nnx.Module):
         self.gate_up_bias = _bias(gate_up, (over, within), dtype, count) if experts.bias else None
         self.down_bias = _bias(down, (over, "embed"), dtype, count) if experts.bias else None
         correction = f"{source}.{names.correction_bias}"
-        self.correction_bias = self.make_correction_bias(correction, routed) if experts.correction_bias else None
+        self.correction_bias = (
+            self.make_correction_bias(correction, experts.num_routed) if experts.correction_bias else None
+        )
         beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
         self.shared = GatedMLP(size, ffn, source=beside, build=build, **shared) if ffn else None
@@ -195,9 +197,14 @@ class MixtureOfExperts(nnx.Module):
         Padding goes to no expert: its output is that of the shared MLP, or 0. Sets the attribute `load` to the
         ExpertLoad, which the caller may take with `nnx.pop`. routed_by: [T, D], the router's input; None for x.
         """
-        num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             weights, ids = self.route(x if routed_by is None else routed_by, rows.adapters)
+        return self.of_picked(x, rows, weights, ids)
+
+    def of_picked(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        """Return the result of `__call__` for x [T, D], with experts `ids` i32[T, k] and their `weights` f32[T, k]."""
+        num_experts = self.experts.num_experts
+        with jax.named_scope("route"):
             ids = jnp.where(rows.is_token[:, None], ids, self.experts.num_routed)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
         y = self._computed(x, rows, weights, jnp.minimum(ids, num_experts))

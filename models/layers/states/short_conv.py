@@ -80,6 +80,24 @@ class WholeShortConv(ShortConv):
         return self._gated(after, total, step), states
 
 
+class ResidualConv(nnx.Module):
+    """Sum x + conv(x) with a causal convolution of each channel, whose weights are float32.
+
+    taps: declaration's source of the weights [C, kernel]. axis: logical axis of the channels; None if devices do not
+    split them.
+    """
+
+    def __init__(self, taps: Source, kernel: int, *, axis: str | None = None):
+        channels = taps.num_contributed
+        self.taps = declare((channels, kernel), jnp.float32, ParamDecl((axis, None), (taps,), init_std=0.3))
+
+    def __call__(self, x: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+        """Map x[T, C] to ([T, C], the windows [R, kernel - 1, C] after this step's tokens), computed in float32."""
+        with jax.named_scope("causal_conv"):
+            mixed, windows = causal_conv(x, self.taps[...], windows, rows)
+        return (x.astype(jnp.float32) + mixed).astype(x.dtype), windows
+
+
 def taps_within(positions: jax.Array, is_token: jax.Array, kernel: int) -> jax.Array:
     """Return bool[T, kernel]: whether the token under each tap of WholeShortConv belongs to the same prompt.
 

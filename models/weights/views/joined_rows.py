@@ -81,6 +81,45 @@ class JoinedRowsSource(WrappedSource):
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 
+class AlternatingRowsSource(WrappedSource):
+    """WeightSource of a checkpoint in which the rows of two of the model's matrices alternate in one, as one with both.
+    A checkpoint without such matrices is unchanged.
+
+    alternating: CheckpointNames.alternating. Raises ModelFileError for an odd number of rows, and for a matrix that the
+    checkpoint has twice.
+    """
+
+    def __init__(self, source: WeightSource, alternating: Mapping[str, tuple[str, str]]):
+        super().__init__(source)
+        # The model's name -> the stored one, and which of two rows it has; the stored name and None for all rows.
+        self._rows: dict[str, tuple[str, int | None]] = {}
+        for name in source.names():
+            ends = next(((end, both) for end, both in alternating.items() if name.endswith(end)), None)
+            if ends is not None and source.shape(name)[0] % 2:
+                raise ModelFileError(source.path, f"must have an even number of rows, got {source.shape(name)}", name)
+            both = (
+                {name: None} if ends is None else {name.removesuffix(ends[0]) + end: i for i, end in enumerate(ends[1])}
+            )
+            if twice := sorted(both.keys() & self._rows.keys()):
+                raise ModelFileError(source.path, f"stands for {twice[0]}, as does another tensor", name)
+            self._rows |= {own: (name, index) for own, index in both.items()}
+
+    def names(self) -> Iterable[str]:
+        return self._rows.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored, index = self._rows[name]
+        rows, *rest = self._source.shape(stored) or (0,)
+        return self._source.shape(stored) if index is None else (rows // 2, *rest)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        stored, index = self._rows[name]
+        if index is None:
+            return self._source.read(stored, rows, columns)
+        first, last, _ = rows.indices(self.shape(name)[0])
+        return self._source.read(stored, slice(2 * first, 2 * max(first, last)), columns)[index::2]
+
+
 def _cut(stored: Spans, parts: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Spans]:
     """Return the rows of each of `parts`, by name. stored: rows of tensors, which in order are those of all parts in
     order. shapes: shapes of the parts by name.

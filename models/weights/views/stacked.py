@@ -30,8 +30,9 @@ from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, 
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
 UP = "up_proj"  # of experts without a gate
+ALTERNATING = "alternating_gate_up_proj"  # whose rows of gate and up alternate, whatever StackedExperts says
 # Beginnings of the last part of a stack's name, and which of StackedExperts.modules it has.
-_STEMS = {GATE_UP: slice(2), DOWN: slice(2, 3), "gate_proj": slice(1), "up_proj": slice(1, 2)}
+_STEMS = {GATE_UP: slice(2), ALTERNATING: slice(2), DOWN: slice(2, 3), "gate_proj": slice(1), "up_proj": slice(1, 2)}
 SCALE_INV, INPUT_SCALE = "_scale_inv", "_activation_scale"
 # Suffixes of supported stacks: number of axes, and name of an expert's tensor.
 _KINDS = {
@@ -93,8 +94,9 @@ class StackedSource(WrappedSource):
     scheme: storage of modules, for a model that stays quantised: MXFP4 is then returned undecoded, as
     experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] instead of .weight, and the same for gate_proj and
     up_proj; None to decode it. num_routed: number of experts with those that have no weights, for which transformers
-    writes some; None if there are none. Raises ModelFileError for stacks of other shapes than these experts have and of
-    other kinds, and for an expert's tensor that the checkpoint has twice, alone and in a stack or in two stacks.
+    writes some; None if there are none. num_sinks: number of shared experts in stacks of their own. Raises
+    ModelFileError for stacks of other shapes than these experts have and of other kinds, and for an expert's tensor
+    that the checkpoint has twice, alone and in a stack or in two stacks.
     """
 
     def __init__(
@@ -104,11 +106,12 @@ class StackedSource(WrappedSource):
         num_experts: int,
         *,
         num_routed: int | None = None,
+        num_sinks: int = 0,
         scheme: Callable[[str], Any] | None = None,
     ):
         super().__init__(source)
         self._scheme = scheme
-        self._stacked, self._counts = stacked, (num_experts, num_routed or num_experts)
+        self._stacked, self._counts = stacked, (num_experts, num_routed or num_experts, num_sinks)
         self._parts: dict[str, _Part | None] = {}
         self._last: tuple[tuple, np.ndarray] | None = None
         for name in source.names():
@@ -174,7 +177,7 @@ class StackedSource(WrappedSource):
         share = out == 1 and kind in (SCALE_INV, INPUT_SCALE)
         if out % len(modules) and not share:
             raise ModelFileError(self.path, f"gate and up must be equally many rows, got {out} between them", name)
-        interleaved = self._stacked.interleaved and len(modules) == 2
+        interleaved = (self._stacked.interleaved or stem == ALTERNATING) and len(modules) == 2
         if kind == SCALE_INV and len(modules) == 2 and not share:
             self._check_border(name, f"{prefix}.0.{modules[0]}", out)
         rows = 1 if share else out // len(modules)
@@ -215,7 +218,11 @@ class StackedSource(WrappedSource):
         if (block := getattr(stored, "block", None)) is None or stack not in set(self._source.names()):
             return  # refused for what is missing, or for its shape
         rows = self._matrix(tuple(self._source.shape(stack)))[0]
-        if self._stacked.interleaved or (rows // 2 % block[0] and num_blocks == -(-rows // block[0])):
+        if (
+            self._stacked.interleaved
+            or ALTERNATING in name
+            or (rows // 2 % block[0] and num_blocks == -(-rows // block[0]))
+        ):
             text = f"blocks of {block[0]} of the {rows} rows of gate and up have rows of both, which is not read"
             raise ModelFileError(self.path, text, name)
 

@@ -68,11 +68,12 @@ def why_not(
 
     Not supported: unequal head dims of keys and values, head dims that are not a multiple of 16 (32 for a pool of one
     byte) or are above MAX_HEAD_DIM (MAX_ONE_BYTE_HEAD_DIM), more than 64 query heads per kv head, page sizes other than
-    8, 16, 32 and multiples of 64, tree masks, slopes, chunks, a window without `causal`, queries not of two bytes, a
-    pool of a dtype not in KV_DTYPES, or of two bytes and another dtype than the queries. For values in keys (latents),
-    `why_not_latent` decides instead, save that a one-byte pool or `latents` False rules them out. q_dtype, kv_dtype:
-    None if not known yet, because a schedule is built before them; conditions that depend on them are then not checked.
-    tree_mask: whether there is one. latents: whether there is a kernel for values that lie in keys.
+    8, 16, 32 and multiples of 64, tree masks, slopes and biases by distance, chunks, a window without `causal`, queries
+    not of two bytes, a pool of a dtype not in KV_DTYPES, or of two bytes and another dtype than the queries. For values
+    in keys (latents), `why_not_latent` decides instead, save that a one-byte pool or `latents` False rules them out.
+    q_dtype, kv_dtype: None if not known yet, because a schedule is built before them; conditions that depend on them
+    are then not checked. tree_mask: whether there is one. latents: whether there is a kernel for values that lie in
+    keys.
     """
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
     if spec.values_in_keys:
@@ -88,8 +89,8 @@ def why_not(
         return f"page_size {page_size} is neither 8, 16, 32 nor a multiple of {DECODE_KEYS}"
     if tree_mask:
         return "a tree mask"
-    if spec.has_slopes:
-        return "slopes by distance"
+    if spec.by_distance is not None:
+        return spec.by_distance
     if spec.chunk is not None:
         return "attention in chunks"
     if spec.window is not None and not spec.causal:
@@ -143,16 +144,17 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    biases: jax.Array | None = None,
     interpret: Any = False,
     computing: Computing = HOPPER,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the attention of queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and
     lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
-    slopes may be None. schedule: from this module. XLA computes attention that no kernel supports, and a batch whose
-    schedule is XLA's because of `kv_limits`; a warning states the reason, once per reason. interpret: False, or True or
-    the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: the card's kernels. Raises
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest, slopes
+    and biases may be None. schedule: from this module. XLA computes attention that no kernel supports, and a batch
+    whose schedule is XLA's because of `kv_limits`; a warning states the reason, once per reason. interpret: False, or
+    True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: the card's kernels. Raises
     ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_token_scales(kv.platform, kv.spec)
@@ -165,6 +167,7 @@ def ragged_paged_attention(
         reason = "tokens that see some that follow"
     if reason is not None:
         rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
+        rest |= {"biases": biases}
         return attend_in_place_of("Mosaic GPU kernels", reason, q, kv, batch, schedule, **rest)
     assert isinstance(schedule, kernel_schedule.Schedule)
     prefill, sizes = schedule.prefill, schedule.tuning.hopper_attention

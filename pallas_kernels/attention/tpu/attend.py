@@ -42,11 +42,12 @@ from jaxengine.pallas_kernels.tuning import TpuAttention
 
 
 def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) -> Schedule | xla_schedule.Schedule:
-    """Return the TPU kernel's work list of the step, or XLA's if spec.has_slopes, which the kernel does not support.
+    """Return the TPU kernel's work list of the step, or XLA's for slopes and biases by distance, which the
+    kernel does not support.
 
     options: num_tokens, page_size, tuning and kv_limits as in attention.op.attention_schedule; `tuning` is required.
     """
-    return (xla_schedule if spec.has_slopes else schedules).attention_schedule(batch, spec, **options)
+    return (schedules if spec.by_distance is None else xla_schedule).attention_schedule(batch, spec, **options)
 
 
 def ragged_paged_attention(
@@ -60,14 +61,15 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    biases: jax.Array | None = None,
     interpret: Any = False,
     body: Callable = attention_kernel,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the attention of queries over the pages of their sequences on a TPU: return o [T, N, Hv] in q's dtype and
     lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
-    slopes may be None. schedule: result of this module's `attention_schedule`; if it is XLA's, XLA computes the
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest, slopes
+    and biases may be None. schedule: result of this module's `attention_schedule`; if it is XLA's, XLA computes the
     attention and a warning says so once. Otherwise the leading decodes and the longer runs are one kernel call each.
     interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
     for dtypes, page sizes and pool layouts that the TPU kernel does not support.
@@ -75,7 +77,8 @@ def ragged_paged_attention(
     check_token_scales(kv.platform, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):
         rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
-        return attend_in_place_of("TPU kernel", "slopes by distance", q, kv, batch, schedule, **rest)
+        rest |= {"biases": biases}
+        return attend_in_place_of("TPU kernel", str(spec.by_distance), q, kv, batch, schedule, **rest)
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]

@@ -40,8 +40,8 @@ def why_not(
     """Return the reason why the kernels do not support an attention, which XLA then computes; None if they support it.
 
     Not supported: values in keys, head dims that are not multiples of 8 or above MAX_HEAD_DIM, more query heads per kv
-    head than `most_rows`, tree masks, slopes, queries other than bfloat16 and float16, token scales, pools of a dtype
-    outside KV_DTYPES, and two-byte pools of another dtype than the queries.
+    head than `most_rows`, tree masks, slopes and biases by distance, queries other than bfloat16 and float16, token
+    scales, pools of a dtype outside KV_DTYPES, and two-byte pools of another dtype than the queries.
 
     q_dtype, kv: None if not known yet (a schedule is built before them); conditions on either are then not checked.
     tree_mask: whether there is one.
@@ -54,8 +54,8 @@ def why_not(
         return f"{spec.group_size} query heads per kv head are more than {most_rows(spec)}"
     if tree_mask:
         return "a tree mask"
-    if spec.has_slopes:
-        return "slopes by distance"
+    if spec.by_distance is not None:
+        return spec.by_distance
     if q_dtype is None or kv is None:
         return None
     if (name := jnp.dtype(q_dtype).name) not in KV_DTYPES[:2]:
@@ -97,13 +97,14 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    biases: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the attention of queries over the pages of their sequences on an Ampere or Ada card: return o [T, N, Hv]
     in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
-    slopes may be None. schedule: result of this module's `attention_schedule`. XLA computes what the kernels do not
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest, slopes
+    and biases may be None. schedule: result of this module's `attention_schedule`. XLA computes what the kernels do not
     support (`why_not`), a one-byte pool of more than 2**31 and at most 2**32 codes, and any batch whose schedule is
     XLA's because of `kv_limits`; a warning gives each reason once. interpret: run the kernels on the CPU. Raises
     ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
@@ -117,6 +118,7 @@ def ragged_paged_attention(
         reason = "tokens that see some that follow"
     if reason is not None:
         rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
+        rest |= {"biases": biases}
         return attend_in_place_of("Triton kernels", reason, q, kv, batch, schedule, **rest)
     assert isinstance(schedule, Schedule)
     items, ones = schedule.items, jnp.ones((spec.num_kv_heads,), jnp.float32)

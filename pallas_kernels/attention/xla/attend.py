@@ -43,12 +43,13 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    biases: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the attention of queries over the pages of their sequences in plain XLA: return o [T, N, Hv] in q's dtype
     and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest and
-    slopes may be None. schedule: result of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest, slopes
+    and biases may be None. schedule: result of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
     """
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
@@ -57,6 +58,9 @@ def ragged_paged_attention(
     # bfloat16 queries over a bfloat16 pool: both products take bfloat16 operands, sums stay float32.
     operand_dtype = jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32
     rows = q.astype(operand_dtype).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    if biases is not None:  # taken along with the queries, the farthest distance first
+        flipped = biases[..., ::-1].astype(operand_dtype)
+        rows = jnp.concatenate((rows, flipped.reshape(*rows.shape[:3], -1)), axis=-1)
     scale = jnp.full((num_kv_heads,), spec.sm_scale, jnp.float32)
     if kv.k_scale is not None:
         scale = scale * kv.k_scale
@@ -178,7 +182,8 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
     """Compute the tiles of a work list, block after block of each tile by online softmax, and return `results` with
     every tile written. step: operands that all tiles share.
 
-    read(tile): returns its rows [B, K, M, H] with M = Q * G, and their tree mask u32 [B, Q, words] or None.
+    read(tile): returns its rows [B, K, M, H + E] with M = Q * G, queries followed by biases of distances, and their
+        tree mask u32 [B, Q, words] or None.
     write(results, tile, (o [B, K, M, Hv], lse [B, K, M])): returns the new results. Called after every block of a tile;
         the call after the last block overwrites the earlier ones.
     """
@@ -195,8 +200,10 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         softmax = jax.tree.map(lambda fresh, running: jnp.where(is_first, fresh, running), start, softmax)
         keys = _keys_of(*_gather_block(tiles, tile, block, step), rows.dtype, step)
         visible = _visible(tiles, tile, block, keys.k.shape[2], tree, step)
+        rows, flipped = jnp.split(rows, [keys.k.shape[3]], axis=-1)
         distance = None if step.slopes is None else _distances(tiles, tile, block, keys.k.shape[2])
-        softmax = _fold_block(softmax, rows, keys, visible, distance, step)
+        biases = _biases_of(flipped, tiles, tile, block, keys.k.shape[2]) if flipped.shape[-1] else None
+        softmax = _fold_block(softmax, rows, keys, visible, distance, biases, step)
         results = write(results, tile, _normalised(*softmax))
         done = block >= tiles.last_block[tile]  # not ==: an inconsistent batch must still end
         next_tile = tile + done
@@ -227,12 +234,13 @@ def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) 
     return _Keys(k, v, k_scale, v_scale)
 
 
-def _fold_block(softmax, q, keys: _Keys, visible, distance, step: _Step):
+def _fold_block(softmax, q, keys: _Keys, visible, distance, biases, step: _Step):
     """Add the keys and values of a block to an online softmax, (largest, total f32 [B, K, M], acc f32 [B, K, M, Hv]),
     and return the new one.
 
     q: [B, K, M, H]. visible: bool [B, Q, kv], the keys that a token sees, the same for its G rows.
-    distance: f32 [B, Q, kv], positions from key to token; None without slopes.
+    distance: f32 [B, Q, kv], positions from key to token; None without slopes. biases: f32 [B, K, Q, G, kv], which are
+    added to logits; None for none.
     """
     largest, total, acc = softmax
     logits = _batch_dot(q, keys.k, 3) * step.scale[:, None, None]  # [B, K, M, kv]
@@ -244,6 +252,8 @@ def _fold_block(softmax, q, keys: _Keys, visible, distance, step: _Step):
     by_token = logits.reshape(num_seqs, logits.shape[1], block_q, -1, block_kv)
     if step.slopes is not None:
         by_token = by_token - step.slopes[:, None, :, None] * distance[:, None, :, None]
+    if biases is not None:
+        by_token = by_token + biases
     logits = jnp.where(visible[:, None, :, None], by_token, -jnp.inf).reshape(logits.shape)
     new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
     shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)  # a row that has seen nothing: exp(-inf - 0) = 0
@@ -294,6 +304,25 @@ def _distances(tiles: Tiles, tile, block, block_kv: int) -> jax.Array:
     """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     return (tiles.end[tile][..., None] - 1 - positions).astype(jnp.float32)
+
+
+def _biases_of(flipped: jax.Array, tiles: Tiles, tile, block, block_kv: int) -> jax.Array:
+    """Return f32 [B, K, Q, G, block_kv]: what each row of a tile adds to the logit of each key of its block-th block, 0
+    for keys that are E or more positions away or after the token.
+
+    flipped: [B, K, Q * G, E], the rows' numbers by distance from E - 1 down to 0.
+    """
+    end = tiles.end[tile]
+    by_token = flipped.reshape(*flipped.shape[:2], end.shape[1], -1, extent := flipped.shape[-1])
+    # The numbers of a block's keys are neighbours: key j of the block is at index first + j of them.
+    padded = jnp.pad(by_token, ((0, 0),) * 4 + ((block_kv, block_kv),))
+    first = jnp.clip(extent - end + block * block_kv, -block_kv, extent) + block_kv
+
+    def of_token(numbers: jax.Array, first: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(numbers, first, block_kv, axis=-1)
+
+    of_tokens = jax.vmap(of_token, (1, 0), 1)
+    return jax.vmap(of_tokens)(padded, first).astype(jnp.float32)
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:

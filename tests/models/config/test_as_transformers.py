@@ -91,6 +91,12 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
         ("granite_hybrid", {"num_local_experts": 8}),
         ("dory", {"initializer_range": 0.0177, "ngpt_alpha_init": 0.05, "sliding_window": 1024}),
         ("dory", {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "n_recurrent_loops": 2}),
+        (
+            "inkling",
+            {"conv_kernel_size": 4, "d_rel": 16, "rel_extent": 1024, "route_scale": 8.0, "n_shared_experts": 2},
+        ),
+        ("inkling", {"sliding_window_size": 512, "log_scaling_alpha": 0.1, "logits_mup_width_multiplier": 24.0}),
+        ("zaya", {"cca_time0": 2, "cca_time1": 2, "router_hidden_size": 256, "rms_norm_eps": 1e-5, "num_experts": 16}),
         ("jetmoe", {"num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 128, "rms_norm_eps": 1e-6}),
         ("zamba", {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "hidden_act": "gelu"}),
         ("zamba", {**SMALL, "n_mamba_heads": 2, "mamba_dt_rank": "auto", "attention_head_dim": 24}),

@@ -118,7 +118,7 @@ def test_layers_must_fit_one_pool():
         ((layer,) * (MAX_LAYERS + 1), f"at most {MAX_LAYERS} layers, .*, got {MAX_LAYERS + 1} and"),
         (
             (layer, with_latent),
-            "the same num_kv_heads, head_dim and v_head_dim where any has a state, or where some have",
+            "the same num_kv_heads, head_dim and v_head_dim where any has only a state, or where some",
         ),
         ((layer, dataclasses.replace(other, kv_source=0)), "kv_source of layer 1 must be a layer before it with pages"),
         ((dataclasses.replace(layer, kv_source=0), layer), "kv_source of layer 0 must be a layer before it with pages"),

@@ -155,6 +155,10 @@ def parts_apart(weights, model):
     if (blocks := apart(model.config).shared_blocks) is not None:
         source = SharedBlocksSource(RenamedSource(ArraySource(weights), model.checkpoint_names), blocks)
         weights = {name: source.read(name) for name in source.names()}
+    for end, both in model.checkpoint_names.alternating.items():
+        for key in [key for key in weights if key.endswith(end)]:
+            rows = weights.pop(key)
+            weights |= {key.removesuffix(end) + part: rows[index::2] for index, part in enumerate(both)}
     shapes = targets_of([model]).shapes
     for key, parts in {key: model.checkpoint_names.parts_of_rows(key) for key in weights}.items():
         if parts and all(part.removesuffix(".weight") in shapes for part in parts):

@@ -15,6 +15,8 @@ OTHER_KINDS = (
     "window on both sides",
     "sinks and window",
     "slopes, window, sinks and soft cap",
+    "biases",
+    "biases and window",
     "pictures in a decode bucket",
     "int8 of each token",
     "tokens' tiny keys, large values",

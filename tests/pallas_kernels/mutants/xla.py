@@ -15,7 +15,7 @@ def _on(*cases: str):
 
 
 _ANY = _on("mixed", "q tile straddles a kv block")
-_WINDOW, _SLOPES = _on("window 16"), _on("slopes")
+_WINDOW, _SLOPES, _BIASES = _on("window 16"), _on("slopes"), _on("biases")
 _WRITE = (("update", "cpu", "float32", "scattered 40"),)
 _CODES = _on("fp8 e4m3 keys and values")
 _OF_TOKENS = _on("int8 of each token")
@@ -136,6 +136,7 @@ MUTANTS = [
     Mutant("sinks forgotten", _ATTENTION, "else sinks\n", "else sinks - jnp.inf\n", _on("sinks and window")),
     Mutant("distances to the key after", _ATTENTION, "[..., None] - 1 - positions", "[..., None] - positions", _SLOPES),
     Mutant("slopes of one head for all", _ATTENTION, "step.slopes[:, None, :, None]", "step.slopes[0, 0]", _SLOPES),
+    Mutant("biases of the key before", _ATTENTION, "clip(extent - end", "clip(extent + 1 - end", _BIASES),
     Mutant("tree bits shifted", _ATTENTION, "(new % 32)", "((new + 1) % 32)", _on("tree branches")),
     Mutant(
         "run written one token late",
