@@ -160,7 +160,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "DeepseekForCausalLM": ("deepseek-ai/deepseek-moe-16b-chat",),
     "BailingHybridForCausalLM": ("inclusionAI/Ling-3.0-Flash",),
     "MiniMaxForCausalLM": ("MiniMaxAI/MiniMax-Text-01-hf",),
-    "MiniMaxM3VLForCausalLM": ("MiniMaxAI/MiniMax-M3",),
+    "MiniMaxM3SparseForConditionalGeneration": ("MiniMaxAI/MiniMax-M3",),
     "DbrxForCausalLM": ("databricks/dbrx-instruct",),
     "Lfm3ForCausalLM": ("LiquidAI/LFM3-1.7B",),
     "MinistralForCausalLM": ("mistralai/Ministral-8B-Instruct-2410",),

@@ -33,6 +33,7 @@ PROCESSORS = {
     "Gemma4ForConditionalGeneration": "gemma4_sounds:gemma4",
     "MllamaForConditionalGeneration": "mllama:MllamaProcessor",
     "Molmo2ForConditionalGeneration": "molmo2:Molmo2Processor",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3:MiniMaxM3Processor",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer:MuseGlimmerProcessor",
     "AriaForConditionalGeneration": "aria:AriaProcessor",
     "Idefics2ForConditionalGeneration": "idefics2:Idefics2Processor",
