@@ -174,6 +174,7 @@ _MODULES = {
     "Zamba2ForCausalLM": "zamba2",
     "ZambaForCausalLM": "zamba",
     "NemotronHForCausalLM": "nemotron_h",
+    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "KimiLinearForCausalLM": "kimi_linear",
     "BailingHybridForCausalLM": "bailing_hybrid",
     "BailingMoeV3ForCausalLM": "bailing_hybrid",

@@ -42,7 +42,7 @@ def text(**changes: Any) -> Any:
 def test_absent_fields_are_those_of_the_class_in_transformers():
     config, plain = read_hf(OUTER), read_hf({"architectures": ["MiniMaxM3VLForCausalLM"]})
     assert plain == replace(config, tower=None, architecture="MiniMaxM3VLForCausalLM")
-    tower = config.tower
+    tower: Any = config.tower
     assert (tower.hidden_size, tower.intermediate_size, tower.num_layers, tower.num_heads) == (1280, 5120, 32, 16)
     assert (tower.patch_size, tower.temporal_patch_size, tower.merge, tower.projector_size) == (14, 2, 4, 6144)
     assert (tower.activation, tower.norm_eps, tower.rope_theta) == ("gelu", 1e-5, 1e4)
