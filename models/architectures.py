@@ -79,7 +79,6 @@ _OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxM3SparseForCausalLM": "MiniMaxM3VLForCausalLM",
-    "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3VLForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "AquilaForCausalLM": "LlamaForCausalLM",
     "AquilaModel": "LlamaForCausalLM",  # of models that generate, too

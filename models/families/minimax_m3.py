@@ -1,5 +1,6 @@
-"""MiniMax M3 (MiniMax 2026), served as text: each KV head attends to the blocks of keys that it selects, in some or all
-layers; norms of each head of q and k, rope on a part of each head, sigmoid-scored experts with a clamped activation.
+"""MiniMax M3 (MiniMax 2026): each KV head attends to the blocks of keys that it selects, in some or all layers; norms
+of each head of q and k, rope on a part of each head, sigmoid-scored experts with a clamped activation; a tower for
+images and videos.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from jaxengine.models.layers.base.mlp import ClampedSwish, GatedMLP
 from jaxengine.models.layers.base.norm import NormClass, OffsetRMSNorm
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.vision.llava import PROJECTOR, TOWER
+from jaxengine.models.vision.minimax_m3 import read_minimax_m3_tower
 
 # The kind of layers that select blocks.
 SPARSE = "minimax_m3_sparse"
@@ -56,13 +59,12 @@ _ONLY: dict[str, Any] = {
 _ACTIVATION = Activation("hidden_act", ("swigluoai", "silu"))  # transformers writes the second name and means the first
 _PUBLISHED = "sparse_attention_config"
 _MOE = "block_sparse_moe"
-_TOWERS = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
+_VISION = (f"{TOWER}.", f"{PROJECTOR}.")
+_PATCHES = f"{TOWER}.embeddings.patch_embedding."
 
 
 class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
-    """Llama with HeadBlockAttention in some layers, norms of q and k, and experts in some layers. The tower of images
-    is not read.
-    """
+    """Llama with HeadBlockAttention in some layers, norms of q and k, and experts in some layers."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     norm_class: ClassVar[NormClass] = OffsetRMSNorm
@@ -71,8 +73,14 @@ class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
             ("language_model.model.", "model."),
             ("model.language_model.", "model."),
             ("language_model.lm_head.", "lm_head."),
+            (f"{TOWER}.vision_model.encoder.", f"{TOWER}."),
+            (f"{TOWER}.vision_model.", f"{TOWER}."),
+            (f"model.{TOWER}.embeddings.proj.", _PATCHES),
+            *((f"model.{name}", name) for name in _VISION),
+            ("patch_merge_mlp.", f"{PROJECTOR}.merge_"),
         ),
-        unused=(*_TOWERS, *(f"model.{name}" for name in _TOWERS)),
+        tower=_VISION,
+        flattened=(f"{_PATCHES}weight",),
         stacked_experts=StackedExperts(modules=("w1", "w3", "w2")),
         joined={".gate_up_proj.weight": (".gate_proj.weight", ".up_proj.weight")},
         parts=(
@@ -80,6 +88,7 @@ class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
             *((f".mlp.{name}.", f".{_MOE}.{name}.") for name in ("experts", "gate", "shared_experts")),
             (".self_attn.indexer.", ".self_attn.index_"),
         ),
+        tower_parts=(),
     )
 
     @classmethod
@@ -124,6 +133,14 @@ class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
             shared={"clamped": activation},
             build=build,
         )
+
+
+class MiniMaxM3SparseForConditionalGeneration(MiniMaxM3VLForCausalLM):
+    """MiniMax M3 with its tower of images and videos."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(fields) | {"tower": read_minimax_m3_tower(fields)}
 
 
 def _kinds(fields: ConfigFields) -> list[str]:

@@ -57,6 +57,7 @@ class CheckpointNames(NamedTuple):
       sound_tower: beginnings, in the model's names, of the tower of sounds in a family with both towers.
       heads: beginnings, in the model's names, of output heads: not read if the model does not declare them.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
+      filled: the same of tensors of any shape, whose entries all are this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
       raveled: ends of the names of tensors that have one axis in the model, whatever axes they are stored with.
       transposed: ends of the names of matrices that are stored as [in, out].
@@ -91,6 +92,7 @@ class CheckpointNames(NamedTuple):
     sound_tower: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
+    filled: Mapping[str, float] = _NONE
     squeezed: tuple[str, ...] = ()
     raveled: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ class GridProcessor:
 
     Attributes:
       token_ids: placeholder token of each modality.
+      tokenizer: of the model; None without one.
       factor: side in pixels of the square of merged patches that makes one row (embedding) of the tower.
       frames_first: whether a patch is ordered frame by frame, and each of its frames colour by colour; otherwise colour
         by colour, and each colour frame by frame.
@@ -36,6 +37,7 @@ class GridProcessor:
     modalities: tuple[str, ...] = ("image",)
     frames_first = False
     token_ids: Mapping[str, int]
+    tokenizer: Any = None
 
     def __init__(self, model_config: ModelConfig):
         self.tower: Any = model_config.tower
@@ -185,6 +187,16 @@ class GridProcessor:
             copied = place + 1
         whole = np.concatenate([*parts, ids[copied:]]).astype(np.int64)
         return Expanded(whole.tolist(), positions, order)
+
+    def check_tokenizer(self, modality: str) -> None:
+        """Raise RequestError without a tokenizer, for models whose prompts have text around an item's embeddings."""
+        if self.tokenizer is None:
+            problem = f"a prompt with an {modality} needs the model's tokenizer, for the tokens around it"
+            raise RequestError(problem.replace("an video", "a video"), param=modality)
+
+    def encoded(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, i64[n]. Needs the tokenizer."""
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
         """Return an item's grid in embeddings, after merging: (time, rows, columns)."""

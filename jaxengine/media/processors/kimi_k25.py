@@ -258,12 +258,8 @@ class KimiK25Processor(KimiMediaProcessor):
             raise RequestError(problem, param=modality)
         count = item.num_rows // len(item.seconds)
         before = (f"{_clock(seconds)}<|media_begin|>video<|media_content|>" for seconds in item.seconds)
-        after = self._encoded("<|media_end|>")
-        return [(self._encoded(text), count, after) for text in before]
-
-    def _encoded(self, text: str) -> np.ndarray:
-        """Return the token ids of a text, i64[n]."""
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
+        after = self.encoded("<|media_end|>")
+        return [(self.encoded(text), count, after) for text in before]
 
 
 def _clock(seconds: float) -> str:

@@ -29,7 +29,6 @@ from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.base.errors import RequestError
 
 _MOST, _LANCZOS = 1 << 16, 1
 # Modality -> setting that limits an image's or a frame's embeddings, and its default.
@@ -199,24 +198,18 @@ class MuseGlimmerProcessor(GridProcessor):
 
         Raises RequestError without a tokenizer.
         """
-        if self.tokenizer is None:
-            problem = f"a prompt with an {modality} needs the model's tokenizer, for the tokens around it"
-            raise RequestError(problem.replace("an video", "a video"), param=modality)
+        self.check_tokenizer(modality)
         if modality == "image":
-            return [(self._encoded(_IMAGE_START), item.num_rows, self._encoded(_IMAGE_END))]
+            return [(self.encoded(_IMAGE_START), item.num_rows, self.encoded(_IMAGE_END))]
         count, last = item.num_rows // len(item.seconds), len(item.seconds) - 1
         return [
             (
-                self._encoded(("" if step else _VIDEO_START) + _TIME.format(timestamp=seconds)),
+                self.encoded(("" if step else _VIDEO_START) + _TIME.format(timestamp=seconds)),
                 count,
-                self._encoded(_VIDEO_END if step == last else _BETWEEN),
+                self.encoded(_VIDEO_END if step == last else _BETWEEN),
             )
             for step, seconds in enumerate(item.seconds)
         ]
-
-    def _encoded(self, text: str) -> np.ndarray:
-        """Return the token ids of a text, i64[n]."""
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
 
 
 def _grids(limit: int) -> list[tuple[int, int]]:

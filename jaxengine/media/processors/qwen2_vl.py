@@ -103,20 +103,26 @@ class Qwen2VLProcessor(GridProcessor):
         Raises ModelFileError if it has none, and for settings that are invalid or do not fit the tower.
         """
         path, found = read_settings(folder, *places)
+        try:
+            return self.read_sizes(modality, found)
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+
+    def read_sizes(self, modality: str, found: ConfigFields) -> Sizes:
+        """Return a modality's settings from those that were found. Raises ModelConfigError for settings that are
+        invalid or do not fit the tower.
+        """
         own = self.image_defaults if modality == "image" else {}
         fields = found.with_defaults(**{"temporal_patch_size": 2, "merge_size": 2, **self.defaults, **own})
         tower = self.tower
-        try:
-            fields.require(
-                patch_size=tower.patch_size,
-                temporal_patch_size=tower.temporal_patch_size,
-                merge_size=tower.spatial_merge_size,
-                # A bound of a whole video's pixels, which transformers has off by default.
-                cap_pixels_per_frame=False,
-            )
-            return Sizes(Pixels.read(fields), _read_bounds(fields, self.default_bounds[modality]))
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
+        fields.require(
+            patch_size=tower.patch_size,
+            temporal_patch_size=tower.temporal_patch_size,
+            merge_size=tower.spatial_merge_size,
+            # A bound of a whole video's pixels, which transformers has off by default.
+            cap_pixels_per_frame=False,
+        )
+        return Sizes(Pixels.read(fields), _read_bounds(fields, self.default_bounds[modality]))
 
     def placeholder(self, modality: str) -> str:
         """Return the text of a placeholder between its start and end tokens. Needs the tokenizer."""

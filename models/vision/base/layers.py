@@ -291,7 +291,8 @@ class PatchMerger(nnx.Module):
     """Merger of `merge` neighbouring patches to one row of the model: a norm, then two products with an activation, by
     default GELU, between them (Qwen2-VL).
 
-    norm: norm of each patch, or, if `joined`, of all `merge` patches at once. names: modules of the two products.
+    norm: norm of each patch, or, if `joined`, of all `merge` patches at once; None for none. names: modules of the two
+    products.
     ffn_size: outputs of the first product; None for merge * size. bias: whether the products have biases.
     """
 
@@ -301,7 +302,7 @@ class PatchMerger(nnx.Module):
         merge: int,
         out_size: int,
         *,
-        norm: nnx.Module,
+        norm: nnx.Module | None,
         joined: bool,
         names: tuple[str, str],
         build: Build,
@@ -319,7 +320,9 @@ class PatchMerger(nnx.Module):
         """Return the merged rows [P / merge, D of the model] of patches x [P, D of the tower]: down(activation(up(y))),
         where y is `merge` normed patches side by side.
         """
-        x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
+        if self.norm is not None:
+            x = self.norm(x.reshape(-1, self.width) if self.joined else x)
+        x = x.reshape(-1, self.width)
         return self.down(self.activation(self.up(x).astype(jnp.float32)).astype(x.dtype))
 
 

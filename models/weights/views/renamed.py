@@ -66,11 +66,13 @@ class RenamedSource(NamedSource):
         """Return whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError
         if it has another value.
         """
-        value = next((value for end, value in names.constants.items() if stored.endswith(end)), None)
+        known = {**names.constants, **names.filled}.items()
+        value = next((value for end, value in known if stored.endswith(end)), None)
         if value is None:
             return False
         held = self._source.read(stored).astype(np.float32)
-        if held.size != 1 or held.item() not in (np.float32(value), np.float32(ml_dtypes.bfloat16(value))):
+        is_one = held.size == 1 or (held.size and stored.endswith(tuple(names.filled)))
+        if not is_one or not np.isin(held, (np.float32(value), np.float32(ml_dtypes.bfloat16(value)))).all():
             raise ModelFileError(self.path, f"must hold {value} and nothing else, got {held.ravel()[:4]}", stored)
         return True
 

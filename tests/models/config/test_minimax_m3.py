@@ -40,8 +40,12 @@ def text(**changes: Any) -> Any:
 
 
 def test_absent_fields_are_those_of_the_class_in_transformers():
-    config = read_hf(OUTER)
-    assert config == read_hf({"architectures": ["MiniMaxM3VLForCausalLM"], "model_type": "minimax_m3_vl_text"})
+    config, plain = read_hf(OUTER), read_hf({"architectures": ["MiniMaxM3VLForCausalLM"]})
+    assert plain == replace(config, tower=None, architecture="MiniMaxM3VLForCausalLM")
+    tower: Any = config.tower
+    assert (tower.hidden_size, tower.intermediate_size, tower.num_layers, tower.num_heads) == (1280, 5120, 32, 16)
+    assert (tower.patch_size, tower.temporal_patch_size, tower.merge, tower.projector_size) == (14, 2, 4, 6144)
+    assert (tower.activation, tower.norm_eps, tower.rope_theta) == ("gelu", 1e-5, 1e4)
     (layer,) = set(config.attention)
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.index) == (64, 4, 128, None)
     # transformers rotates whole heads, whatever `rotary_dim` says.
@@ -110,6 +114,27 @@ def test_what_is_refused():
     ):
         with pytest.raises(ModelConfigError, match=message):
             text(**changes)
+    for changes, message in (
+        (
+            {"hidden_size": 30},
+            "vision_config.hidden_size must be a multiple of num_attention_heads = 16, and at least 6",
+        ),
+        (
+            {"hidden_size": 64},
+            "vision_config.hidden_size must be a multiple of num_attention_heads = 16, and at least 6",
+        ),
+        ({"head_dim": 64}, "vision_config.head_dim must be 80 or absent"),
+        ({"num_channels": 4}, "vision_config.num_channels must be 3 or absent"),
+        ({"spatial_merge_size": 17}, "vision_config.spatial_merge_size must be an integer >= 1 and <= 16"),
+        ({"patch_size": 1 << 20}, "vision_config.patch_size must be an integer >= 1 and <= 256"),
+        ({"num_hidden_layers": 1 << 20}, "vision_config.num_hidden_layers must be an integer >= 1 and <= 1024"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "vision_config.rope_parameters must be a mapping with the rope_ty",
+        ),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            read_hf(OUTER | {"vision_config": changes})
     model = read_folder(FOLDER / "minimax_m3")
     with pytest.raises(ValueError, match="MiniMaxM3VL.* cannot be run over whole sequences: .* an indexer selects"):
         check_unpaged(build_model(model, Build("float32")))
@@ -140,5 +165,14 @@ def test_names_of_tensors_and_modules():
     ):
         own = stored.rpartition("layers.3.")[2] if own is None else own
         assert names.renamed(stored) == (own if own.startswith("lm_head") else f"model.layers.3.{own}")
-    for unread in ("vision_tower.x", "model.multi_modal_projector.x", "patch_merge_mlp.x", "language_model.mtp.x"):
-        assert names.is_unused(unread)
+    assert names.is_unused("language_model.mtp.x")
+    # As published, as transformers saves them, and as its model has them.
+    for stored, own in (
+        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", "vision_tower.layers.0.mlp.fc1.bias"),
+        ("vision_tower.vision_model.pre_layrnorm.bias", "vision_tower.pre_layrnorm.bias"),
+        ("model.vision_tower.embeddings.proj.weight", "vision_tower.embeddings.patch_embedding.weight"),
+        ("patch_merge_mlp.linear_2.bias", "multi_modal_projector.merge_linear_2.bias"),
+        ("model.multi_modal_projector.merge_linear_2.bias", "multi_modal_projector.merge_linear_2.bias"),
+        ("model.vision_tower.layers.1.mlp.fc2.weight", "vision_tower.layers.1.mlp.fc2.weight"),
+    ):
+        assert names.renamed(stored) == own and own.startswith(names.tower)

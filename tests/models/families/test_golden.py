@@ -43,7 +43,12 @@ MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM
 MIXED |= {"SolarForCausalLM", "AXK2ForCausalLM", "LaraMiniForCausalLM", "BailingMoeV3ForCausalLM"}
 MIXED |= {"DeepseekV41ForCausalLM"}  # takes long: tests/models/layers/test_ngrams.py has its parts
 MIXED |= {"Glm5NextForConditionalGeneration", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"}
-MIXED |= {"MuseGlimmerForConditionalGeneration"}  # pictures and Muse Spark show it
+# Pictures, Muse Spark and the others' text show them.
+MIXED |= {
+    "MuseGlimmerForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "NemotronH_Omni_Reasoning_V3",
+}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
 MIXED -= {"BeamForCausalLM", "Step3p7ForConditionalGeneration", "XGLMForCausalLM"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))

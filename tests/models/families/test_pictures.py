@@ -23,7 +23,7 @@ FURTHER = frozenset(
         *("video_llama3_vision", "mistral_large4_vision"),
         "gemma4_pictures_vision",
         *("hy_v4_vl_vision", "lfm3_vl_vision"),
-        "minicpmv4_5_vision",
+        *("minicpmv4_5_vision", "minimax_m3_vision"),
     )
 )
 WITH_EMBEDDINGS = []  # of a video; of the others logits show them

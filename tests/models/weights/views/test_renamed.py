@@ -76,6 +76,11 @@ def test_constants_are_compared():
     for held in (np.full(1, 0.31), np.full(2, 0.3, np.float32)):
         with pytest.raises(ModelFileError, match=r"must hold 0\.3 and nothing else, got .*act_fn\.beta"):
             RenamedSource(Scalars({"mlp.act_fn.beta": held}), NAMES)
+    filled = NAMES._replace(filled={".lambda1": 1.0})
+    assert list(RenamedSource(Scalars({"a.lambda1": np.ones((2, 3), np.float32)}), filled).names()) == []
+    for held in (np.asarray([1.0, 1.0, 0.5]), np.ones(0)):
+        with pytest.raises(ModelFileError, match=r"must hold 1\.0 and nothing else, got .*lambda1"):
+            RenamedSource(Scalars({"a.lambda1": held}), filled)
 
 
 class Scalars(ArraySource):

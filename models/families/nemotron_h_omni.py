@@ -1,0 +1,76 @@
+"""Nemotron-H Omni (NVIDIA 2026: Nemotron 3 Nano Omni) with images and videos: Nemotron-H behind RADIO. Its tower of
+sounds is not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.llava import PROJECTOR
+from jaxengine.models.vision.radio import EMBEDDINGS, LAST_NORM, LAYERS, POSITIONS, TOWER, read_radio_tower
+
+# Names of fields in published files -> transformers' names, which count where a file has both.
+_PUBLISHED = {
+    "llm_config": "text_config",
+    "vit_hidden_size": "vision_hidden_size",
+}
+# transformers' defaults for fields that text_config lacks.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+}
+_RADIO, _GENERATOR = f"{TOWER}.radio_model", f"{TOWER}.radio_model.model.patch_generator"
+_QKV = {f".attention.qkv.{end}": tuple(f".attention.{part}_proj.{end}" for part in "qkv") for end in ("weight", "bias")}
+_TEXT = NemotronHForCausalLM.checkpoint_names
+
+
+class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
+    """Nemotron-H with a tower of images and videos."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = _TEXT._replace(
+        prefixes=(
+            *((f"language_model.{old}", new) for old, new in _TEXT.prefixes),
+            ("language_model.lm_head.", "lm_head."),
+            ("mlp1.0.", f"{PROJECTOR}.layer_norm."),
+            ("mlp1.1.", f"{PROJECTOR}.linear_1."),
+            ("mlp1.3.", f"{PROJECTOR}.linear_2."),
+            (f"vision_projector.{LAST_NORM}.", f"{LAST_NORM}."),
+            (f"{_GENERATOR}.video_embedder.", f"{EMBEDDINGS}.video_patch_projection."),
+            (f"{_GENERATOR}.embedder.", f"{EMBEDDINGS}.patch_projection."),
+            (f"{_GENERATOR}.pos_embed", POSITIONS),
+            (f"{_GENERATOR}.cls_token.token", f"{EMBEDDINGS}.cls_register_token"),
+            (f"{_RADIO}.model.blocks.", f"{LAYERS}."),
+        ),
+        tower=(f"{TOWER}.", f"{PROJECTOR}.", f"{LAST_NORM}."),
+        tower_parts=((".attn.proj.", ".attention.o_proj."), (".attn.", ".attention.")),
+        joined=_QKV,
+        flattened=(POSITIONS,),
+        # transformers writes scales of layers, which RADIO has not.
+        filled={".lambda1": 1.0},
+        unused=(
+            *("sound_encoder.", "sound_projection.", "audio_tower.", "embed_audio."),
+            *(f"{part}.{name}" for part in (TOWER, _RADIO) for name in ("input_conditioner.", "summary_idxs")),
+        ),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        published = {name: fields.value(old) for old, name in _PUBLISHED.items() if fields.has(old)}
+        fields = ConfigFields({**published, **{name: own for name, own in fields.raw.items() if own is not None}})
+        text = text_fields(fields).with_defaults(**_DEFAULTS)
+        last_norm = text.integer("num_nextn_predict_layers", 0, minimum=0) > 0
+        return super().read_hf(text) | {"tower": read_radio_tower(fields, last_norm=last_norm)}
