@@ -201,8 +201,8 @@ class StageRunner:
         self._state = self.compiled(self.programs.state())()
 
     def release_pools(self) -> None:
-        """Free the pools and, of the slot state, the sections that go with them (DeviceExtension.is_pool). No step may be
-        in flight.
+        """Free the pools and, of the slot state, the sections that go with them (DeviceExtension.is_pool). No step may
+        be in flight.
         """
         self._kv, self._waiting = None, self._waiting or []
         freed = {each.name for each in self.programs.extensions if each.is_pool}
