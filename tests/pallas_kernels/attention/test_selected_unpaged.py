@@ -53,6 +53,10 @@ def best(scores: np.ndarray, count: int) -> set[int]:
     return {int(index) for index in np.argsort(-scores, kind="stable")[:count]}
 
 
+def wide(values: Any) -> np.ndarray:
+    return np.asarray(values, np.float64)
+
+
 def softmax(logits: np.ndarray) -> np.ndarray:
     shares = np.exp(logits - logits.max())
     return shares / shares.sum()
@@ -76,8 +80,8 @@ def test_keys(group):
     pooling, heads = None if group == 1 else drawn(group, WIDTH), 3
     kv, q, weights = pool(1, RANK + REST, WIDTH * min(group, 2)), drawn(COUNT, heads, WIDTH), drawn(COUNT, heads)
     found = chosen(select_keys(q, weights, kv, batch(), count=2, pooling=pooling))
-    rows, q, weights = np.float64(kv.data[:, 0, RANK + REST :]), np.float64(q), np.float64(weights)
-    pooling = None if pooling is None else np.float64(pooling)
+    rows, q, weights = wide(kv.data[:, 0, RANK + REST :]), wide(q), wide(weights)
+    pooling = None if pooling is None else wide(pooling)
     for token, start, index in runs():
         keys = rows[start : token + 1]
         if pooling is not None:
@@ -101,8 +105,8 @@ def test_attention_to_keys():
 
     o, back = jax.vjp(attend, kv.data)
     (gradient,) = back(jnp.ones_like(o))
-    read, data, joined = np.zeros(COUNT, bool), np.float64(kv.data), np.float64(jnp.concatenate([q, rest], -1))
-    o, sinks, gradient = np.asarray(o), np.float64(sinks), np.asarray(gradient)
+    read, data, joined = np.zeros(COUNT, bool), wide(kv.data), wide(jnp.concatenate([q, rest], -1))
+    o, sinks, gradient = np.asarray(o), wide(sinks), np.asarray(gradient)
     for token, start, _ in runs():
         own = start + positions[token][positions[token] >= 0]
         read[own] = True
@@ -122,7 +126,7 @@ def test_blocks_and_attention_to_them():
     blocks = select_blocks(index_q, kv, batch(), size=size, count=2, local=1)
     found, spec = chosen(blocks), AttentionSpec(4, heads, dim, dim, 0.5)
     o = np.asarray(block_attention(q, kv, batch(), blocks, spec=spec, size=size))
-    data, q, index_q = np.float64(kv.data), np.float64(q), np.float64(index_q)
+    data, q, index_q = wide(kv.data), wide(q), wide(index_q)
     for token, start, index in runs():
         index_keys = data[start : token + 1, 0, 2 * dim :]
         for head in range(heads):
