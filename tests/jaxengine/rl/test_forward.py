@@ -23,11 +23,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.model_classes import MODELS
 from jaxengine.models.quantization.registry import rounded
-from jaxengine.models.registry import build_model
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention import unpaged
-from jaxengine.rl import forward, log_probs
+from jaxengine.rl import forward, hidden_states, log_probs
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import checkpoint
@@ -253,6 +253,12 @@ def test_what_has_no_such_forward_pass_is_refused(kind):
     model = build_model(replace(load_recorded("llama").config, **changes), Build("float32", **options))
     with pytest.raises(ValueError, match=f"LlamaForCausalLM cannot be run over whole sequences: .*{text}"):
         forward(model, nnx.state(model), np.zeros((1, 4), np.int32))
+
+
+def test_tokens_with_several_hidden_states_have_none_between_layers():
+    model = build_model(read_folder(CHECKPOINTS / "dory"), Build("float32"))
+    with pytest.raises(ValueError, match="needs one hidden state per token .*: a token of DoryForCausalLM has 2"):
+        hidden_states(model, nnx.state(model), np.zeros((1, 4), np.int32))
 
 
 TOKENS = np.zeros((2, 4), np.int32)

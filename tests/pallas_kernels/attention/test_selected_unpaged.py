@@ -106,14 +106,14 @@ def test_attention_to_keys():
     o, back = jax.vjp(attend, kv.data)
     (gradient,) = back(jnp.ones_like(o))
     read, data, joined = np.zeros(COUNT, bool), wide(kv.data), wide(jnp.concatenate([q, rest], -1))
-    o, sinks, gradient = np.asarray(o), wide(sinks), np.asarray(gradient)
+    o, logit, gradient = np.asarray(o), wide(sinks), np.asarray(gradient)
     for token, start, _ in runs():
         own = start + positions[token][positions[token] >= 0]
         read[own] = True
         keys = data[own, 0, : RANK + REST]
         logits = joined[token] @ keys.T * 0.3
         for head in range(3):
-            shares = softmax(np.append(logits[head], sinks[head]))[:-1]
+            shares = softmax(np.append(logits[head], logit[head]))[:-1]
             np.testing.assert_allclose(o[token, head], shares @ keys[:, :RANK], atol=1e-5)
     assert (np.abs(gradient[:, 0, : RANK + REST]).max(-1) > 0).tolist() == read.tolist()
     assert not gradient[..., RANK + REST :].any()
