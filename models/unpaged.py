@@ -24,8 +24,8 @@ from jaxengine.sharding.layout import ONE_DEVICE
 def check_unpaged(model: CausalLM) -> None:
     """Raise ValueError, with the reason, for a model that `run_unpaged` cannot run or that has no gradient.
 
-    The model must generate, have all layers, be built for one device and without `exact`, attend without an indexer or
-    compressed keys, and have plain weights.
+    The model must generate, have all layers, be built for one device and without `exact`, attend without keys of
+    blocks of tokens, and have plain weights.
     """
     config, build = model.config, model.build
     if config.pooler is not None:
@@ -36,8 +36,8 @@ def check_unpaged(model: CausalLM) -> None:
         problem = f"was built for {build.mesh}: build it for one device, and split its params over any mesh"
     elif build.exact:
         problem = "was built for an engine with rl_exact: build it without, and ask for exact=True"
-    elif any(each.index is not None or each.blocks is not None for each in config.attention):
-        problem = "attends to keys that an indexer selects, which is written for pages alone"
+    elif any(each.blocks is not None for each in config.attention):
+        problem = "attends to blocks of keys by the means of their keys, which is written for pages alone"
     elif any(each.compressed is not None for each in config.attention):
         problem = "attends to keys of blocks of tokens, which is written for pages alone"
     elif config.quantization is not None:

@@ -96,7 +96,11 @@ def hidden_states(
 
     Numbered as in transformers' `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is taken
     after the final norm. The arguments and errors are those of `forward`, and so is NaN for traced values out of range.
+    Raises ValueError, too, for a model with several hidden states per token.
     """
+    if model.config.num_streams > 1:
+        why = f"a token of {model.config.architecture} has {model.config.num_streams} of them before the last norm"
+        raise ValueError(f"hidden_states needs one hidden state per token between layers: {why}")
     given = checked(model, params, tokens, segment_ids, positions)
     states = _states(nnx.split(model)[0], params, given.tokens, given.segment_ids, given.positions)
     return given.marked(states)

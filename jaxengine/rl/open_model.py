@@ -60,8 +60,8 @@ class OpenModel:
         model's dtype.
 
         Numbered as in transformers: 0 is the embeddings, n is the output of layer n, and the last is taken after the
-        final norm. Raises ValueError for ids outside the vocabulary, no tokens, other shapes, and numbers that are no
-        integers.
+        final norm. Raises ValueError for ids outside the vocabulary, no tokens, other shapes, numbers that are no
+        integers, and a model with several hidden states per token.
         """
         rows, is_one = self._rows(tokens)
         states = hidden_states(self.module, self.params, rows)

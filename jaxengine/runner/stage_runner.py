@@ -70,6 +70,7 @@ class StageRunner:
         self._cache_dir = cache_dir
         self._backend = programs.mesh.devices.flat[0].platform
         devices = list(programs.mesh.devices.flat)
+        self._waiting: list[tuple[str, tuple[Any, ...]]] | None = None  # state changes until pools are there again
         self._num_changes, self._several_on_cpu = 0, self._backend == "cpu" and len(devices) > 1
         self._several_processes = len({device.process_index for device in devices}) > 1
         if self._several_processes and devices[0].platform == "gpu" and cache_dir != "":
@@ -200,15 +201,20 @@ class StageRunner:
         self._state = self.compiled(self.programs.state())()
 
     def release_pools(self) -> None:
-        """Free the pools, but not the slot state. No step may be in flight."""
-        self._kv = None
+        """Free the pools and, of the slot state, the sections that go with them (DeviceExtension.is_pool). No step may
+        be in flight.
+        """
+        self._kv, self._waiting = None, self._waiting or []
+        freed = {each.name for each in self.programs.extensions if each.is_pool}
+        kept = {name: section for name, section in self.slots.sections.items() if name not in freed}
+        self.slots = self.slots._replace(sections=kept)
         for each in self.extensions.values():
             each.release()
 
     def allocate_pools(self) -> None:
         """Allocate empty pools of the size given to `plan_pool`, and the extensions' arrays, for the first time or
-        after `release_pools`, and wait for them. An 8-bit pool gets `kv_scales` if they are set. Raises jax's
-        RuntimeError if there is not enough memory.
+        after `release_pools`, and wait for them. Make the state changes that came meanwhile. An 8-bit pool gets
+        `kv_scales` if they are set. Raises jax's RuntimeError if there is not enough memory.
         """
         for each in self.extensions.values():
             each.allocate()
@@ -218,6 +224,12 @@ class StageRunner:
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
         jax.block_until_ready(self._kv)  # so that a lack of memory is reported here
+        if self._waiting is not None:
+            empty = self.compiled(self.programs.state())().slots.sections
+            self.slots = self.slots._replace(sections=jax.block_until_ready(empty | self.slots.sections))
+            changes, self._waiting = self._waiting, None
+            for name, arguments in changes:
+                self.change_state(name, *arguments)
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Return another StageRunner with the same weights and the same kernels to leave out, but these programs, of
@@ -287,11 +299,15 @@ class StageRunner:
 
     def change_state(self, name: str, *arguments: Any) -> None:
         """Run a state change on the stage's state, which is donated and replaced. Do nothing if the stage does not have
-        the change. On several CPU devices, wait after every MAX_LAUNCHES_AHEAD changes.
+        the change. On several CPU devices, wait after every MAX_LAUNCHES_AHEAD changes. Without pools the change waits
+        for them.
 
         arguments: numpy arrays with the shapes and dtypes for which the change was compiled.
         """
         if name not in self._changes:
+            return
+        if self._waiting is not None:
+            self._waiting.append((name, tuple(np.array(each) for each in arguments)))
             return
         self._state = self._changes[name](self._state, *arguments)
         self._num_changes += 1

@@ -239,6 +239,7 @@ class LayerAttention:
         those of the attending layers, and the other fields have their defaults.
       beside_state: whether the layer has both a state and attention.
       feed_forward_only: whether the layer has only a feed-forward part, and neither attention nor a state.
+      mixer_only: whether the layer has only attention or a state, and no feed-forward part.
       kv_source: number of the layer before this one whose keys and values it attends to, as that layer has cached them;
         None for its own. It projects queries only and has no pages.
       keys_as_values: whether values are the projected keys before norm and rope, so that there is no projection to
@@ -275,6 +276,7 @@ class LayerAttention:
     state: LayerState | None = None
     beside_state: bool = False
     feed_forward_only: bool = False
+    mixer_only: bool = False
     kv_source: int | None = None
     keys_as_values: bool = False
     value_size: int | None = None

@@ -92,16 +92,19 @@ def check_form(names: Iterable[str]) -> None:
 
 
 def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list[int]]:
-    """Return, for each of `kinds`, the ascending list of the layers that have such a tap: all layers for ATTENTION and
-    MLP, those with experts for ROUTER, [0] for FINAL_NORM. RESIDUAL has one more than there are layers, the last
-    layer's output, but none in a model with several hidden states per token. Kinds that the model lacks are left out.
+    """Return, for each of `kinds`, the ascending list of the layers that have such a tap: for ATTENTION and MLP all
+    layers that have this part, those with experts for ROUTER, [0] for FINAL_NORM. RESIDUAL has one more than there are
+    layers, the last layer's output, but none in a model with several hidden states per token. Layers that attend to
+    images compute their parts in some steps only, and have no such taps. Kinds that the model lacks are left out.
     """
     count, experts = model.num_layers, model.experts
     routed = [] if experts is None else [layer for layer in range(count) if layer not in experts.dense_layers]
+    without = {*model.skipped_layers, *(() if model.tower is None else model.tower.crossed_layers)}
+    own = [(layer, each) for layer, each in enumerate(model.attention) if layer not in without]
     found = {
         RESIDUAL: list(range(count + 1)) if model.num_streams == 1 else [],  # there are several
-        ATTENTION: list(range(count)),
-        MLP: list(range(count)),
+        ATTENTION: [layer for layer, each in own if not each.feed_forward_only],
+        MLP: [layer for layer, each in own if not each.mixer_only],
         ROUTER: routed,
         FINAL_NORM: [0],
     }

@@ -76,8 +76,8 @@ class DeciLMForCausalLM(LlamaForCausalLM):
         known = {"num_key_value_heads": heads, "intermediate_size": max(*sizes, 1)}
         shared = super().read_hf(ConfigFields({**fields.raw, **known}))
         attention = tuple(
-            replace(each, num_kv_heads=heads // group) if group else replace(each, feed_forward_only=True)
-            for each, group in zip(shared["attention"], groups, strict=True)
+            replace(each, num_kv_heads=heads // (group or 1), feed_forward_only=not group, mixer_only=not size)
+            for each, group, size in zip(shared["attention"], groups, sizes, strict=True)
         )
         return shared | {"attention": attention, "ffn_sizes": sizes}
 

@@ -212,6 +212,8 @@ class Row(NamedTuple):
         if self.each_layer is not None:
             numbered = enumerate(shared["attention"])
             shared["attention"] = tuple(self.each_layer(fields, number, layer) for number, layer in numbered)
+        if not form.up:
+            shared["attention"] = tuple(replace(layer, mixer_only=True) for layer in shared["attention"])
         experts = None if self.experts is None else self.experts(fields)
         if experts is not None and activation not in SILU.values:
             raise fields.fail("hidden_act", f"{SILU.values[0]!r} for a model with experts")

@@ -16,6 +16,7 @@ from jaxengine.models.config.altup import LoopedLayers
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import FULL, SLIDING, hf_fields, layer_kinds, ropes_by_kind, windows_by_kind
+from jaxengine.models.config.taps import ATTENTION, MLP
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
@@ -153,6 +154,9 @@ class DoryLayer(nnx.Module):
     is its input, as if this were the result of a loop before it; each adds its input to the last one's result at a
     length of one. None if no loop begins.
     """
+
+    # Where taps find the layer's parts (jaxengine.models.layers.taps.path_of).
+    parts: ClassVar[dict[str, tuple[str, ...]]] = {ATTENTION: ("block", "attention"), MLP: ("block", "mlp")}
 
     def __init__(self, block: DoryBlock, loop: int | None):
         self.block, self.loop = block, loop

@@ -39,18 +39,22 @@ SOURCE = f"{LAYER}.mixer"
 
 
 class MixerLayer(nnx.Module):
-    """Layer x + mixer(norm(x)). kind: the mixer's kind, one of the values of KINDS."""
+    """Layer x + mixer(norm(x)). kind: the mixer's kind, one of the values of KINDS.
+
+    The mixer is called `attention` if it mixes tokens, otherwise `mlp`, as taps look for parts under these names.
+    """
 
     def __init__(self, config: ModelConfig, mixer: nnx.Module, kind: str, build: Build):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, source=f"{LAYER}.norm", build=build)
-        self.mixer, self.kind = mixer, kind
+        self.kind, self.mixes_tokens = kind, kind not in (FEED_FORWARD, EXPERTS)
+        setattr(self, "attention" if self.mixes_tokens else "mlp", mixer)
 
     def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         normed = self.norm(x)
         with jax.named_scope(self.kind):
-            if self.kind in (FEED_FORWARD, EXPERTS):
-                return x + self.mixer(normed, step.rows), kv
-            mixed, kv = self.mixer(normed, kv, pages, step)
+            if not self.mixes_tokens:
+                return x + self.mlp(normed, step.rows), kv
+            mixed, kv = self.attention(normed, kv, pages, step)
             return x + mixed, kv
 
 
@@ -86,7 +90,7 @@ class NemotronHForCausalLM(Decoder):
             eps="layer_norm_epsilon",
         )
         state = _state(fields) if MAMBA in kinds else None
-        by_kind = {MAMBA: {"state": state}, ATTENTION: {}}
+        by_kind = {MAMBA: {"state": state, "mixer_only": True}, ATTENTION: {"mixer_only": True}}
         shared["attention"] = tuple(
             replace(layer, **by_kind.get(kind, {"feed_forward_only": True}))
             for layer, kind in zip(shared["attention"], kinds, strict=True)

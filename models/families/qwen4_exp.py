@@ -67,9 +67,9 @@ class Qwen4ExpLayer(nnx.Module):
     ngrams: what is added to the hidden states before; None for nothing.
     """
 
-    def __init__(self, mixer: nnx.Module, mlp: nnx.Module, connections: list[GatedConnection], ngrams: Any):
-        self.mixer, self.mlp, self.ngrams = mixer, mlp, ngrams
-        self.before_mixer, self.before_mlp = connections
+    def __init__(self, attention: nnx.Module, mlp: nnx.Module, connections: list[GatedConnection], ngrams: Any):
+        self.attention, self.mlp, self.ngrams = attention, mlp, ngrams
+        self.before_attention, self.before_mlp = connections
 
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Return the hidden states after the layer, [T, A * D] for x [T, A * D], and what is kept of them: the pool, or
@@ -83,9 +83,9 @@ class Qwen4ExpLayer(nnx.Module):
                 added, further = self.ngrams(x, further, located, step)
                 x = x + added
         with jax.named_scope("attention"):
-            own, factors = self.before_mixer.read(x, step.rows)
-            mixed, kept = self.mixer(own, kept, located, step)
-            x = self.before_mixer.write(x, mixed, factors)
+            own, factors = self.before_attention.read(x, step.rows)
+            mixed, kept = self.attention(own, kept, located, step)
+            x = self.before_attention.write(x, mixed, factors)
         with jax.named_scope("mlp"):
             own, factors = self.before_mlp.read(x, step.rows)
             x = self.before_mlp.write(x, self.mlp(own, step.rows), factors)

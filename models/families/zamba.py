@@ -82,7 +82,7 @@ class ZambaForCausalLM(Zamba2ForCausalLM):
             tied=fields.boolean("tie_word_embeddings", True),
         )
         own = replace(shared["attention"][0], state=state, beside_state=True)
-        plain = replace(own, scale=None, beside_state=False)
+        plain = replace(own, scale=None, beside_state=False, mixer_only=True)
         kinds = (own if layer in layers else plain for layer in range(len(shared["attention"])))
         return shared | {"attention": tuple(kinds), "shared_blocks": blocks}
 

@@ -21,6 +21,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import Activation, hf_fields, read_each_layer, read_rope
 from jaxengine.models.config.state import StateSpace
+from jaxengine.models.config.taps import ATTENTION, MLP
 from jaxengine.models.families.declared_row import ACTIVATIONS
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
@@ -155,6 +156,13 @@ class Zamba2Layer(nnx.Module):
         self.mamba = self.make_mamba(config.attention[layer].state, size, f"{source}.mamba", build)
         self.block = TransformerBlock(config, layer, build) if has_block else None
 
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """Where taps find the layer's parts (jaxengine.models.layers.taps.path_of): a block's, if there is one."""
+        if self.block is None:
+            return {ATTENTION: ("mamba",)}
+        return {ATTENTION: ("block", "attention"), MLP: ("block", "mlp")}
+
     def make_mamba(self, state: LayerState | None, size: int, source: str, build: Build) -> Any:
         """Return a new mixer of hidden states of `size` elements, which keeps `state`."""
         assert isinstance(state, StateSpace)
@@ -243,7 +251,7 @@ class Zamba2ForCausalLM(Decoder):
             tied=fields.boolean("tie_word_embeddings", True),
         )
         attention = enumerate(shared["attention"])
-        plain = replace(shared["attention"][0], rope=None, scale=None)
+        plain = replace(shared["attention"][0], rope=None, scale=None, mixer_only=True)
         return shared | {
             "attention": tuple(
                 replace(each, state=state, beside_state=True) if layer in layers else replace(plain, state=state)

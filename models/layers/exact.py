@@ -212,13 +212,13 @@ def exact_class(family: type) -> type:
 
 def check_exact(model: CausalLM, arguments: dict[str, Any]) -> None:
     """Raise ValueError if `run_exact` would not have an engine's bits: on a backend other than CPU, for a model with a
-    tower, and for an array on several devices.
+    tower or an indexer of keys, and for an array on several devices.
 
     arguments: trees of arrays by the name used in the error; traced arrays pass, since they have no devices.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(f"exact must be False on {jax.default_backend()}: bits are the same on CPUs alone")
-    if model.config.tower is not None:
+    if model.config.tower is not None or any(each.index is not None for each in model.config.attention):
         raise ValueError(f"exact must be False for {model.config.architecture}: no engine with rl_exact runs it")
     for name, tree in arguments.items():
         for leaf in jax.tree.leaves(tree):

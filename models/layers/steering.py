@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 
 from jaxengine.models.config.taps import RESIDUAL, Tap
 from jaxengine.models.layers.base.section import Given, Section
-from jaxengine.models.layers.taps import MODULES
+from jaxengine.models.layers.taps import MODULES, replace_part
 
 
 class StepVectors(NamedTuple):
@@ -79,10 +80,10 @@ class Steering(Section):
             return module
         copied: Any = nnx.merge(*nnx.split(module))
         for kind in wanted:
-            name, at = MODULES[kind], self._numbers[Tap(kind, layer)]
+            at = self._numbers[Tap(kind, layer)]
             # The vectors of this tap alone: equal layers then share a trace.
             own = self._step._replace(vectors=self._step.vectors[:, at : at + 1])
-            setattr(copied, name, SteeredPart(getattr(copied, name), own))
+            replace_part(copied, kind, partial(SteeredPart, step=own))
         return copied
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:

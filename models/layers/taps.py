@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -12,23 +13,33 @@ from jaxengine.models.config.taps import ATTENTION, EXPERTS, MLP, RESIDUAL, ROUT
 from jaxengine.models.layers.base.section import Note, Section, notes_of
 from jaxengine.models.layers.experts.moe import GivenExperts, MixtureOfExperts, PickedExperts, RouterLogits
 
-# By kind of tap, the attribute of a layer whose output is recorded.
+# By kind of tap, the attribute of a layer whose output is recorded. A layer whose parts are elsewhere has `parts`: by
+# kind, the names that lead to the part.
 MODULES = {ATTENTION: "attention", MLP: "mlp"}
 
 
-class TappedOutput(Note):
-    """Recorded output [T, D] of a part of a layer."""
+class AttentionOutput(Note):
+    """Recorded output [T, D] of a layer's attention, or of what replaces it."""
+
+
+class MLPOutput(Note):
+    """Recorded output [T, D] of a layer's feed-forward part."""
+
+
+_OUTPUTS: dict[str, type[Note]] = {ATTENTION: AttentionOutput, MLP: MLPOutput}
 
 
 class Tapped(nnx.Module):
-    """Part of a layer that also sets its attribute `output` to its output, the first one if there are several."""
+    """Part of a layer that also sets its attribute `output` to its output, the first one if there are several. kind: of
+    the tap.
+    """
 
-    def __init__(self, module: nnx.Module):
-        self.module = module
+    def __init__(self, module: nnx.Module, kind: str):
+        self.module, self.kind = module, kind
 
     def __call__(self, x: jax.Array, *more: Any) -> Any:
         found = self.module(x, *more)  # type: ignore[operator]
-        self.output = TappedOutput(found[0] if isinstance(found, tuple) else found)
+        self.output = _OUTPUTS[self.kind](found[0] if isinstance(found, tuple) else found)
         return found
 
 
@@ -54,8 +65,8 @@ class Taps(Section):
             each.notes_logits |= ROUTER in wanted
             each.notes_experts |= EXPERTS in wanted
         for kind in wanted:
-            if (name := MODULES.get(kind)) is not None:
-                setattr(copied, name, Tapped(getattr(copied, name)))
+            if kind in MODULES:
+                replace_part(copied, kind, partial(Tapped, kind=kind))
         return copied
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
@@ -68,10 +79,9 @@ class Taps(Section):
             self._keep(Tap(RESIDUAL, self._layer), x)
             return
         self._keep(Tap(RESIDUAL, self._layer + 1), x)
-        outputs = {path[0]: variable for path, variable in notes_of(notes, TappedOutput)}
-        for kind, name in MODULES.items():
-            if name in outputs:
-                self._keep(Tap(kind, self._layer), outputs[name][...])
+        for kind, note in _OUTPUTS.items():
+            for _, output in notes_of(notes, note):
+                self._keep(Tap(kind, self._layer), output[...])
         for _, logits in notes_of(notes, RouterLogits):
             self._keep(Tap(ROUTER, self._layer), logits[...])
         for _, experts in notes_of(notes, PickedExperts):
@@ -113,14 +123,34 @@ def routers_of(layer: nnx.Module) -> list[MixtureOfExperts]:
     return [each for _, each in nnx.iter_modules(layer) if isinstance(each, MixtureOfExperts)]
 
 
+def path_of(layer: Any, kind: str) -> tuple[str, ...]:
+    """Return the names of the attributes that lead from a layer to the part of a kind in MODULES: those in the layer's
+    `parts` or, for a layer without these, the usual one. It may have no such part.
+    """
+    parts = getattr(layer, "parts", None)
+    return (MODULES[kind],) if parts is None else parts.get(kind, (MODULES[kind],))
+
+
+def replace_part(layer: Any, kind: str, make: Callable[[nnx.Module], nnx.Module]) -> None:
+    """Replace the part of a kind in MODULES, which the layer must have, by what `make` returns for it."""
+    *names, last = path_of(layer, kind)
+    holder = reduce(getattr, names, layer)
+    setattr(holder, last, make(getattr(holder, last)))
+
+
 def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:
-    """Raise ValueError for a tap of an attention or MLP that its layer does not have under the usual attribute name,
-    which can occur in a user's own family. Other kinds of taps pass.
+    """Raise ValueError for a tap of an attention or MLP that its layer does not have where `path_of` says, which can
+    occur in a user's own family. Other kinds of taps pass.
 
     option: the option that named the taps, for the error. family: the model's, for the error. numbers: the layer
     numbers of `layers`, which include those of all taps.
     """
     by_number = dict(zip(numbers, layers, strict=True))
     for tap in taps:
-        if (name := MODULES.get(tap.kind)) and not callable(getattr(by_number[tap.layer], name, None)):
+        if tap.kind not in MODULES:
+            continue
+        layer = by_number[tap.layer]
+        path = path_of(layer, tap.kind)
+        if not callable(reduce(lambda module, name: getattr(module, name, None), path, layer)):
+            name = ".".join(path)
             raise ValueError(f"{option} names {tap.name}, but that layer of {family} has no part called {name}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,12 +86,20 @@ def ragged_paged_attention(
         q = jnp.concatenate((q, biases.reshape(*q.shape[:4], -1)), axis=-1)
     sinks = None if sinks is None else sinks.reshape(1, *q.shape[2:4], 1, 1)
     slopes = None if slopes is None else slopes.reshape(*q.shape[2:4], 1, 1)
-    attend = partial(_attend, k=k, v=v, sinks=sinks, slopes=slopes, schedule=schedule, spec=spec)
-    if length <= BLOCK:
-        o, lse = attend(jnp.arange(length), q)
-    else:
-        o, lse = _in_blocks(attend, q)
-    return o.astype(q.dtype).reshape(num_rows * length, -1, spec.v_head_dim), lse.reshape(num_rows * length, -1)
+    visible = partial(_visible, schedule=schedule, spec=spec)
+    o, lse = attend_to(q, k=k, v=v, sinks=sinks, slopes=slopes, schedule=schedule, spec=spec, visible=visible)
+    return o.reshape(num_rows * length, -1, spec.v_head_dim), lse.reshape(num_rows * length, -1)
+
+
+def attend_to(q: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """Compute the attention of queries [B, T, K, G, H] of whole rows, BLOCK of each row at a time. Return the output
+    [B, T, K, G, Hv] in q's dtype and lse f32 [B, T, K, G].
+
+    options: keyword arguments of `_attend`, which describe keys and values and which of them a query sees.
+    """
+    attend = partial(_attend, **options)
+    o, lse = attend(jnp.arange(q.shape[1]), q) if q.shape[1] <= BLOCK else _in_blocks(attend, q)
+    return o.astype(q.dtype), lse
 
 
 def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,15 +126,15 @@ def _attend(
     slopes: jax.Array | None,
     schedule: Schedule,
     spec: AttentionSpec,
+    visible: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the attention of queries [B, Q, K, G, H], each followed by its biases by distance [E] if there are any,
     at `indices` i32 [Q] of their rows over keys k [B, T, K, H] and values v [B, T, K, Hv]. Return output f32 [B, Q, K,
     G, Hv] and lse f32 [B, Q, K, G], sinks included.
 
-    A query sees the tokens of its own run in `schedule` that causality, window and chunk of the spec allow.
-
-    sinks: f32 [1, K, G, 1, 1], one more logit of each head, without a value, or None. slopes: f32 [K, G, 1, 1],
-    subtracted from a logit per position of distance to the key, or None.
+    visible(indices): whether a query sees each token of its row, at least one: bool, of a shape that broadcasts to [B,
+    K, G, Q, T]. sinks: f32 [1, K, G, 1, 1], one more logit of each head, without a value, or None. slopes: f32 [K, G,
+    1, 1], subtracted from a logit per position of distance to the key, or None.
     """
     q, biases = jnp.split(q, [spec.head_dim], axis=-1)
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
@@ -137,9 +145,8 @@ def _attend(
         logits = logits - slopes * distance[:, None, None].astype(jnp.float32)
     if spec.bias_extent:
         logits = logits + _biases_of(biases, schedule.offset[:, indices, None] - schedule.offset[:, None])
-    visible = _visible(indices, schedule, spec)[:, None, None]
-    logits = jnp.where(visible, logits, -jnp.inf)
-    largest = jnp.max(logits, axis=-1, keepdims=True)  # finite: a token sees itself
+    logits = jnp.where(visible(indices), logits, -jnp.inf)
+    largest = jnp.max(logits, axis=-1, keepdims=True)  # finite: a query sees some token
     largest = lax.stop_gradient(largest if sinks is None else jnp.maximum(largest, sinks))
     shares = jnp.exp(logits - largest)
     total = jnp.sum(shares, axis=-1, keepdims=True)
@@ -161,8 +168,8 @@ def _biases_of(biases: jax.Array, distance: jax.Array) -> jax.Array:
 
 
 def _visible(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
-    """Return bool [B, Q, T], whether the tokens at `indices` i32 [Q] of each row see each token of it: one of the same
-    run in `schedule` that causality, window and chunk of `spec` allow.
+    """Return bool [B, 1, 1, Q, T], whether the tokens at `indices` i32 [Q] of each row see each token of it: one of the
+    same run in `schedule` that causality, window and chunk of `spec` allow.
     """
     run, offset = (part[:, None] for part in schedule)
     own_run, own_offset = (part[:, indices, None] for part in schedule)
@@ -173,4 +180,4 @@ def _visible(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax
         visible &= jnp.abs(offset - own_offset) < spec.window
     if spec.chunk is not None:
         visible &= offset // spec.chunk == own_offset // spec.chunk
-    return visible
+    return visible[:, None, None]

@@ -222,6 +222,8 @@ class DeviceExtension:
       num_position_rows: number of token masks of a replica that it adds, after those of the slots, for single positions
         of a step's rows.
       counts_slots: whether `memory` includes its section of SlotState.
+      is_pool: whether its section of SlotState is freed and allocated anew with the pages, as states of sequences that
+        are then computed again.
       description: static facts that its shapes do not show; part of the key of stored programs.
       process: function called in samplers, (TokenState, logits, slots, counts, features) -> logits; None for none.
       replace: function called in samplers, (TokenState, token_ids, slots, positions) -> token ids; None for none.
@@ -233,6 +235,7 @@ class DeviceExtension:
     least_columns = 0
     num_position_rows = 0
     counts_slots = False
+    is_pool = False
     description: str = ""
     process: Callable[..., jax.Array] | None = None
     replace: Callable[..., jax.Array] | None = None

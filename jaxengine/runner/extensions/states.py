@@ -25,6 +25,7 @@ class StatesExtension(DeviceExtension):
 
     name = NAME
     counts_slots = True
+    is_pool = True
 
     def __init__(self, shape: StageShape):
         """Determine the stage's arrays of states, and the page table that snapshots need, if there are any."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.arrays import as_array, fault_of, is_in_pieces, on_host, read_slice
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
@@ -110,6 +111,27 @@ def unwrapped(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
+
+
+class GivenNames:
+    """Names under which tensors were given, without what module wrappers add. A call with a tensor's name adds it, and
+    returns it so.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def __call__(self, name: str) -> str:
+        self._names.append(unwrapped(name))
+        return self._names[-1]
+
+    def faults(self, error: ModelFileError, name_of: Callable[[str], str]) -> list[tuple[str, str]]:
+        """Return the faults (tensor, what is wrong) of an error. Tensors that the model calls otherwise have the names
+        under which they were given. name_of: function from a checkpoint's names to the model's.
+        """
+        names = {name_of(name): name for name in self._names} | {name: name for name in self._names}
+        faults = [(error.where or error.path, error.what), *error.others]
+        return [(names.get(name, name), what) for name, what in faults]
 
 
 def with_names(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -39,13 +39,13 @@ from jaxengine.runner.weights.kept_maps import then_kept_maps, with_kept_maps
 from jaxengine.runner.weights.process_weights import Spread, raise_faults, whole
 from jaxengine.runner.weights.sleep import Absent, are_present
 from jaxengine.runner.weights.weight_names import (
+    GivenNames,
     Renamed,
     Target,
     WeightUpdateError,
     check_chunk_bytes,
     check_mapping,
     renamed,
-    unwrapped,
     with_names,
 )
 from jaxengine.scheduler.base.errors import RequestError
@@ -196,7 +196,7 @@ def read_here(
     if donate and isinstance(params, str | os.PathLike):
         raise WeightUpdateError("donate deletes jax arrays, and a folder has none")
     stages = _stages(runner, target)
-    head = None if target == "model" else _head(runner, stages[0], strict)
+    head, given = None if target == "model" else _head(runner, stages[0], strict), GivenNames()
     try:
         if isinstance(params, nnx.Module | nnx.State):
             _refuse_mapping(mapping)
@@ -209,15 +209,15 @@ def read_here(
             _refuse_mapping(mapping)
             found = _of_folder(stages, Path(params), strict, chunk_bytes, stop, head)
         elif head is not None:
-            tensors = with_names(unwrapped, renamed(_pairs(params), mapping or {}))
+            tensors = with_names(given, renamed(_pairs(params), mapping or {}))
             found = _of_head(stages, head, tensors, strict, donate, chunk_bytes)
         else:
             named = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
-            tensors = with_names(unwrapped, named)
+            tensors = with_names(given, named)
             tensors = tensors if spread is None else spread.sending(tensors, chunk_bytes)
             found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
     except ModelFileError as error:
-        raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
+        raise WeightUpdateError.of(given.faults(error, stages[0].model.checkpoint_names.renamed)) from error
     new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft", spread=spread)
     for stage, own in zip(stages, found, strict=True):
         if any(

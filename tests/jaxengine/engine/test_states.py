@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import jax
@@ -94,6 +96,22 @@ def test_tokens_do_not_depend_on_what_states_held(llm):
     assert run(llm, prompts, params) == expected == run(llm, prompts, params)
     assert roomy.num_prefix_hits > 20 * 16
     assert llm.core.runner.compiles.count == 0
+
+
+def test_states_sleep_with_the_pages(llm):
+    prompts, params = (each[:6] for each in workload())
+    use_scheduler(llm)
+    expected, (stage,) = run(llm, prompts, params), llm.core.runner.stages
+    held = [weakref.ref(each) for each in jax.tree.leaves(stage.slots.sections["states"])]
+    change = next(iter(stage.programs.state_changes().values()))
+    llm.sleep(level=1, tags=["kv_cache"])
+    gc.collect()
+    assert held and not any(each() is not None for each in held)
+    stage.change_state(change.name, *(np.zeros(each.shape, each.dtype) for each in change.arguments[1:]))
+    llm.wake_up()
+    scheduler = use_scheduler(llm)
+    assert run(llm, prompts, params) == expected == run(llm, prompts, params)
+    assert scheduler.num_prefix_hits > 0 and llm.core.runner.compiles.count == 0
 
 
 def test_states_are_counted(llm, folder):

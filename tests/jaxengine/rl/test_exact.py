@@ -17,10 +17,10 @@ from flax import nnx
 from jaxengine import LLM, SamplingParams, open_model
 from jaxengine.models.build import Build
 from jaxengine.models.layers.exact import ROWS, check_exact, in_row_blocks
-from jaxengine.models.registry import build_model
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.rl import Agreement, certify, forward, log_probs
 from tests.conftest import compiled_programs, use_scheduler
-from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
 
@@ -181,5 +181,7 @@ def test_what_cannot_be_exact_is_refused():
     with pytest.raises(ValueError, match="was built for an engine with rl_exact"):
         forward(exact, params, tokens)
     sees: Any = SimpleNamespace(config=SimpleNamespace(architecture="Sees", tower=object()))
-    with pytest.raises(ValueError, match="exact must be False for Sees: no engine with rl_exact runs it"):
-        check_exact(sees, {})
+    selects: Any = SimpleNamespace(config=read_folder(FOLDER / "minimax_m3"))
+    for model in (sees, selects):
+        with pytest.raises(ValueError, match="exact must be False for .*: no engine with rl_exact runs it"):
+            check_exact(model, {})

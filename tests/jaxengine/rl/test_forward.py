@@ -23,11 +23,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.model_classes import MODELS
 from jaxengine.models.quantization.registry import rounded
-from jaxengine.models.registry import build_model
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention import unpaged
-from jaxengine.rl import forward, log_probs
+from jaxengine.rl import forward, hidden_states, log_probs
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import checkpoint
@@ -38,11 +38,12 @@ TOLERANCE = 1e-5  # of the largest number
 ROUNDING = float(np.finfo(np.float32).eps)  # of the norm of all gradients
 # Gradients whose distance from those in float64 may exceed 1e-5, up to as many times the distance of transformers' own
 # in float32, which is recorded with them: float32 has no more digits of these (docs/reinforcement_learning.md).
-TIMES = {"bailing_hybrid": 1.5, "bamba": 1.5, "lara_mini": 0.5, "gemma4": 1.5}
+TIMES = {"bailing_hybrid": 1.5, "bamba": 1.5, "lara_mini": 0.5, "gemma4": 1.5, "zamba": 0.5, "zamba2": 1}
+TIMES |= {"axk2": 1.5, "dots3_note": 2, "hy_v4": 2}
 # The same of optimised programs, which add in another order.
 OPTIMISED = TIMES | {"bamba": 2, "llama": 2.5, "falcon_mamba": 2.5, "kimi_linear": 2, "olmo_hybrid": 2}
-# Of logits. transformers' own of this model are 2.7e-5 from those in float64, ours 6e-6.
-OF_LOGITS = {"mamba2": 5e-5}
+# Of logits. transformers' own of mamba2 are 2.7e-5 from those in float64, ours 6e-6. zamba2: as its gradients.
+OF_LOGITS = {"mamba2": 5e-5, "zamba2": 1e-4}
 # Dense, windows, experts, latent attention, states, keys of other layers: all whose gradients are recorded.
 RECORDED = sorted(path.parent.name for path in CHECKPOINTS.glob("*/gradients.npz"))
 
@@ -128,9 +129,8 @@ def test_every_architecture_that_transformers_has_is_recorded():
     """Those that see have the text layers of others. The classes of MiniCPM, InternLM, Ling, Baichuan, DeepSeekMoE,
     DeciLM, Orion, Solar Pro, the first Qwen, Falcon's and StableLM's first form, dots.ocr, DeepSeek-OCR, PLaMo 3,
     openPangu, TeleChat, Tele-FLM, Param, MiMo-V2.5, Phi-3-vision and Step come with their checkpoints. The classes of
-    Mistral 4 and Phi-4-multimodal see, and that of Llama 3.2 Vision's text part does what Llama does. In the blocks of
-    Zamba and Zamba 2, which have no residuals, rounding errors grow. The numbers of Apertus's activation are no weights
-    here. Sparse attention and compressed keys need pages.
+    Mistral 4 and Phi-4-multimodal see, and that of Llama 3.2 Vision's text part does what Llama does. The numbers of
+    Apertus's activation are no weights here. Blocks of keys that have one key for several tokens need pages.
     """
     assert set(RECORDED) >= KINDS
     found = {json.loads((CHECKPOINTS / name / "config.json").read_text())["architectures"][0] for name in RECORDED}
@@ -138,18 +138,15 @@ def test_every_architecture_that_transformers_has_is_recorded():
     assert texts - found == {
         *("MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "InternLM3ForCausalLM", "BailingMoeV2ForCausalLM"),
         *("BaichuanForCausalLM", "DeepseekForCausalLM", "InternLM2ForCausalLM", "QWenLMHeadModel"),
-        *("Mistral4ForCausalLM", "ApertusForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        *("Mistral4ForCausalLM", "ApertusForCausalLM"),
         *(
             "Phi4MultimodalForCausalLM",
             "MiMoV2ForCausalLM",
             "SolarForCausalLM",
             "Phi3VForCausalLM",
-            "ZambaForCausalLM",
-            "Zamba2ForCausalLM",
         ),
-        *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM", "AXK2ForCausalLM", "InternLMForCausalLM", "RWForCausalLM"),
-        *("HYV4ForCausalLM", "Dots3NoteForCausalLM", "DeepseekV41ForCausalLM", "MiniMaxM3VLForCausalLM"),
-        "Qwen4ExpForCausalLM",
+        *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM", "InternLMForCausalLM", "RWForCausalLM"),
+        *("DeepseekV41ForCausalLM", "Qwen4ExpForCausalLM"),
         *("DeepseekOCRForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "Param2MoEForCausalLM"),
         *("PanguUltraMoEForCausalLM", "Plamo3ForCausalLM", "Step3TextForCausalLM", "TeleChat2ForCausalLM"),
         *("TeleFLMForCausalLM", "MllamaForCausalLM"),
@@ -256,6 +253,12 @@ def test_what_has_no_such_forward_pass_is_refused(kind):
     model = build_model(replace(load_recorded("llama").config, **changes), Build("float32", **options))
     with pytest.raises(ValueError, match=f"LlamaForCausalLM cannot be run over whole sequences: .*{text}"):
         forward(model, nnx.state(model), np.zeros((1, 4), np.int32))
+
+
+def test_tokens_with_several_hidden_states_have_none_between_layers():
+    model = build_model(read_folder(CHECKPOINTS / "dory"), Build("float32"))
+    with pytest.raises(ValueError, match="needs one hidden state per token .*: a token of DoryForCausalLM has 2"):
+        hidden_states(model, nnx.state(model), np.zeros((1, 4), np.int32))
 
 
 TOKENS = np.zeros((2, 4), np.int32)

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from jaxengine import ScannedLayers
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.weights.formats.arrays import as_array, fault_of
-from jaxengine.runner.weights.weight_names import WeightUpdateError, renamed, unwrapped
+from jaxengine.runner.weights.weight_names import GivenNames, WeightUpdateError, renamed, unwrapped
 from tests.tables import each_row
 
 STACK = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
@@ -123,3 +125,12 @@ def test_tensors_of_torch_are_taken_without_a_copy(monkeypatch):
         assert name == "b" and found.shape == STACK.shape[::-1]
     for sparse in (Tensor(STACK, "sparse"), as_array(Tensor(STACK, "sparse"))):
         assert "must be an array of numbers, got Tensor" in str(fault_of(sparse))
+
+
+def test_faults_have_the_names_that_were_given():
+    given, names = GivenNames(), CheckpointNames(prefixes=(("model.language_model.", "model."),))
+    for name in ("_orig_mod.model.language_model.norm.weight", "model.embed.weight", "lm_head.weight"):
+        assert given(name) == unwrapped(name)
+    faults = [("model.embed.weight", "shape"), ("model.layers.0.weight", "missing")]
+    error = ModelFileError("tensors", "kind", "model.norm.weight", others=faults)
+    assert given.faults(error, names.renamed) == [("model.language_model.norm.weight", "kind"), *faults]

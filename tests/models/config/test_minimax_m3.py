@@ -9,14 +9,12 @@ import pytest
 
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.minimax_m3 import MiniMaxM3VLForCausalLM
-from jaxengine.models.registry import build_model, read_folder, read_hf
-from jaxengine.models.unpaged import check_unpaged
+from jaxengine.models.registry import read_folder, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 
 F, X = "full_attention", "minimax_m3_sparse"
@@ -136,8 +134,6 @@ def test_what_is_refused():
         with pytest.raises(ModelConfigError, match=message):
             read_hf(OUTER | {"vision_config": changes})
     model = read_folder(FOLDER / "minimax_m3")
-    with pytest.raises(ValueError, match="MiniMaxM3VL.* cannot be run over whole sequences: .* an indexer selects"):
-        check_unpaged(build_model(model, Build("float32")))
     for option, said in (
         ({"rl_exact": True}, "rl_exact is True; allowed: False: MiniMaxM3VLForCausalLM selects keys"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'; allowed: float32 or bfloat16 for MiniMaxM3VL"),

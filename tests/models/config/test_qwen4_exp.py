@@ -96,7 +96,7 @@ def test_options():
     ):
         with pytest.raises(ConfigError, match=message):
             EngineConfig.from_options(**options).resolved(config, PLATFORMS["cpu"])
-    with pytest.raises(ValueError, match="cannot be run over whole sequences: .* keys that an indexer selects"):
+    with pytest.raises(ValueError, match="cannot be run over whole sequences: .* blocks of keys by the means"):
         check_unpaged(build_model(config, Build("float32")))
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxengine.models.config.taps import FINAL_NORM, TapError, all_taps, describe, layers_of, read_taps
-from jaxengine.models.layers.taps import Taps
+from jaxengine.models.build import Build
+from jaxengine.models.config.taps import FINAL_NORM, Tap, TapError, all_taps, describe, layers_of, read_taps
+from jaxengine.models.layers.taps import Taps, check_parts
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.unpaged import run_unpaged
 from tests.fixtures.drawn_weights import FOLDER
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
+
+
+def _architecture(config: Path) -> str:
+    return json.loads(config.read_text())["architectures"][0]
+
 
 RECORDED = sorted(path.parent.name for path in FOLDER.glob("*/activations.npz"))
 TOLERANCE = 2e-5  # of the largest
@@ -59,6 +68,40 @@ def assert_activations(name: str) -> None:
     routed = layers_of(read_taps(names, all_taps(recorded.config))).get("router_logits")
     if name != "granite_hybrid":  # its router is no module of the MLP
         assert routed == all_taps(recorded.config).get("router_logits")
+
+
+# Layers without attention or MLP, or that have them in another module.
+PARTS = {
+    "decilm": "residual:0-5, attention_output:0 and 2 and 4, mlp_output:0-1 and 4, final_norm",
+    "dory": "attention_output:0-5, mlp_output:0-5, final_norm",
+    "mamba": "residual:0-3, attention_output:0-2, final_norm",
+    "mllama_text": "residual:0-4, attention_output:0 and 2, mlp_output:0 and 2, final_norm",
+    "mllama_vision": "residual:0-5, attention_output:0 and 2 and 4, mlp_output:0 and 2 and 4, final_norm",
+    "nemotron_h": "residual:0-6, attention_output:0 and 2 and 4, mlp_output:1 and 3 and 5, router_logits:3 and 5, "
+    "final_norm",
+    "qwen4_exp": "attention_output:0-3, mlp_output:0-3, router_logits:0-3, final_norm",
+    "zamba2": "attention_output:0-2, mlp_output:1-2, final_norm",
+}
+
+
+@each_row("name", PARTS)
+def test_layers_have_the_parts_that_their_taps_name(name):
+    assert describe(assert_parts(name)) == PARTS[name]
+
+
+@pytest.mark.thorough("all families, of which few have other layers than Llama")
+@each_row("name", sorted({_architecture(path): path.parent.name for path in FOLDER.glob("*/config.json")}.values()))
+def test_layers_of_every_family_have_the_parts_that_their_taps_name(name):
+    assert_parts(name)
+
+
+def assert_parts(name: str) -> dict[str, list[int]]:
+    """The taps of a recorded model, whose layers have them."""
+    model = build_model(read_folder(FOLDER / name), Build("float32"))
+    found = all_taps(model.config)
+    taps = [Tap(kind, layer) for kind, layers in found.items() for layer in layers]
+    check_parts("capture", name, model.layers, range(model.config.num_layers), taps)
+    return found
 
 
 KNOWN = {"residual": [0, 1, 2], "attention_output": [0, 1], "router_logits": [1], "final_norm": [0]}
