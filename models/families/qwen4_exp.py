@@ -28,6 +28,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import QK_NORMS, StepInputs
 from jaxengine.models.layers.attention.blocks.mean_blocks import MeanBlockAttention
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.states.ngrams import GatedNGrams
 from jaxengine.models.layers.streams.hyper_connections import GatedConnection, GatedStreams
 from jaxengine.models.params.source import CheckpointNames
@@ -124,6 +125,9 @@ class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
 
     def make_norm(self, build: Build) -> nnx.Module:
         return GatedStreams(self.config, source="model.hyper_connection_mixer", build=build)
+
+    def last_normed(self, x: jax.Array, rows: Rows) -> jax.Array:
+        return self.norm(x, rows)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
         """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""

@@ -143,6 +143,12 @@ class Decoder(nnx.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no inputs of single layers")
 
+    def last_normed(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """Return hidden states [T, D] after the final norm, for the output x [T, S] of the last layer. rows: the
+        step's, for families whose final norm has products that adapters may change.
+        """
+        return self.norm(x)
+
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         """Return logits f32[R, V] of hidden states [R, D]. On several devices they are those of this device's part of
         the vocabulary (see `own_logits`).
@@ -182,7 +188,7 @@ class Decoder(nnx.Module):
         if not self.stage.is_last:
             return step.to_next_stage(x), step.cache
         with jax.named_scope("norm"):
-            return self.norm(x), step.cache
+            return self.last_normed(x, step.rows), step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return logits f32[R, V / n] of hidden states [R, D], where n is the number of devices that share the rows.

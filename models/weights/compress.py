@@ -24,7 +24,7 @@ from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.base.online import Rounded
 from jaxengine.models.quantization.base.stored import StoredModule, dequantized, num_groups
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE, SINGLE_FILE
-from jaxengine.models.weights.views.quantized import QuantizedSource
+from jaxengine.models.weights.views.quantized import QuantizedSource, plain_name
 from jaxengine.models.weights.views.renamed import RenamedSource
 from jaxengine.models.weights.views.stacked import split_stack
 
@@ -47,13 +47,15 @@ def compress(
 
     Returns the quantization_config, and the error of each kind of matrix, by its module's name with "*" for numbers:
     the root of the mean squared error relative to the matrix's own root mean square. Raises ModelFileError for a
-    checkpoint that does not fit the model, that stores experts in one tensor, that has no matrix to round, or whose
-    matrices have numbers that are not finite, and if writing fails.
+    checkpoint that does not fit the model, that stores experts in one tensor or joins matrices that would be rounded,
+    that has no matrix to round, or whose matrices have numbers that are not finite, and if writing fails.
     """
     renamed = RenamedSource(checkpoint, model.checkpoint_names)
     if model.config.experts is not None and any(split_stack(name) for name in renamed.names()):
         text = "keeps the experts of a layer in one tensor, and such are not written quantised"
         raise ModelFileError(checkpoint.path, text)
+    if joined := next(_joined(renamed, model), None):
+        raise ModelFileError(checkpoint.path, "joins matrices of modules, and such are not written quantised", joined)
     held = QuantizedSource(renamed, declared_params(model), model.build.scheme).modules
     modules: dict[str, tuple[Any, StoredModule]] = {
         renamed.stored_name(module.tensor("weight")): (scheme.stored, module) for scheme, module in held.values()
@@ -82,6 +84,13 @@ def compress(
     ignored = _ignored(matrices, {name.removesuffix(".weight") for name in modules})
     rounded = next(iter(modules.values()))[0]
     return settings(rounded, ignored), {kind: float(np.sqrt(e / w)) for kind, (e, w) in squares.items()}
+
+
+def _joined(source: WeightSource, model: CausalLM) -> Iterator[str]:
+    """Yield the names of tensors of `source` whose rows are those of several matrices that the model rounds."""
+    declared = {tensor.name for param in declared_params(model) for tensor in param.decl.sources}
+    rounded = {plain_name(name, model.build.scheme) for name in declared} - declared
+    return (name for name in source.names() if rounded.intersection(model.checkpoint_names.parts_of_rows(name)))
 
 
 def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from jaxengine.models.weights.views.parts import (
     source_row,
     tensor_name,
 )
-from jaxengine.models.weights.views.quantized import QuantizedSource
+from jaxengine.models.weights.views.quantized import QuantizedSource, plain_shapes
 from jaxengine.models.weights.views.renamed import RenamedSource, SharedBlocksSource
 from jaxengine.models.weights.views.stacked import StackedSource, of_shapes
 
@@ -210,8 +210,7 @@ def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredPa
         source = AlternatingRowsSource(source, names.alternating)
     if names.joined:
         params = declared_params(model) if params is None else params
-        tensors = ((param, tensor) for param in params for tensor in param.decl.sources)
-        source = JoinedRowsSource(source, names, {each.name: param.source_shape(each) for param, each in tensors})
+        source = JoinedRowsSource(source, names, plain_shapes(params, model.build.scheme))
     if model.config.shared_blocks is not None:
         source = SharedBlocksSource(source, model.config.shared_blocks)
     if (experts := model.config.experts) is None:

@@ -26,8 +26,6 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.quantization.base.online import Rounded
-from jaxengine.models.quantization.base.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
 from jaxengine.models.weights.assembly import Assembly, is_plain
 from jaxengine.models.weights.formats.arrays import PATH, ArraySource, FiniteSource, Taken, fault_of
 from jaxengine.models.weights.load import (
@@ -41,6 +39,7 @@ from jaxengine.models.weights.load import (
     load_params,
 )
 from jaxengine.models.weights.views.parts import tensor_name
+from jaxengine.models.weights.views.quantized import plain_name
 from jaxengine.models.weights.views.renamed import is_of_block
 from jaxengine.models.weights.views.stacked import BIAS, modules_in, split_stack
 
@@ -291,12 +290,10 @@ def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:
     """
     found = set[str]()
     for source in param.decl.sources:
-        module, _, kind = source.name.rpartition(".")
-        if kind in (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE):
-            if not isinstance(getattr(model.build.scheme(module), "stored", None), Rounded):
-                return set()
-            source = source._replace(name=f"{module}.weight")
-        found |= {tensor_name(source, expert) for expert in range(param.decl.num_experts or 1)}
+        if (name := plain_name(source.name, model.build.scheme)) is None:
+            return set()
+        plain = source._replace(name=name)
+        found |= {tensor_name(plain, expert) for expert in range(param.decl.num_experts or 1)}
     return found
 
 

@@ -17,6 +17,7 @@ from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.pictures import Pictures
@@ -34,16 +35,22 @@ PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
 NUM_SLOTS = 4  # of states; those of sequences, and what nobody has written, hold NaN before
 
 
-@cache
-def load_recorded(name: str) -> SimpleNamespace:
-    raw = read_config_json(CHECKPOINTS / name)
-    source = SafetensorsCheckpoint(checkpoint(WEIGHTS_OF.get(name, name)))
+def load_checkpoint(folder: Path, weights: Path | None = None) -> tuple[ModelConfig, Any]:
+    """The configuration in a folder and its model in float32, over the weights there or in another folder."""
+    raw = read_config_json(folder)
+    source = SafetensorsCheckpoint(weights or folder)
     source = under_transformers_names(source, read_hf(raw))
     config = with_stored_head(read_hf(raw), raw, source)
     config = config.up_to(config.max_position_embeddings)
     model = build_model(config, Build("float32"))
     nnx.update(model, load_params(model, source))
     source.close()
+    return config, model
+
+
+@cache
+def load_recorded(name: str) -> SimpleNamespace:
+    config, model = load_checkpoint(CHECKPOINTS / name, checkpoint(WEIGHTS_OF.get(name, name)))
     with np.load(CHECKPOINTS / name / "golden.npz", allow_pickle=False) as golden:
         prompts = [golden[f"token_ids_{i}"] for i in range(2)]
         logits = [golden[f"logits_{i}"] for i in range(2)]

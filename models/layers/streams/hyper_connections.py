@@ -237,20 +237,20 @@ class GatedStreams(nnx.Module):
         self.hc_norm = GroupedOffsetRMSNorm(wide, size, form.eps, source=f"{source}.hc_norm", build=build)
         # Whole on every device.
         down, up = Source(f"{source}.input_mix_weight_down", form.rank), Source(f"{source}.input_mix_weight_up", wide)
-        self.down = Linear(wide, (down,), axes=("embed", "latent"), build=build)
-        self.up = Linear(form.rank, (up,), axes=("embed", "latent"), build=build)
+        options: dict[str, Any] = {"axes": ("embed", "latent"), "build": build, "of_tokens": True}
+        self.down, self.up = Linear(wide, (down,), **options), Linear(form.rank, (up,), **options)
 
-    def mean(self, normed: jax.Array, rows: Rows | None) -> jax.Array:
+    def mean(self, normed: jax.Array, rows: Rows) -> jax.Array:
         """Return the mean [T, D] of normed hidden states [T, A * D], multiplied by their gates, in their dtype. rows:
-        description of the rows, None if they are not the step's tokens.
+        the step's.
         """
         inner = jax.nn.silu(self.down(normed, rows, out_dtype=jnp.float32) / self.count).astype(normed.dtype)
         gates = jax.nn.sigmoid(self.up(inner, rows, out_dtype=jnp.float32))
         wide = (gates * normed.astype(jnp.float32)).reshape(normed.shape[0], self.count, -1)
         return jnp.mean(wide, axis=1).astype(normed.dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.mean(self.hc_norm(x), None)
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        return self.mean(self.hc_norm(x), rows)
 
 
 class GatedConnection(GatedStreams):

@@ -217,9 +217,13 @@ def _stored_modules(
 
 
 def _why_not(module: str, targets: AdapterTargets) -> str:
-    """Return why the model takes no adapter of `module`: no such expert or matrix, not supported, or no such module."""
+    """Return why the model takes no adapter of `module`: not supported, part of a tower or of what is not read, no such
+    expert or matrix, or no such module.
+    """
     if module in targets.others or module in targets.tensors:
         return "the model has it, but adapters of it are not supported"
+    if targets.is_beside(module):
+        return "it is in a tower or a part that is not read, of which adapters are not supported"
     layer, _, rest = module.partition(".experts.")
     if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
         modules = (name for part in sorted(experts.joined, reverse=True) for name in experts.joined[part])

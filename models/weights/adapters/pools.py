@@ -89,6 +89,13 @@ class AdapterTargets:
             return True
         return self.module(stored) in self.unused
 
+    def is_beside(self, module: str) -> bool:
+        """Return whether a module, by its name in the model or in an adapter's file, is in a tower of the family or in
+        a part of its checkpoints that is not read.
+        """
+        named = f"{module}.weight"
+        return named.startswith((*self.names.tower, *self.names.sound_tower)) or self.names.is_unused(named)
+
     def sides(self, module: str) -> tuple[int, int]:
         """Return (inputs, outputs) of a module of `shapes`, `parts` or `wholes`. Raises KeyError for another one."""
         if module in self.wholes:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxengine.models.params.declare import DeclaredParam
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.quantization.base.online import Rounded
 from jaxengine.models.quantization.base.quantized import (
     CODES,
     INPUT_SCALE,
@@ -29,6 +30,36 @@ from jaxengine.models.quantization.base.quantized import (
 )
 from jaxengine.models.quantization.base.stored import StoredModule, dequantized, spread
 from jaxengine.models.weights.views.parts import tensor_name
+
+_MATRIX = (VALUES, CODES, PAIRS)
+_KINDS = (*_MATRIX, SCALES, ZEROS, ORDER, INPUT_SCALE)
+
+
+def plain_name(declared: str, scheme: Callable[[str], Any]) -> str | None:
+    """Return the name of the plain tensor that the model's tensor `declared` is read from: MODULE.weight for one of a
+    matrix that is rounded at load, its own for one that is not quantised. None if a storage format determines the
+    tensors. scheme: that of the model's Build.
+    """
+    module, _, kind = declared.rpartition(".")
+    if kind not in _KINDS:
+        return declared
+    return f"{module}.weight" if isinstance(getattr(scheme(module), "stored", None), Rounded) else None
+
+
+def plain_shapes(params: Iterable[DeclaredParam], scheme: Callable[[str], Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes by name of the plain tensors of weights, and those of others that a storage format determines
+    as the model declares them. scheme: that of the model's Build.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for param in params:
+        for declared in param.decl.sources:
+            kind, shape = declared.name.rpartition(".")[2], tuple(param.source_shape(declared))
+            name = plain_name(declared.name, scheme) or declared.name
+            if name == declared.name:
+                found[name] = shape
+            elif kind in _MATRIX:
+                found[name] = shape[0], shape[1] * (2 if kind == PAIRS else 1)
+    return found
 
 
 class QuantizedSource(WrappedSource):
@@ -105,14 +136,14 @@ class QuantizedSource(WrappedSource):
         for declared in param.decl.sources:
             module_of, _, kind = declared.name.rpartition(".")
             scheme = scheme_of(module_of)
-            if kind not in (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE):
+            if kind not in _KINDS:
                 continue
             assert isinstance(scheme, Quantized)
             shape = param.source_shape(declared)
             for expert in range(param.decl.num_experts or 1):
                 name = tensor_name(declared, expert)
                 module_name = name.rpartition(".")[0]
-                if kind in (VALUES, CODES, PAIRS) and module_name not in self.modules:
+                if kind in _MATRIX and module_name not in self.modules:
                     size = shape[1] * (2 if kind == PAIRS else 1)
                     module = StoredModule(self._source, module_name, (shape[0], size), self._present, declared.stride)
                     self.modules[module_name] = scheme, module

@@ -29,17 +29,19 @@ MODES = {
 # Whose pictures come as embeddings, too. Videos frame by frame; heads that turn, and chunks; patches that are not
 # joined; tiles and embeddings for lines; neighbours that turn together, before latent attention.
 EMBEDDED = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vision", "kimi_vl_vision")
-# What these models are too small for: a tower of an odd number of heads or with an odd MLP, and parts of pictures for
-# both of two layers.
+# What these models are too small for: a tower of an odd number of heads or with an odd MLP, an odd number of heads of
+# delta nets, and parts of pictures for both of two layers.
 REFUSED = {
     ("gemma4_both_ways_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     **dict.fromkeys(
         [
             *((name, "tp 2, weights") for name in ("glm46v_vision", "glm46v_moe_vision", "minicpmv4_6_untied_vision")),
             ("glm46v_vision", "tp 2, data"),
+            *(("qwen4_exp_pictures_vision", mode) for mode in MODES if mode.startswith("tp 2")),
         ],
         "^tensor_parallel_size is 2; allowed: 1 for this model",
     ),
+    ("muse_glimmer_odd_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1, 5 for this model",
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("janus_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("exaone4_5_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
@@ -20,11 +21,14 @@ from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.params.declare import ParamDecl, Source, declare, declared_params, parts_of
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.registry import build_model
+from jaxengine.models.quantization.registry import rounded
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.compress import compress
 from jaxengine.models.weights.dummy import dummy_params
 from jaxengine.models.weights.load import load_params
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
+from tests.fixtures.drawn_weights import checkpoint
 from tests.models.tiny import with_attention
 
 CONFIG = ModelConfig(
@@ -191,6 +195,24 @@ def test_joined_tensors():
     short = tensors | {f"{prefix}.self_attn.qkv_proj.weight": np.zeros((63, 32), np.float32)}
     with pytest.raises(ModelFileError, match=r"shape must be \(64, 32\), got \(63, 32\).*qkv_proj"):
         load(short, JOINED)
+
+
+def test_joined_rows_are_rounded_as_their_parts_are(tmp_path):
+    """Of gates and ups that transformers joins when it saves MiniMax M3, whose published files have both."""
+    folder = checkpoint("minimax_m3")
+    joined = load_file(folder / "model.safetensors")
+    apart = {name: each for name, each in joined.items() if not name.endswith(".gate_up_proj.weight")}
+    for name in joined.keys() - apart.keys():
+        for part, rows in zip(("gate_proj", "up_proj"), np.split(joined[name], 2), strict=True):
+            apart[name.replace("gate_up_proj", part)] = rows
+    model = build_model(read_folder(folder), Build("float32", scheme=rounded("int8")))
+    found, wanted = (load_params(model, ArraySource(each)) for each in (joined, apart))
+    assert found["layers"][0]["mlp"]["gate_up"]["weight"]["codes"].dtype == jnp.int8
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    model = build_model(read_folder(folder), Build("float32", scheme=rounded("fp8")))
+    experts = ".mlp.experts."
+    with pytest.raises(ModelFileError, match=r"joins matrices of modules.*\(at model.*gate_up_proj.weight\)"):
+        compress(ArraySource({name: each for name, each in joined.items() if experts not in name}), model, tmp_path)
 
 
 class Other(nnx.Module):

@@ -297,6 +297,7 @@ def filled(name, value):
         (moved(A, "base_model.model.model.embed_tokens.lora_embedding_A"), "adapter of a token table or an LM head"),
         (moved(A, "base_model.model.lm_head.lora_A.weight"), "adapters of it are not supported"),
         (moved(A, "base_model.model.model.embed_tokens.lora_A.weight"), "adapters of it are not supported"),
+        (moved(A, "base_model.model.model.mtp.0.up_proj.lora_A.weight"), "in a tower or a part that is not read"),
         (moved(A, "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"), "for another base"),
         (moved(A, "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"), "for another base model"),
         (
