@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.config import taps
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
@@ -39,22 +40,23 @@ SOURCE = f"{LAYER}.mixer"
 
 
 class MixerLayer(nnx.Module):
-    """Layer x + mixer(norm(x)). kind: the mixer's kind, one of the values of KINDS.
-
-    The mixer is called `attention` if it mixes tokens, otherwise `mlp`, as taps look for parts under these names.
-    """
+    """Layer x + mixer(norm(x)). kind: the mixer's kind, one of the values of KINDS."""
 
     def __init__(self, config: ModelConfig, mixer: nnx.Module, kind: str, build: Build):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, source=f"{LAYER}.norm", build=build)
-        self.kind, self.mixes_tokens = kind, kind not in (FEED_FORWARD, EXPERTS)
-        setattr(self, "attention" if self.mixes_tokens else "mlp", mixer)
+        self.mixer, self.kind = mixer, kind
+
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """Where taps find the mixer (jaxengine.models.layers.taps.path_of): it is the layer's only part."""
+        return {taps.MLP if self.kind in (FEED_FORWARD, EXPERTS) else taps.ATTENTION: ("mixer",)}
 
     def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         normed = self.norm(x)
         with jax.named_scope(self.kind):
-            if not self.mixes_tokens:
-                return x + self.mlp(normed, step.rows), kv
-            mixed, kv = self.attention(normed, kv, pages, step)
+            if self.kind in (FEED_FORWARD, EXPERTS):
+                return x + self.mixer(normed, step.rows), kv
+            mixed, kv = self.mixer(normed, kv, pages, step)
             return x + mixed, kv
 
 

@@ -235,7 +235,7 @@ def _score_chunk(counts, table, q, weights, pool, o, buffer, arrived, *, plan: _
 
     pl.when(index == 0)(lambda: start(index))
     pl.when(index + 1 < steps * plan.chunks)(lambda: start(index + 1))
-    count, _ = live(index)
+    count = live(index)[0]
     slot = lax.rem(index, 2)
 
     @pl.when(count > 0)
