@@ -42,7 +42,7 @@ class Load(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes /health and /ping, /live, /version and /load, which every server has."""
+    """Return the routes /health and /ping, /live and /livez, /version and /load, which every server has."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get("/health", response_class=Response)
@@ -55,6 +55,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         await engine.check_health()
         return Response()
 
+    @routes.get("/livez", response_class=Response, include_in_schema=False)
     @routes.get("/live", response_class=Response)
     async def live() -> Response:
         """Answer 200, as this process runs. The server restarts its engine itself, and ends if that does not help."""

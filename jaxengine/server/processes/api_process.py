@@ -43,7 +43,7 @@ _REPORT_SECONDS = 2.0
 
 
 # Paths that pages, probes and collectors poll every few seconds.
-_POLLED = frozenset({"/status.json", "/health", "/live", "/ping", "/metrics"})
+_POLLED = frozenset({"/status.json", "/health", "/live", "/livez", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:

@@ -15,7 +15,7 @@ from jaxengine.server.http.request.errors import ApiError, error_response
 from jaxengine.turns import OWNER
 
 # "/" and "/docs" are pages without data that prompt for a key themselves, as browsers send none with an address.
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/live", "/livez", "/ping", "/", "/docs"})
 
 
 class AuthMiddleware:

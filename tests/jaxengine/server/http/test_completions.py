@@ -386,7 +386,8 @@ async def test_a_client_may_learn_of_the_tokenizer_where_that_is_wanted(app, cha
 async def test_health_follows_the_engine_and_the_drain(recorder):
     app = create_app(recorder, ServerConfig())
     async with http_client(app) as client:
-        for method, path in (("GET", "/health"), ("GET", "/live"), ("GET", "/ping"), ("POST", "/ping")):
+        routes = [("GET", path) for path in ("/health", "/live", "/livez", "/ping")]
+        for method, path in (*routes, ("POST", "/ping")):
             response = await client.request(method, path)
             assert (response.status_code, response.content) == (200, b"")
         assert (await client.get("/load")).json() == {"server_load": 0}
