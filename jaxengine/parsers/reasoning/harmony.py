@@ -95,8 +95,8 @@ class HarmonyFormat:
 
 
 class HarmonyReasoningParser:
-    """Splitter of one output of gpt-oss into reasoning and content. functions: names of the request's functions.
-    function: which of them a message calls. words: the format's.
+    """Splitter of one output of a model that writes such messages into reasoning and content. functions: names of the
+    request's functions. function: which of them a message calls. words: the format's.
     """
 
     late_ends = ()

@@ -1,10 +1,12 @@
-"""Reader of OpenAI's harmony format, which gpt-oss and Beam write: messages with a channel and optionally a recipient.
+"""Reader of messages in OpenAI's harmony format, which gpt-oss and Beam write, and in Muse's.
+
+In harmony a message has a channel and optionally a recipient:
 
   <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
   <|message|>{...}<|call|>
 
-See https://cookbook.openai.com/articles/openai-harmony. Muse's messages have a recipient only, and other
-words end them:
+See https://cookbook.openai.com/articles/openai-harmony. Muse's messages have a recipient only, and other words end
+them:
 
   to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>
 

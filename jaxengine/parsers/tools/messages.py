@@ -37,10 +37,12 @@ from jaxengine.parsers.scan.harmony import (
     Body,
     CalledFunction,
     End,
+    GlimmerHeader,
     HarmonyReader,
     HarmonyWords,
     Header,
     Part,
+    SparkHeader,
     recipient_function,
     xml_function,
 )
@@ -65,6 +67,11 @@ _MUSE_WRITTEN = replace(
     MUSE_WORDS,
     call=(MUSE_WORDS.call[0], '">\n', MUSE_WORDS.call[2]),
     parameter=(*MUSE_WORDS.parameter[:2], f"{MUSE_WORDS.parameter[2]}\n"),
+)
+
+# Recipients of messages that call nothing, of either Muse.
+_NO_TOOLS = sorted(
+    {name for header in (GlimmerHeader, SparkHeader) for name in (*header.readers, *header.thoughts)} - {""}
 )
 
 
@@ -96,7 +103,8 @@ def muse_forced_grammar(calls: CallGrammar) -> Iterator[str]:
     more = f'({eom} {start} "assistant" call)*' if calls.many else ""
     yield f'start: (thought {start} "assistant")? call {more} {eot}'
     yield f'thought: " to={SELF}" {message} /(?s:.*)/ {eom}'
-    yield f'call: " to=" /[A-Za-z0-9_.-]+/ {message} {opening} "\\n" ({_alternatives(rules)}) "\\n" {closing}'
+    yield f"RECIPIENT: /[A-Za-z0-9_.-]+/ & ~/{'|'.join(_NO_TOOLS)}/"
+    yield f'call: " to=" RECIPIENT {message} {opening} "\\n" ({_alternatives(rules)}) "\\n" {closing}'
     yield from rules
 
 

@@ -8,41 +8,46 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Most events that are returned at once.
-_MOST_EVENTS = 1000
+# Bytes after which no further event is returned at once: thousands of followers may wait for theirs.
+_MOST_BYTES = 64 << 10
+# Memory of an event beside its data.
+_EVENT_BYTES = 128
 
 # Number of an event in its stream, and the event, encoded.
 NumberedEvent = tuple[int, bytes]
 
 
 class Told(msgspec.Struct, array_like=True):
-    """Some events of a response, in order. is_last: whether no event follows these."""
+    """Some events of a response, in order. is_last: whether no event follows these. is_cut: whether, besides, the
+    response ended without a last event of its own, as its worker was lost.
+    """
 
     events: list[NumberedEvent]
     is_last: bool
+    is_cut: bool = False
 
 
 class EventLog:
     """Events of one response so far.
 
     Attributes:
-      num_bytes: size of all encoded events.
+      num_bytes: memory of all events.
     """
 
     def __init__(self):
         self.num_bytes = 0
         self._events: list[NumberedEvent] = []
-        self._has_ended = False
+        self._has_ended = self._is_cut = False
         self._more = asyncio.Event()
 
     def append(self, events: Sequence[NumberedEvent], *, ends: bool = False) -> None:
         """Add events, with numbers above all earlier ones, and wake all calls of `after`. ends: whether they are the
-        last ones; once a log has ended, nothing is added.
+        last ones, and without any the log ends cut; once a log has ended, nothing is added.
         """
         if not self._has_ended:
             self._events += events
-            self.num_bytes += sum(len(data) for _, data in events)
-            self._has_ended = ends
+            self.num_bytes += sum(len(data) + _EVENT_BYTES for _, data in events)
+            self._has_ended, self._is_cut = ends, ends and not events
             self._more.set()
             self._more = asyncio.Event()
 
@@ -50,8 +55,11 @@ class EventLog:
         """Return events with numbers above `number`, at least one, or none if the log has ended; waits for them."""
         while True:
             start = bisect_right(self._events, number, key=lambda each: each[0])
-            found = self._events[start : start + _MOST_EVENTS]
-            is_last = self._has_ended and start + len(found) == len(self._events)
+            stop, size = start, 0
+            while stop < len(self._events) and size < _MOST_BYTES:
+                size += len(self._events[stop][1])
+                stop += 1
+            found, is_last = self._events[start:stop], self._has_ended and stop == len(self._events)
             if found or is_last:
-                return Told(found, is_last)
+                return Told(found, is_last, is_last and self._is_cut)
             await self._more.wait()

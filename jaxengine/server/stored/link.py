@@ -121,8 +121,7 @@ class StoreServer:
 async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> StoreReply:
     """Execute a call on `store` and return the reply. An OverloadedError is returned as the reply's `full` and
     `retry_after`. Calls "stop" and "delete" wait until the response no longer runs, and "events_after" until
-    there is an event. worker: the process that generates
-    the responses which are put.
+    there is an event. worker: the process that generates the responses which are put.
     """
     reply, key = StoreReply(call.number), (call.response_id, call.owner)
     try:

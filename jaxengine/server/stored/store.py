@@ -185,9 +185,16 @@ class ResponseStore:
             (running, bounds.client_responses, most),
             (everyone, bounds.responses, bounds.num_bytes),
         ):
-            if len(kept) >= responses or size + sum(map(_most_bytes, kept)) > num_bytes:
+            if len(kept) >= responses or size + sum(map(self._most_bytes, kept)) > num_bytes:
                 text = f"{len(running)} responses of yours and {len(everyone)} in all run in the background already"
                 raise OverloadedError(text, retry_after=_RETRY_SECONDS)
+
+    def _most_bytes(self, kept: Kept) -> int:
+        """Return the size in bytes of a response, its events, its input and its whole conversation, with every
+        occurrence of long texts.
+        """
+        log = self._logs.get((kept.stored.owner, kept.stored.id))
+        return sum(_found(kept).num_bytes.values()) + (0 if log is None else log.num_bytes)
 
     def _make_room(self, share: Share, newest: str) -> None:
         """Evict finished responses, oldest first, while bounds are exceeded and there is one to evict: those in `share`
@@ -237,13 +244,6 @@ def _num_responses(share: Share) -> int:
 def _num_bytes(share: Share) -> int:
     """Return the memory of a share in bytes. Serves as a measure for eviction."""
     return share.num_bytes
-
-
-def _most_bytes(kept: Kept) -> int:
-    """Return the size in bytes of a response, its input and its whole conversation, with every occurrence of long
-    texts.
-    """
-    return sum(_found(kept).num_bytes.values())
 
 
 def _found(kept: Kept) -> Found:

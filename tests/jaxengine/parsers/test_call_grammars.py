@@ -399,7 +399,7 @@ def test_a_string_of_text_keeps_to_the_values_of_its_schema(vocabulary):
 
 @pytest.mark.parametrize("name", FORCED)
 def test_a_forced_call_of_harmony(vocabulary, name):
-    """A thought and the call; nothing else, and no other function."""
+    """A thought and the call; nothing else, no other function, and no message of Muse to the user or the model."""
     words, thought, write = FORCED[name]
     call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"
     call = write(TWICE[:1]) if write else call
@@ -412,7 +412,9 @@ def test_a_forced_call_of_harmony(vocabulary, name):
         (parsed,) = message_of([*parser.feed(text), *parser.finish()]).tool_calls
         assert (parsed.name, json.loads(parsed.arguments)) == TWICE[0]
     final = thought.replace("self", "user").replace("analysis", "final")
-    for text in (thought + thought, "Hi", final, call.replace("get_weather", "other"), call + call):
+    not_to_tools = [call.replace("to=get_weather", f"to={one}") for one in ("self", "user", "developer") if write]
+    others = [text for text in not_to_tools if "self" in thought]  # Beam's tools may have any name
+    for text in (thought + thought, "Hi", final, call.replace("get_weather", "other"), call + call, *others):
         assert not taken(backend, matcher, text)[0]
     if write:  # several calls are one output, the last one ends it
         assert taken(backend, matcher, thought + write(TWICE * 2)) == (True, True)

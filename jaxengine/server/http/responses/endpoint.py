@@ -129,11 +129,12 @@ class _Making:
             raise as_response_error(error) from None
         ignored += ["reasoning"] if self._run.ignored else []
 
-    async def events(self) -> AsyncGenerator[list[Said], None]:
+    async def events(self, said: list[Said]) -> AsyncGenerator[list[Said], None]:
         """Generate the response to its end; for each output, yield the list of stream events, which may be empty. Call
         it after `prepare`. `writer.response` is the current state. Raises the errors of EngineClient.stream.
+
+        said: events that the first output's follow in its list.
         """
-        said = self.writer.open()
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
                 async for whole, outputs in pieces:
@@ -307,7 +308,7 @@ class _Responses:
         it. Releases its memory in every case. Raises the errors of `making.events`.
         """
         with making:
-            async with contextlib.aclosing(making.events()) as events:
+            async with contextlib.aclosing(making.events([])) as events:
                 async for _ in events:
                     continue
             if keeper is not None:
@@ -319,7 +320,8 @@ class _Responses:
         is yielded. Releases its memory in every case. Raises the errors of `making.events`.
         """
         with making:
-            async with contextlib.aclosing(making.events()) as events:
+            # An error before the first output is the answer's status, which the first event would end.
+            async with contextlib.aclosing(making.events(making.writer.open())) as events:
                 async for said in events:
                     if keeper is not None and making.writer.response["status"] != "in_progress":
                         await keeper.keep(making, making.writer.response)
@@ -333,11 +335,12 @@ class _Responses:
         return await stream_events(request, events, self._config, done=b"")
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> dict[str, Any]:
-        """Store a background response as "queued", start its generation as a task, and return this state.
-        state: the application's. Raises OverloadedError or EngineDeadError if the response cannot be stored.
+        """Store a background response as "queued", with the first events of its stream, start its generation as a task,
+        and return this state. state: the application's. Raises OverloadedError or EngineDeadError if the response
+        cannot be stored.
         """
         queued = {**making.writer.response, "status": "queued"}
-        await keeper.put(making, queued, is_running=True)
+        await keeper.put(making, queued, is_running=True, said=making.writer.open())
         self._tasks[keeper.owner, making.id] = asyncio.create_task(self._work(making, keeper, state.traffic))
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would leave the response as it is
         return queued
@@ -351,7 +354,7 @@ class _Responses:
         last: list[Said] = []
         try:
             await keeper.keep(making, making.writer.response, is_running=True)
-            async with contextlib.aclosing(making.events()) as events:
+            async with contextlib.aclosing(making.events([])) as events:
                 async for said in events:
                     if making.writer.response["status"] != "in_progress":
                         last = said
@@ -454,7 +457,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)
     @answers(InputItems)
-    async def getinput_items(
+    async def get_input_items(
         response_id: str,
         request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,

@@ -10,8 +10,6 @@ from jaxengine.server.http.responses.output import Said
 from jaxengine.server.stored.events import NumberedEvent
 from jaxengine.server.stored.records import Responses
 
-_LAST = tuple(b"event: response.%b\n" % kind for kind in (b"completed", b"incomplete", b"failed"))
-
 
 def encoded(said: Said) -> bytes:
     """Return a stream event of a response as a server-sent event."""
@@ -28,12 +26,13 @@ async def followed(store: Responses, response_id: str, owner: str, number: int) 
     has lost with its process are left out. Raises EngineDeadError if the store is down, and if the response ended
     without a last event because its process did.
     """
-    last = b""
+    is_whole = False
     while (told := await store.events_after(response_id, owner, number)) is not None:
         if told.events:
-            number, last = told.events[-1]
+            number = told.events[-1][0]
             yield b"".join(data for _, data in told.events)
         if told.is_last:
+            is_whole = not told.is_cut
             break
-    if last and not last.startswith(_LAST):
+    if not is_whole:
         raise EngineDeadError("the process that worked on the response has ended")

@@ -262,10 +262,28 @@ async def test_a_stream_of_work_in_the_background_is_left_and_followed_again(cli
 
 
 async def test_a_stream_in_the_background_ends_with_its_cancellation(client, chat_engine):
+    """It has its first events, though it may be cancelled before the first token."""
     task = await begun(client, "resp_cancelled", max_output_tokens=200)
     assert (await client.responses.cancel("resp_cancelled")).status == "cancelled"
     events = [event async for event in await task]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1].type == "response.failed" and events[-1].response.status == "cancelled"
+    await idle(chat_engine)
+
+
+async def test_a_stream_in_the_background_that_fails_at_once_has_begun(chat_engine):
+    """Whoever follows a response whose process was lost is told, whatever it has read."""
+    engine = Recorder(chat_engine)
+    engine.fail_after, engine.failure = 0, EngineDeadError("the device is gone")
+    client = openai_client(app := create_app(engine, ServerConfig(served_model_name="tiny")))
+    stream = await client.responses.create(**ASK, background=True, stream=True)
+    events = [event async for event in stream]
+    assert [event.type.removeprefix("response.") for event in events] == ["created", "in_progress", "failed"]
+    store = app.state.store
+    store._logs[next(iter(store._logs))]._is_cut = True  # as after ResponseStore.lose
+    with pytest.raises(openai.APIError):
+        [event async for event in await client.responses.retrieve(events[0].response.id, stream=True, starting_after=2)]
     await idle(chat_engine)
 
 

@@ -257,13 +257,29 @@ async def test_events_count_and_end_with_their_response():
     await store.put(stored, work, texts)
     before = store.num_bytes
     await store.append_events("x", "me", [(0, b"a" * 1000)])
-    assert store.num_bytes == before + 1000
+    added = store.num_bytes - before
+    assert 1000 < added < 1200
     coming = asyncio.ensure_future(store.events_after("x", "me", 0))
     await asyncio.sleep(0)
     store.lose(work)  # its process has ended, and no event tells
-    assert ((await coming).events, (await coming).is_last) == ([], True)
+    assert (await coming).events == [] and (await coming).is_last and (await coming).is_cut
     await store.delete("x", "me")
     assert store.num_bytes == 0
+
+
+async def test_events_of_running_responses_leave_no_room_for_others():
+    """They are never evicted; nor are many bytes of them sent at once."""
+    store, work = ResponseStore(dataclasses.replace(BOUNDS, num_bytes=20_000, client_bytes=20_000)), Work()
+    for name in ("x", "y"):
+        stored, texts = made(name, running=True)
+        stored.is_streamed = True
+        await store.put(stored, work, texts)
+        await store.append_events(name, "me", [(number, b"a" * 1000) for number in range(9)])
+    with pytest.raises(OverloadedError, match="run in the background already"):
+        await store.put(*(made("z")[0], work, made("z")[1]))
+    await store.append_events("x", "me", [(9, b"a" * (1 << 20)), (10, b"a")])
+    assert [number for number, _ in (await store.events_after("x", "me", -1)).events] == [*range(10)]
+    assert [number for number, _ in (await store.events_after("x", "me", 9)).events] == [10]
 
 
 async def test_what_a_process_worked_on_fails_with_it(tmp_path):
