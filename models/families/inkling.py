@@ -64,9 +64,15 @@ _OTHER_NAMES = {
     "logits_mup_width_multiplier": "embedding_multiplier",
 }
 # What published files say, and transformers' class does whatever they say.
-_ALWAYS = (
-    *("shared_expert_sink", "use_sconv", "use_embed_norm", "use_gate_bias", "norm_after_topk", "use_global_scale"),
-)
+_ALWAYS: dict[str, Any] = {
+    "shared_expert_sink": True,
+    "use_sconv": True,
+    "use_embed_norm": True,
+    "use_gate_bias": True,
+    "norm_after_topk": True,
+    "use_global_scale": True,
+    "gate_activation": "sigmoid",
+}
 
 States = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -265,7 +271,7 @@ def _read(fields: ConfigFields) -> dict[str, Any]:
     """
     renamed = {name: fields.value(other) for name, other in _OTHER_NAMES.items() if fields.has(other)}
     fields = ConfigFields({**fields.raw, **renamed}).with_defaults(**_DEFAULTS)
-    fields.require(**dict.fromkeys(_ALWAYS, True), gate_activation="sigmoid")
+    fields.require(**_ALWAYS)
     experts, dense_size = _read_experts(fields)
     fields = ConfigFields({**fields.raw, "intermediate_size": dense_size})
     count = fields.integer("num_hidden_layers")
@@ -285,7 +291,7 @@ def _read_experts(fields: ConfigFields) -> tuple[ExpertsConfig, int]:
     intermediate_size is that of an expert. Raises ModelConfigError for a field that is wrong.
     """
     dense, size = fields.integer("dense_intermediate_size", None), fields.integer("intermediate_size")
-    first_sparse = fields.integer("dense_mlp_idx", 0, minimum=0)
+    first_sparse = min(fields.integer("dense_mlp_idx", 0, minimum=0), fields.integer("num_hidden_layers"))
     listed = listed_dense(fields)
     experts = ExpertsConfig(
         num_experts=fields.integer("n_routed_experts", 256),
@@ -316,10 +322,13 @@ def _read_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tu
     made = []
     for layer, own in enumerate(layers):
         if (layer in local) if kinds is None else (kinds[layer] == HYBRID_SLIDING):
-            sizes = {name: fields.integer(f"swa_{name}") for name in ("num_attention_heads", "num_key_value_heads")}
-            num_heads, num_kv_heads = sizes.values()
-            own = replace(own, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=fields.integer("swa_head_dim"))
-            own = replace(own, window=window)
+            own = replace(
+                own,
+                num_heads=fields.integer("swa_num_attention_heads"),
+                num_kv_heads=fields.integer("swa_num_key_value_heads"),
+                head_dim=fields.integer("swa_head_dim"),
+                window=window,
+            )
         else:
             own = replace(own, temperature=tuning)
         state = LayerConvolutions(

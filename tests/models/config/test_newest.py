@@ -46,6 +46,7 @@ _BOTH = {"intermediate_size": 24, "moe_intermediate_size": 99, "dense_intermedia
         ({"embedding_multiplier": 3.0, "logits_mup_width_multiplier": 2.0}, {}),
         (_BOTH, {}),
         ({"mlp_layer_types": None, "dense_mlp_idx": 1}, {}),
+        ({"mlp_layer_types": None, "dense_mlp_idx": 9}, {"mlp_layer_types": ["dense"] * 3}),
         ({"layer_types": None, "local_layer_ids": [0]}, {}),
         ({"layer_types": None, "local_layer_ids": None}, {"layer_types": ["hybrid_sliding"] * 3}),
         ({"tie_word_embeddings": True}, {}),
