@@ -32,6 +32,9 @@ def test_defaults_and_published_names():
     assert (other.hidden_size, other.intermediate_size, other.activation) == (64, 88, "silu")
     assert other.pruning_rate == pytest.approx(0.7)
     assert read(text_config=TEXT | {"num_nextn_predict_layers": 1}).tower.last_norm
+    # The names that published files have for the class.
+    for name in ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"):
+        assert read(architectures=[name], vision_config=None) == config
 
 
 def test_what_is_refused():
