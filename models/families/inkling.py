@@ -72,6 +72,9 @@ _ALWAYS: dict[str, Any] = {
     "norm_after_topk": True,
     "use_global_scale": True,
     "gate_activation": "sigmoid",
+    "q_bias": False,
+    "o_bias": False,
+    "final_logit_softcapping": None,
 }
 
 States = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -316,8 +319,11 @@ def _read_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tu
     tuning = None
     if floor is not None and strength != 0:
         tuning = TemperatureTuning(float(floor), fields.number("log_scaling_alpha", 0.1), offset=1, begins=True)
-    local = {layer for layer in range(len(layers)) if (layer + 1) % 6}
-    local = set(fields.token_ids("local_layer_ids")) if fields.has("local_layer_ids") else local
+    local = fields.value("local_layer_ids", None)
+    if local is None:
+        local = [layer for layer in range(len(layers)) if (layer + 1) % 6]
+    elif not isinstance(local, list) or any(type(layer) is not int for layer in local):
+        raise fields.fail("local_layer_ids", "a list of indices of layers")
     kinds = read_each_layer(fields, "layer_types", (HYBRID, HYBRID_SLIDING))
     made = []
     for layer, own in enumerate(layers):
