@@ -108,6 +108,7 @@ def test_rows_of_two_matrices_in_turn():
     np.testing.assert_array_equal(source.read("b"), rows[0])
     for tensors, error in (
         ({"a.w13.weight": rows[:3]}, "must have an even number of rows"),
+        ({"a.w13.weight": rows[0, 0]}, "must have an even number of rows"),
         ({"a.w13.weight": rows, "a.up.weight": rows}, "stands for a.up.weight, as does another tensor"),
     ):
         with pytest.raises(ModelFileError, match=error):
