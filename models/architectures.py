@@ -79,6 +79,9 @@ _OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxM3SparseForCausalLM": "MiniMaxM3VLForCausalLM",
+    # As published; transformers has one class, of another name.
+    "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "AquilaForCausalLM": "LlamaForCausalLM",
     "AquilaModel": "LlamaForCausalLM",  # of models that generate, too

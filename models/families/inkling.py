@@ -64,9 +64,18 @@ _OTHER_NAMES = {
     "logits_mup_width_multiplier": "embedding_multiplier",
 }
 # What published files say, and transformers' class does whatever they say.
-_ALWAYS = (
-    *("shared_expert_sink", "use_sconv", "use_embed_norm", "use_gate_bias", "norm_after_topk", "use_global_scale"),
-)
+_ALWAYS: dict[str, Any] = {
+    "shared_expert_sink": True,
+    "use_sconv": True,
+    "use_embed_norm": True,
+    "use_gate_bias": True,
+    "norm_after_topk": True,
+    "use_global_scale": True,
+    "gate_activation": "sigmoid",
+    "q_bias": False,
+    "o_bias": False,
+    "final_logit_softcapping": None,
+}
 
 States = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -265,7 +274,7 @@ def _read(fields: ConfigFields) -> dict[str, Any]:
     """
     renamed = {name: fields.value(other) for name, other in _OTHER_NAMES.items() if fields.has(other)}
     fields = ConfigFields({**fields.raw, **renamed}).with_defaults(**_DEFAULTS)
-    fields.require(**dict.fromkeys(_ALWAYS, True), gate_activation="sigmoid")
+    fields.require(**_ALWAYS)
     experts, dense_size = _read_experts(fields)
     fields = ConfigFields({**fields.raw, "intermediate_size": dense_size})
     count = fields.integer("num_hidden_layers")
@@ -285,7 +294,7 @@ def _read_experts(fields: ConfigFields) -> tuple[ExpertsConfig, int]:
     intermediate_size is that of an expert. Raises ModelConfigError for a field that is wrong.
     """
     dense, size = fields.integer("dense_intermediate_size", None), fields.integer("intermediate_size")
-    first_sparse = fields.integer("dense_mlp_idx", 0, minimum=0)
+    first_sparse = min(fields.integer("dense_mlp_idx", 0, minimum=0), fields.integer("num_hidden_layers"))
     listed = listed_dense(fields)
     experts = ExpertsConfig(
         num_experts=fields.integer("n_routed_experts", 256),
@@ -310,16 +319,22 @@ def _read_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tu
     tuning = None
     if floor is not None and strength != 0:
         tuning = TemperatureTuning(float(floor), fields.number("log_scaling_alpha", 0.1), offset=1, begins=True)
-    local = {layer for layer in range(len(layers)) if (layer + 1) % 6}
-    local = set(fields.token_ids("local_layer_ids")) if fields.has("local_layer_ids") else local
+    local = fields.value("local_layer_ids", None)
+    if local is None:
+        local = [layer for layer in range(len(layers)) if (layer + 1) % 6]
+    elif not isinstance(local, list) or any(type(layer) is not int for layer in local):
+        raise fields.fail("local_layer_ids", "a list of indices of layers")
     kinds = read_each_layer(fields, "layer_types", (HYBRID, HYBRID_SLIDING))
     made = []
     for layer, own in enumerate(layers):
         if (layer in local) if kinds is None else (kinds[layer] == HYBRID_SLIDING):
-            sizes = {name: fields.integer(f"swa_{name}") for name in ("num_attention_heads", "num_key_value_heads")}
-            num_heads, num_kv_heads = sizes.values()
-            own = replace(own, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=fields.integer("swa_head_dim"))
-            own = replace(own, window=window)
+            own = replace(
+                own,
+                num_heads=fields.integer("swa_num_attention_heads"),
+                num_kv_heads=fields.integer("swa_num_key_value_heads"),
+                head_dim=fields.integer("swa_head_dim"),
+                window=window,
+            )
         else:
             own = replace(own, temperature=tuning)
         state = LayerConvolutions(

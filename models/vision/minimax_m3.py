@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,16 @@ from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
 
 LAYER = f"{TOWER}.layers.{{layer}}"
 _AXES = 3
+# Fields of published files that transformers does not read, and the only values with which its model is the same.
+_ONLY: dict[str, Any] = {
+    "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": True,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+_VISION_ONLY: dict[str, Any] = {"position_embedding_type": "rope", "rope_mode": "3d"}
+# Where published files have the sizes of squares, in vision_config and beside it.
+_PUBLISHED_SIZES = "img_token_compression_config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +80,12 @@ def read_minimax_m3_tower(fields: ConfigFields) -> MiniMaxM3TowerConfig:
     """Return the tower's configuration from a config.json, with transformers' defaults for fields that it or its
     vision_config lacks.
 
-    Raises ModelConfigError for wrong fields, for heads of fewer than six elements, and for a `head_dim` of rope that is
-    not that of attention.
+    Raises ModelConfigError for wrong fields, for heads of fewer than six elements, for a `head_dim` of rope that is not
+    that of attention, and for published fields that ask for another tower.
     """
     vision = fields.part_or_empty("vision_config")
-    vision.require(num_channels=3)
+    fields.require(**_ONLY)
+    vision.require(num_channels=3, **_VISION_ONLY)
     size, heads = vision.integer("hidden_size", 1280), vision.integer("num_attention_heads", 16)
     if size % heads or size // heads < 2 * _AXES:
         raise vision.fail("hidden_size", f"a multiple of num_attention_heads = {heads}, and at least {2 * _AXES} times")
@@ -82,6 +94,10 @@ def read_minimax_m3_tower(fields: ConfigFields) -> MiniMaxM3TowerConfig:
         vision.integer(name, default)
         for name, default in (("patch_size", 14), ("temporal_patch_size", 2), ("spatial_merge_size", 2))
     )
+    for published in (fields.part_or_empty(_PUBLISHED_SIZES), vision.part_or_empty(_PUBLISHED_SIZES)):
+        published.require(
+            image_token_compression_method="patch_merge", spatial_merge_size=merge, temporal_patch_size=frames
+        )
     return MiniMaxM3TowerConfig(
         num_features=3 * frames * patch * patch,
         columns=("segment", "frame", "row", "column"),

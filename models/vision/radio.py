@@ -56,7 +56,6 @@ class RadioTowerConfig(TowerConfig):
       num_tokens: number of learned tokens before the patches of an image.
       projector_size: outputs of the projector's first product.
       last_norm: whether a norm follows the layers.
-      pruning_rate: share of a video's embeddings that transformers leaves out of the prompt.
     """
 
     hidden_size: int
@@ -74,7 +73,6 @@ class RadioTowerConfig(TowerConfig):
     num_tokens: int
     projector_size: int
     last_norm: bool
-    pruning_rate: float
 
     @property
     def rows_before(self) -> int:
@@ -137,7 +135,6 @@ def read_radio_tower(fields: ConfigFields, *, last_norm: bool) -> RadioTowerConf
         num_tokens=tokens,
         projector_size=fields.integer("projector_hidden_size", 4096),
         last_norm=last_norm,
-        pruning_rate=fields.number("video_pruning_rate", 0.0) if fields.value("video_pruning_rate", 0) else 0.0,
     )
 
 

@@ -64,6 +64,9 @@ class NemotronHOmniProcessor(GridProcessor):
     A video's placeholder is a text of which tokenizers make several tokens, so `encode` replaces it by one token, which
     is not in the vocabulary and does not occur in the expanded prompt: vocab_size.
 
+    As in vLLM, a configuration's video_pruning_rate, a share of a video's embeddings that transformers leaves out, has
+    no effect.
+
     Attributes:
       pixels: pixel transform of each modality.
       budget: numbers of patches.
@@ -124,11 +127,9 @@ class NemotronHOmniProcessor(GridProcessor):
 
     def placeholder(self, modality: str) -> str:
         """Return the text that stands for an item of the modality in a prompt. That of images needs the tokenizer."""
-        return (
-            _PLACEHOLDER
-            if modality == "video"
-            else str(self.tokenizer.convert_ids_to_tokens([self.token_ids["image"]])[0])
-        )
+        if modality == "video":
+            return _PLACEHOLDER
+        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids["image"]])[0])
 
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids of a prompt `text`, with one token for each placeholder of a video. token_ids: token ids
@@ -165,8 +166,7 @@ class NemotronHOmniProcessor(GridProcessor):
         """Resize and cut an image or a video's frames for the tower.
 
         value: uint8[H, W, 3] or frames.Video. options: numbers of patches. most: limit of patches; None for no limit.
-        Raises RequestError for other options and values, more patches, images that are too narrow for theirs, and for
-        a video in a model that prunes them.
+        Raises RequestError for other options and values, more patches, and images that are too narrow for theirs.
         """
         check_options(options, self.option_names())
         budget, depth = self._asked(options), self.tower.temporal_patch_size
@@ -177,9 +177,6 @@ class NemotronHOmniProcessor(GridProcessor):
         else:
             frames = getattr(value, "frames", value)
             check_pictures(modality, frames, self.modalities, 4)
-            if self.tower.pruning_rate:
-                rate = f"video_pruning_rate of the model's configuration is {self.tower.pruning_rate:g}"
-                raise RequestError(f"{rate}; videos are supported where it is 0", param=modality)
             times = _times(value)
             rows, columns = self.frame_grid(frames.shape[1], frames.shape[2], budget)
         steps = -(-len(frames) // depth)

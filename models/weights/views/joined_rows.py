@@ -95,7 +95,7 @@ class AlternatingRowsSource(WrappedSource):
         self._rows: dict[str, tuple[str, int | None]] = {}
         for name in source.names():
             ends = next(((end, both) for end, both in alternating.items() if name.endswith(end)), None)
-            if ends is not None and source.shape(name)[0] % 2:
+            if ends is not None and (source.shape(name) or (1,))[0] % 2:
                 raise ModelFileError(source.path, f"must have an even number of rows, got {source.shape(name)}", name)
             both = (
                 {name: None} if ends is None else {name.removesuffix(ends[0]) + end: i for i, end in enumerate(ends[1])}
@@ -109,8 +109,8 @@ class AlternatingRowsSource(WrappedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored, index = self._rows[name]
-        rows, *rest = self._source.shape(stored) or (0,)
-        return self._source.shape(stored) if index is None else (rows // 2, *rest)
+        shape = self._source.shape(stored)
+        return shape if index is None else (shape[0] // 2, *shape[1:])
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored, index = self._rows[name]

@@ -31,6 +31,21 @@ PUBLISHED = {
     "sparse_local_block": 2,
     "sparse_attention_freq": [0, 1, 1],
 }
+# What published files say of the tower.
+SIZES = {"image_token_compression_method": "patch_merge", "spatial_merge_size": 2, "temporal_patch_size": 2}
+TOWER: dict[str, Any] = {
+    "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": True,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+    "img_token_compression_config": SIZES,
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "position_embedding_type": "rope",
+        "rope_mode": "3d",
+        "img_token_compression_config": SIZES,
+    },
+}
 
 
 def text(**changes: Any) -> Any:
@@ -39,6 +54,7 @@ def text(**changes: Any) -> Any:
 
 def test_absent_fields_are_those_of_the_class_in_transformers():
     config, plain = read_hf(OUTER), read_hf({"architectures": ["MiniMaxM3VLForCausalLM"]})
+    assert read_hf(OUTER | TOWER) == config
     assert plain == replace(config, tower=None, architecture="MiniMaxM3VLForCausalLM")
     tower: Any = config.tower
     assert (tower.hidden_size, tower.intermediate_size, tower.num_layers, tower.num_heads) == (1280, 5120, 32, 16)
@@ -124,6 +140,11 @@ def test_what_is_refused():
         ({"head_dim": 64}, "vision_config.head_dim must be 80 or absent"),
         ({"num_channels": 4}, "vision_config.num_channels must be 3 or absent"),
         ({"spatial_merge_size": 17}, "vision_config.spatial_merge_size must be an integer >= 1 and <= 16"),
+        ({"rope_mode": "2d"}, 'vision_config.rope_mode must be "3d" or absent'),
+        (
+            {"img_token_compression_config": {"spatial_merge_size": 4}},
+            "vision_config.img_token_compression_config.spatial_merge_size must be 2 or absent",
+        ),
         ({"patch_size": 1 << 20}, "vision_config.patch_size must be an integer >= 1 and <= 256"),
         ({"num_hidden_layers": 1 << 20}, "vision_config.num_hidden_layers must be an integer >= 1 and <= 1024"),
         (
@@ -133,6 +154,13 @@ def test_what_is_refused():
     ):
         with pytest.raises(ModelConfigError, match=message):
             read_hf(OUTER | {"vision_config": changes})
+    for changes, message in (
+        ({"projector_hidden_act": "relu"}, 'projector_hidden_act must be "gelu" or absent'),
+        ({"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent"),
+        ({"img_token_compression_config": {"temporal_patch_size": 1}}, "config.temporal_patch_size must be 2 or abs"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            read_hf(OUTER | changes)
     model = read_folder(FOLDER / "minimax_m3")
     for option, said in (
         ({"rl_exact": True}, "rl_exact is True; allowed: False: MiniMaxM3VLForCausalLM selects keys"),

@@ -25,13 +25,15 @@ def test_defaults_and_published_names():
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rope) == (32, 8, 128, None)
     assert (tower.hidden_size, tower.intermediate_size, tower.num_layers, tower.num_heads) == (1280, 5120, 32, 16)
     assert (tower.patch_size, tower.temporal_patch_size, tower.side, tower.num_tokens) == (16, 2, 128, 10)
-    assert (tower.projector_size, tower.rows_before, tower.last_norm, tower.pruning_rate) == (4096, 3, False, 0)
-    published = {"text_config": None, "llm_config": TEXT, "vit_hidden_size": 64, "video_pruning_rate": 0.7}
+    assert (tower.projector_size, tower.rows_before, tower.last_norm) == (4096, 3, False)
+    published = {"text_config": None, "llm_config": TEXT, "vit_hidden_size": 64}
     vision = {"hidden_size": 64, "video_temporal_patch_size": 2, "use_swiglu_ffn": True, "mlp_ratio": 2.0}
     other = read(**published, vision_config=vision).tower
     assert (other.hidden_size, other.intermediate_size, other.activation) == (64, 88, "silu")
-    assert other.pruning_rate == pytest.approx(0.7)
     assert read(text_config=TEXT | {"num_nextn_predict_layers": 1}).tower.last_norm
+    # The names that published files have for the class.
+    for name in ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"):
+        assert read(architectures=[name], vision_config=None) == config
 
 
 def test_what_is_refused():

@@ -46,6 +46,7 @@ _BOTH = {"intermediate_size": 24, "moe_intermediate_size": 99, "dense_intermedia
         ({"embedding_multiplier": 3.0, "logits_mup_width_multiplier": 2.0}, {}),
         (_BOTH, {}),
         ({"mlp_layer_types": None, "dense_mlp_idx": 1}, {}),
+        ({"mlp_layer_types": None, "dense_mlp_idx": 9}, {"mlp_layer_types": ["dense"] * 3}),
         ({"layer_types": None, "local_layer_ids": [0]}, {}),
         ({"layer_types": None, "local_layer_ids": None}, {"layer_types": ["hybrid_sliding"] * 3}),
         ({"tie_word_embeddings": True}, {}),
@@ -63,6 +64,9 @@ def test_fields_of_inkling_that_mean_the_same(one, other):
         ("inkling", {"shared_expert_sink": False}, "shared_expert_sink must be true or absent"),
         ("inkling", {"use_sconv": False}, "use_sconv must be true or absent"),
         ("inkling", {"gate_activation": "softmax"}, 'gate_activation must be "sigmoid" or absent'),
+        ("inkling", {"final_logit_softcapping": 30.0}, "final_logit_softcapping must be absent"),
+        ("inkling", {"layer_types": None, "local_layer_ids": 1}, "local_layer_ids must be a list of indices of layers"),
+        ("inkling", {"o_bias": True}, "o_bias must be false or absent"),
         ("inkling", {"n_shared_experts": 0}, "n_shared_experts must be an integer >= 1"),
         ("inkling", {"layer_types": ["hybrid", "full_attention", "hybrid"]}, "layer_types must be a list of 3 of"),
         ("inkling", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
@@ -104,6 +108,7 @@ def test_rows_of_two_matrices_in_turn():
     np.testing.assert_array_equal(source.read("b"), rows[0])
     for tensors, error in (
         ({"a.w13.weight": rows[:3]}, "must have an even number of rows"),
+        ({"a.w13.weight": rows[0, 0]}, "must have an even number of rows"),
         ({"a.w13.weight": rows, "a.up.weight": rows}, "stands for a.up.weight, as does another tensor"),
     ):
         with pytest.raises(ModelFileError, match=error):
