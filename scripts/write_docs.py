@@ -231,6 +231,10 @@ follow `alibi_bias_max` (16 in MPT-7B-StoryWriter), which transformers leaves at
 Baichuan, which transformers lacks, is compared with its Llama, to which ALiBi is given as a mask
 (`tests/fixtures/recorders/baichuan.py`).
 
+**Inkling** adds numbers by distance to the logits of attention, as plain XLA on all platforms. In a step each token has
+one for every head and distance: 1 GiB for a layer in bfloat16 with 8,192 tokens, 64 heads and 1,024 distances, which a
+smaller `max_num_batched_tokens` lowers. Its repository has no chat template: name one with `chat_template`.
+
 **DeepSeek-V4** stores a key for each block of tokens in pages, and a state of each sequence for its latest tokens ([How
 it works](architecture.md#the-kv-pool-and-attention)). In V4-Flash the state takes 12 MB for each of `max_num_seqs`
 and `num_state_snapshots`. Pages are smallest with `block_size=128`. The model runs as plain XLA on CPUs and GPUs. TPUs,
