@@ -246,7 +246,7 @@ class InklingForConditionalGeneration(InklingForCausalLM):
             (".shared_experts.shared_w2_weight", ".shared.experts.down_proj"),
             (".mlp.experts.w13_weight", ".mlp.experts.alternating_gate_up_proj"),
             (".mlp.experts.w2_weight", ".mlp.experts.down_proj"),
-            (".mlp.w2_md.weight", ".mlp.down_proj.weight"),
+            (".mlp.w2_md.", ".mlp.down_proj."),
             (".mlp.gate.bias", ".mlp.gate.e_score_correction_bias"),
             *((f".{name}_sconv.weight", f".{name}_sconv{_CONV}") for name in ("attn", "mlp")),
             *((f".attn.{name}_sconv.weight", f".self_attn.{name}_sconv{_CONV}") for name in ("k", "v")),

@@ -145,7 +145,7 @@ class Decoder(nnx.Module):
 
     def last_normed(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Return hidden states [T, D] after the final norm, for the output x [T, S] of the last layer. rows: the
-        step's, for families whose final norm has products that adapters may change.
+        step's, for families whose final norm has products.
         """
         return self.norm(x)
 

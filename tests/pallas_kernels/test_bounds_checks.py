@@ -52,6 +52,21 @@ def attend(tokens: int, interpret: Any) -> tuple[Callable, Any]:
     return run, (Array((tokens, 2, 64), BFLOAT16), kv, batch)
 
 
+def select(interpret: Any) -> tuple[Callable, Any]:
+    """Selection of four keys for each of two sequences' tokens, by an indexer of eight heads."""
+    shapes: tuple[Any, ...] = ((3,), (2,), (2, 2), (2,), (), ())
+    batch: Any = RaggedBatch(*(Array(shape, INT32) for shape in shapes))
+    kv = jax.eval_shape(partial(alloc, KVSpec(PAGES, PAGE_SIZE, 1, 128, 128, "bfloat16"), platform="tpu"))
+
+    def run(q, weights, kv, batch):
+        sizes = {"num_tokens": 2, "page_size": PAGE_SIZE, "tuning": Tuning()}
+        schedule = kernel("selection_schedule", "tpu")(batch, **sizes)
+        options = {"count": 4, "pooling": None, "interpret": interpret}
+        return kernel("select_keys", "tpu")(q, weights, kv, batch, schedule, **options)
+
+    return run, (Array((2, 8, 128), BFLOAT16), Array((2, 8), FLOAT32), kv, batch)
+
+
 def write(interpret: Any) -> tuple[Callable, Any]:
     kv = jax.eval_shape(partial(alloc, KVSpec(PAGES, PAGE_SIZE, 1, 64, 64, "bfloat16"), platform="tpu"))
 
@@ -96,6 +111,7 @@ GATED = {"bias": None, "activation": lambda gate, up: gate * up}
 PROGRAMS: dict[str, Callable[[Any], tuple[Callable, Any]]] = {
     "attention of single tokens": partial(attend, 2),
     "attention of runs": partial(attend, 16),
+    "selection of keys": select,
     "write of keys and values": write,
     "quantised matrix": partial(multiply, "quantized_matmul"),
     "quantised matrices of groups": partial(multiply, "quantized_grouped_matmul", groups=2),

@@ -48,11 +48,17 @@ def test_text_config_goes_before_its_wrapper(name: str):
     for outside, inside, result in SAID:
         # Thinkers have no such field inside: transformers writes its class's default there and reads it nowhere. Of
         # Granite Speech, GLM-ASR, MOSS and Fun-ASR it reads the wrapper's, whose default is true. It never ties the
-        # heads of Molmo 2 and VibeVoice.
+        # heads of Molmo 2, VibeVoice and Inkling.
         (own,) = raw["architectures"]
-        result = result and not own.startswith(("Molmo2", "VibeVoice"))
+        result = result and not own.startswith(("Molmo2", "VibeVoice", "Inkling"))
         outer = own.startswith(("GraniteSpeech", "GlmAsr", "MossTranscribe", "FunAsr"))
-        expected = bool(outside) if "Omni" in own else outside is not False if outer else result
+        expected = (
+            bool(outside)
+            if "OmniThinker" in own or "OmniMoeThinker" in own
+            else outside is not False
+            if outer
+            else result
+        )
         if own.startswith("MiniMaxM3"):  # transformers ties its head if either says so
             expected = bool(outside) or bool(inside)
         if expected and own.startswith("Mllama"):  # its table has rows that its head lacks
@@ -64,12 +70,12 @@ def test_text_config_goes_before_its_wrapper(name: str):
 
 def test_every_wrapper_is_recorded():
     recorded = {usual_name(hf_architecture(ConfigFields(read_config_json(FOLDER / name)))) for name in WRAPPERS}
-    # Configurations of models that transcribe are flat; classes of DeepSeek-OCR and V4.1, and of
-    # MiniMax M3, have names of text models.
+    # Configurations of models that transcribe are flat; classes of DeepSeek-OCR and V4.1 have names of text models, and
+    # that of Nemotron-H Omni has one of its own.
     flat = {f"{name}ForConditionalGeneration" for name in ("Whisper", "CohereAsr", "Moonshine")}
     named = {name for name in MODELS if name.endswith("ForConditionalGeneration")}
     assert recorded == named - flat | {
-        *("DeepseekOCRForCausalLM", "DeepseekV41ForCausalLM", "MiniMaxM3VLForCausalLM"),
+        *("DeepseekOCRForCausalLM", "DeepseekV41ForCausalLM", "NemotronH_Omni_Reasoning_V3"),
     }
 
 

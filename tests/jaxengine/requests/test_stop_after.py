@@ -96,6 +96,8 @@ PARSERS = [
     ("openai_gptoss", PROMPT, "", "<|channel|>analysis<|message|>a!<|end|><|start|>assistant", None),
     ("openai_gptoss", PROMPT, "", "<|channel|>analysis<|message|>!<|end|><|channel|>final<|message|>b!", None),
     ("openai_gptoss", PROMPT, "So", "a!", "a"),
+    ("muse_glimmer", PROMPT, "", "to=self<|message|>a!<|eom|><|start|>assistant to=user<|message|>b!", None),
+    ("muse", PROMPT, "", "to=self<|message|>a!<|eom|><|start|>assistant to=user<|message|>b!", None),
 ]
 
 
