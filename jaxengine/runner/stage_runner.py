@@ -228,8 +228,12 @@ class StageRunner:
             empty = self.compiled(self.programs.state())().slots.sections
             self.slots = self.slots._replace(sections=jax.block_until_ready(empty | self.slots.sections))
             changes, self._waiting = self._waiting, None
-            for name, arguments in changes:
-                self.change_state(name, *arguments)
+            try:
+                while changes:
+                    self.change_state(changes[0][0], *changes[0][1])
+                    del changes[0]
+            finally:
+                self._waiting = changes or None  # after an error, until pools are there once more
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Return another StageRunner with the same weights and the same kernels to leave out, but these programs, of

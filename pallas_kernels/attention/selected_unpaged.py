@@ -38,8 +38,8 @@ def select_keys(
     count: int,
     pooling: jax.Array | None,
 ) -> jax.Array:
-    """Return the positions i32 [B * T, k] of the k = count keys of each token with the highest scores, -1 after the
-    last; with `pooling` the numbers of groups. Arguments, and what the result has, are those of
+    """Return the positions i32 [B * T, k] of the k = count keys of each token with the highest scores, in the
+    order of these, and -1 after the last; with `pooling` the numbers of groups. Arguments are those of
     attention.selected.select_keys, which has checked them. `batch` is not used.
     """
     del batch
@@ -97,9 +97,9 @@ def selected_attention(
 def select_blocks(
     q: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Schedule, *, size: int, count: int, local: int
 ) -> jax.Array:
-    """Return the numbers i32 [B * T, K, k] of the k = count blocks that each KV head of a token selects, -1 after the
-    last. Arguments, and what the result has, are those of attention.selected.select_blocks, which has checked them.
-    `batch` is not used.
+    """Return the numbers i32 [B * T, K, k] of the k = count blocks that each KV head of a token selects, in the
+    order of their scores, and -1 after the last. Arguments are those of attention.selected.select_blocks, which has
+    checked them. `batch` is not used.
     """
     del batch
     num_rows, length = schedule.offset.shape

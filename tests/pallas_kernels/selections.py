@@ -75,7 +75,6 @@ QUICK = _by_name(
     _latents("keys of decodes, near each other", 120, _DECODES[0], (700, 17, 128, 9, 1), near=640, **_LONG),
     _blocks("blocks, mixed", 3, 32),
     _blocks("blocks that straddle pages, one head", 4, 24, *_DECODES, dims=(64, 32), heads=(3, 1), **_OF_DECODES),
-    _blocks("blocks longer than a buffer, float32", 12, 16, *_DECODES, dtypes=("float32",), **_OF_DECODES),
     _blocks("heads between lane tiles", 3, 16, dims=(160, 32), refused="they do not begin at lane tiles"),
     _blocks("blocks of twelve", 3, 12, refused="runs of 4 tokens"),
 )
@@ -86,6 +85,7 @@ THOROUGH = _by_name(
     _latents("keys in pages of eight", 40, page_size=8, max_pages=40),
     _latents("keys, all pages another's past the end", 40, past_end=3),
     _blocks("blocks, pages of two blocks", 3, 16, page_size=32),
+    _blocks("blocks longer than a buffer, float32", 12, 16, *_DECODES, dtypes=("float32",), **_OF_DECODES),
     _blocks("blocks, more than there are", 40, 8),
 )
 # DeepSeek-V3.2 and MiniMax M3 on as many devices as they have KV heads: few tokens, as each takes seconds.

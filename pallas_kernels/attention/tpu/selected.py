@@ -1,8 +1,8 @@
 """Sparse attention for TPU: each token's selected keys as a sequence of its own, for the kernel of single tokens.
 
 What a token selected is a list of short runs of rows in pages. The kernel of kernel.py walks over such lists as over
-page tables: its "pages" are the runs, its sequences the tokens. So it reads what was selected, and nothing else of the
-context, with several blocks of copies in flight across tokens. A token's sums are taken in the order of its own list,
+page tables: its "pages" are the runs, its sequences the tokens. So it reads what was selected and what shares a copy
+with that, with several blocks of copies in flight across tokens. A token's sums are taken in the order of its own list,
 so its result does not depend on the rest of the batch.
 
 - Blocks of keys: a run is the part of a block that lies in one page, and only the lanes of one KV head are copied.

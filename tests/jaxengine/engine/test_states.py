@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,12 @@ def test_states_sleep_with_the_pages(llm):
     gc.collect()
     assert held and not any(each() is not None for each in held)
     stage.change_state(change.name, *(np.zeros(each.shape, each.dtype) for each in change.arguments[1:]))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setitem(stage._changes, change.name, Mock(side_effect=RuntimeError("no memory")))
+        llm.wake_up()
+    assert [name for name, _ in stage._waiting] == [change.name]
     llm.wake_up()
+    assert stage._waiting is None
     scheduler = use_scheduler(llm)
     assert run(llm, prompts, params) == expected == run(llm, prompts, params)
     assert scheduler.num_prefix_hits > 0 and llm.core.runner.compiles.count == 0

@@ -18,8 +18,7 @@ def _indexer(*cases: str, implementation: str = "tpu-lazy") -> tuple[Job, ...]:
     return tuple(("selected_by_indexer", implementation, case) for case in cases)
 
 
-_NEAR, _MIXED = _on("keys of decodes, near each other"), _on("keys, mixed, with sinks")
-_STRADDLE, _LONG = _on("blocks that straddle pages, one head"), _on("blocks longer than a buffer, float32")
+_NEAR, _STRADDLE = _on("keys of decodes, near each other"), _on("blocks that straddle pages, one head")
 _HEADS = _on("blocks, mixed")
 _KEYS, _BLOCKS = _indexer("indexer of keys"), _indexer("indexer of blocks")
 
@@ -89,7 +88,7 @@ MUTANTS = [
         _SELECTED,
         "jnp.where(live, jnp.clip(ends[:, None]",
         "jnp.where(live | True, jnp.clip(ends[:, None]",
-        _on("blocks, mixed"),
+        _HEADS,
     ),
     Mutant(
         "lanes of the first head for all",
