@@ -52,7 +52,7 @@ SMOLLM_OPTIONS = {
 FIGURE = "figure"
 MAPS = Path("/proc/self/maps")
 RESIDENT = Path("/proc/self/statm")
-# A machine with room keeps more: looking for ended engines was a twentieth of the time of all tests.
+# A machine with room keeps more, for it takes time to look for ended engines.
 _WITH_ROOM = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >= 16e9
 MAX_RESIDENT_BYTES = 3 << 30 if _WITH_ROOM else 2 << 30
 # Bytes by which a process grows before its programs are forgotten once more, while it has less than MOST_BYTES: engines

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class RaggedBatch(NamedTuple):
@@ -97,7 +98,7 @@ class AttentionSpec:
 
     @property
     def by_distance(self) -> str | None:
-        """What is added to logits by the distance of a key, which only plain XLA computes; None for nothing."""
+        """Name of what is added to logits by a key's distance, which only plain XLA computes; None for nothing."""
         return "slopes by distance" if self.has_slopes else "biases by distance" if self.bias_extent else None
 
     @property
@@ -120,6 +121,16 @@ class AttentionSpec:
                 f"the pool's shard holds {num_kv_heads} kv heads, AttentionSpec.num_kv_heads is {self.num_kv_heads}: "
                 f"on platform {platform!r} schedule and attention take the shard's own spec"
             )
+
+
+def tokens_of(batch: RaggedBatch, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Return, for each of num_tokens tokens, (the row i32 of its sequence, how many keys i32 it sees). A token of no
+    sequence has the last row, and sees 0.
+    """
+    tokens, last = jnp.arange(num_tokens, dtype=jnp.int32), len(batch.kv_lens) - 1
+    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), last)
+    ends = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - 1 - tokens)
+    return seqs, jnp.where(tokens < batch.cu_q_lens[batch.num_seqs], ends, 0)
 
 
 def check_batch(batch: RaggedBatch, num_tokens: int) -> None:

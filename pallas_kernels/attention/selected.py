@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch, tokens_of
 from jaxengine.pallas_kernels.kv.pages import KVPages, is_quantized
 from jaxengine.pallas_kernels.registry import kernel
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
@@ -99,11 +99,7 @@ def positions_of_groups(groups: jax.Array, batch: RaggedBatch, size: int) -> jax
     group, then those of the tokens of its groups i32 [T, G], which `select_keys` has returned with `pooling`, then -1.
     size: m. Tokens of no sequence get -1 alone.
     """
-    num_tokens, num_rows = groups.shape[0], len(batch.kv_lens)
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), num_rows - 1)
-    ends = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - 1 - tokens)
-    ends = jnp.where(tokens < batch.cu_q_lens[batch.num_seqs], ends, 0)[:, None]
+    ends = tokens_of(batch, groups.shape[0])[1][:, None]
     places = jnp.arange(groups.shape[1] * size + size - 1, dtype=jnp.int32) - ends % size
     inner = jnp.clip(places, 0, groups.shape[1] * size - 1)
     chosen = jnp.take_along_axis(groups, inner // size, axis=1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.attention.unpaged import Schedule, attend_to, attention_schedule
+from jaxengine.pallas_kernels.attention.unpaged import Schedule, attend_to, attention_schedule, visible_tokens
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.tuning import Tuning
 
@@ -168,9 +168,7 @@ def _seen(indices: jax.Array, schedule: Schedule) -> jax.Array:
     """Return bool [B, Q, T], whether the tokens at `indices` i32 [Q] of each row see each token of it: those of the
     same run up to their own.
     """
-    run, offset = (part[:, None] for part in schedule)
-    own_run, own_offset = (part[:, indices, None] for part in schedule)
-    return (run == own_run) & (offset <= own_offset)
+    return visible_tokens(indices, schedule, _ANY)[:, 0, 0]
 
 
 def _best(scores: jax.Array, count: int) -> jax.Array:

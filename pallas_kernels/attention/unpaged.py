@@ -86,7 +86,7 @@ def ragged_paged_attention(
         q = jnp.concatenate((q, biases.reshape(*q.shape[:4], -1)), axis=-1)
     sinks = None if sinks is None else sinks.reshape(1, *q.shape[2:4], 1, 1)
     slopes = None if slopes is None else slopes.reshape(*q.shape[2:4], 1, 1)
-    visible = partial(_visible, schedule=schedule, spec=spec)
+    visible = partial(visible_tokens, schedule=schedule, spec=spec)
     o, lse = attend_to(q, k=k, v=v, sinks=sinks, slopes=slopes, schedule=schedule, spec=spec, visible=visible)
     return o.reshape(num_rows * length, -1, spec.v_head_dim), lse.reshape(num_rows * length, -1)
 
@@ -167,7 +167,7 @@ def _biases_of(biases: jax.Array, distance: jax.Array) -> jax.Array:
     return jnp.where(((distance >= 0) & (distance < extent))[:, None, None], found, 0.0)
 
 
-def _visible(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
+def visible_tokens(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
     """Return bool [B, 1, 1, Q, T], whether the tokens at `indices` i32 [Q] of each row see each token of it: one of the
     same run in `schedule` that causality, window and chunk of `spec` allow.
     """

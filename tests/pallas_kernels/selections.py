@@ -168,7 +168,7 @@ def attention_to_selected(name: str, implementation: Implementation) -> None:
 
 
 def selected_by_indexer(name: str, implementation: Implementation) -> None:
-    """What every token of a batch selects, exactly."""
+    """Every token of a batch selects what the oracle says, exactly."""
     given = (INDEXERS | MORE_INDEXERS)[name]
     case, of_blocks = given.case, given.size is not None
     (dtype,) = case.dtypes if len(case.dtypes) == 1 else ("float32" if case.kv_dtype else "bfloat16",)

@@ -24,7 +24,7 @@ from jaxengine.media.processors.settings import (
     VIDEOS,
     Pixels,
     check_options,
-    check_pictures,
+    frames_of,
     read_settings,
 )
 from jaxengine.media.processors.text_placeholder import with_one_token
@@ -170,15 +170,10 @@ class NemotronHOmniProcessor(GridProcessor):
         """
         check_options(options, self.option_names())
         budget, depth = self._asked(options), self.tower.temporal_patch_size
-        if modality == "image":
-            check_pictures(modality, value, self.modalities, 3)
-            frames, times = value[None], ()
-            rows, columns = self.image_grid(value.shape[0], value.shape[1], budget)
-        else:
-            frames = getattr(value, "frames", value)
-            check_pictures(modality, frames, self.modalities, 4)
-            times = _times(value)
-            rows, columns = self.frame_grid(frames.shape[1], frames.shape[2], budget)
+        frames = frames_of(modality, value, self.modalities)
+        times = () if modality == "image" else _times(value)
+        grid = self.image_grid if modality == "image" else self.frame_grid
+        rows, columns = grid(frames.shape[1], frames.shape[2], budget)
         steps = -(-len(frames) // depth)
         check_room(modality, steps * (rows * columns + self.tower.rows_before * self.tower.merge), most)
         height, width = rows * self.tower.patch_size, columns * self.tower.patch_size

@@ -7,6 +7,7 @@ beginning.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 _ABSOLUTE = (
@@ -154,9 +155,7 @@ class DeepseekFormat:
             "NOTHING": repr(self.nothing),
             **{f"DSML｜{name}": f"DSML｜{word}" for name, word in zip(_ELEMENTS, self.words, strict=True)},
         }
-        for name, text in facts.items():
-            source = source.replace(name, text)
-        return source
+        return re.sub("|".join(facts), lambda found: facts[found[0]], source)
 
 
 _ELEMENTS = ("CALLS", "INVOKE", "PARAMETER")

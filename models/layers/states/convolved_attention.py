@@ -99,16 +99,16 @@ class ConvolvedAttention(Attention):
         heads, dim = self.spec.num_q_heads, self.spec.head_dim
         first, raw = causal_conv(joined, self.taps[...], raw, rows)
         first, count = first.astype(joined.dtype), self.mixing.shape[1] // dim
-        lags = [first, *(_lagged(first, lag, count, windows, rows)[0] for lag in range(1, count))]
-        _, windows = _lagged(first, 1, count, windows, rows)
-        taken = jnp.stack(lags[::-1]).astype(jnp.float32) + self.bias[...].astype(jnp.float32)  # [k, T, C]
+        lagged = [_lagged(first, lag, count, windows, rows) for lag in range(1, count)]
+        taken = jnp.stack([first, *(each for each, _ in lagged)][::-1])  # [k, T, C]
+        taken = taken.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         taken = taken.astype(joined.dtype).reshape(count, len(joined), -1, dim)
         mixing = self.mixing[...].reshape(-1, dim, dim, count)
         mixed = jnp.einsum("ktni,noik->tno", taken, mixing, preferred_element_type=jnp.float32)
         mixed = mixed + self.mixing_bias[...].astype(jnp.float32).reshape(-1, dim)
         q, k = jnp.split(joined.astype(jnp.float32).reshape(len(joined), -1, dim), [heads], axis=1)
         mean = 0.5 * (q.reshape(len(q), k.shape[1], -1, dim) + k[:, :, None])
-        return (mixed[:, :heads] + mean.reshape(q.shape), mixed[:, heads:] + jnp.mean(mean, axis=2)), raw, windows
+        return (mixed[:, :heads] + mean.reshape(q.shape), mixed[:, heads:] + jnp.mean(mean, axis=2)), raw, lagged[0][1]
 
     def _normed(self, x: jax.Array, dtype: Any) -> jax.Array:
         """Return x f32[T, N, H] at a length of sqrt(H); vectors shorter than the epsilon of `dtype` become shorter."""

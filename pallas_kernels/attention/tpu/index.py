@@ -48,9 +48,9 @@ def select_keys(
     a warning says why.
     """
     reason = _unsupported(q, kv)
-    if pooling is not None:
+    if not reason and pooling is not None:
         reason = "an indexer of pooled keys"
-    elif q.shape[1] % SUBLANES:
+    elif not reason and q.shape[1] % SUBLANES:
         reason = f"an indexer of {q.shape[1]} heads, which is no multiple of {SUBLANES}"
     scores = _scores_of("select_keys", reason, kv, batch, sizes, interpret)
     return selected.select_keys(q, weights, kv, batch, schedule, count=count, pooling=pooling, scores=scores)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, tokens_of
 from jaxengine.pallas_kernels.attention.tpu.attend import attend_tiles
 from jaxengine.pallas_kernels.attention.tpu.schedule import walk_of
 from jaxengine.pallas_kernels.attention.tpu.tiles import LANES
@@ -145,12 +145,8 @@ def _over_tokens(
     operands: [T, ...]. seqs: i32 [T], the sequence of a token. ends: i32 [T], how many keys it sees, 0 for tokens of no
     sequence, which get 0. attend: function of some tokens; it returns [T, N, Hv].
     """
-    num_tokens, num_seqs = len(operands[0]), len(batch.kv_lens)
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), num_seqs - 1)
-    num_live = batch.cu_q_lens[batch.num_seqs]
-    ends = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - 1 - tokens)
-    operands = (*operands, seqs, jnp.where(tokens < num_live, ends, 0))
+    num_tokens, num_live = len(operands[0]), batch.cu_q_lens[batch.num_seqs]
+    operands = (*operands, *tokens_of(batch, num_tokens))
     if num_tokens <= size:
         return attend(*operands)
     padded = -(-num_tokens // size) * size

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, tokens_of
 from jaxengine.pallas_kernels.attention.xla.attend import gather_columns, operand
 from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVPages, token_scales
@@ -261,11 +261,9 @@ def selected_attention(
     dtype = operand_dtype(q, kv)
     pad = (0, -num_tokens % size)
     q = jnp.pad(jnp.concatenate([q, q_rest], axis=-1).astype(dtype), (pad, (0, 0), (0, 0)))
-    tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
-    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), len(batch.kv_lens) - 1)
-    num_live = batch.cu_q_lens[batch.num_seqs]
+    (seqs, _), num_live = tokens_of(batch, len(q)), batch.cu_q_lens[batch.num_seqs]
     positions = jnp.pad(positions, (pad, (0, -count % block)), constant_values=-1)
-    positions = jnp.where((tokens < num_live)[:, None], positions, -1)
+    positions = jnp.where((jnp.arange(len(q)) < num_live)[:, None], positions, -1)
     scale = spec.sm_scale if kv.k_scale is None else spec.sm_scale * kv.k_scale[0]
 
     def attend(tile: jax.Array, o: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, tokens_of
 from jaxengine.pallas_kernels.attention.xla.attend import operand
 from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles
 from jaxengine.pallas_kernels.attention.xla.selected import (
@@ -97,12 +97,9 @@ def block_attention(
     pad = (0, -num_tokens % width)
     q = q.astype(dtype).reshape(num_tokens, num_kv_heads, -1, spec.head_dim)
     q = jnp.pad(q, (pad, (0, 0), (0, 0), (0, 0)))
-    tokens = jnp.arange(len(q), dtype=jnp.int32)
-    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), len(batch.kv_lens) - 1)
-    ends = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - 1 - tokens)  # keys that a token sees
-    num_live = batch.cu_q_lens[batch.num_seqs]
+    (seqs, ends), num_live = tokens_of(batch, len(q)), batch.cu_q_lens[batch.num_seqs]
     blocks = jnp.pad(blocks, (pad, (0, 0), (0, -count % at_once)), constant_values=-1)
-    blocks = jnp.where((tokens < num_live)[:, None, None], blocks, -1)
+    blocks = jnp.where((jnp.arange(len(q)) < num_live)[:, None, None], blocks, -1)
 
     def attend(tile: jax.Array, o: jax.Array) -> jax.Array:
         first = tile * width

@@ -198,7 +198,7 @@ def test_joined_tensors():
 
 
 def test_joined_rows_are_rounded_as_their_parts_are(tmp_path):
-    """Of gates and ups that transformers joins when it saves MiniMax M3, whose published files have both."""
+    """transformers joins gates and ups when it saves MiniMax M3; its published files have both apart."""
     folder = checkpoint("minimax_m3")
     joined = load_file(folder / "model.safetensors")
     apart = {name: each for name, each in joined.items() if not name.endswith(".gate_up_proj.weight")}

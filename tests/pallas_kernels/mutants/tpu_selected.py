@@ -8,6 +8,7 @@ from tests.pallas_kernels.worker import Job
 SECONDS = 60
 
 _SELECTED, _INDEX, _KERNEL = "attention/tpu/selected", "attention/tpu/index", "attention/tpu/kernel"
+_BATCH = "attention/ragged_batch"
 
 
 def _on(*cases: str, implementation: str = "tpu-lazy") -> tuple[Job, ...]:
@@ -107,9 +108,9 @@ MUTANTS = [
     ),
     Mutant(
         "padding reads keys",
-        _SELECTED,
-        "jnp.where(tokens < num_live, ends, 0)",
-        "jnp.where(tokens < num_live, ends, 9)",
+        _BATCH,
+        "batch.cu_q_lens[batch.num_seqs], ends, 0)",
+        "batch.cu_q_lens[batch.num_seqs], ends, 9)",
         _HEADS,
     ),
     Mutant(
@@ -121,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "sequence of the next token",
-        _SELECTED,
+        _BATCH,
         "batch.cu_q_lens[seqs + 1] - 1 - tokens",
         "batch.cu_q_lens[seqs + 1] - tokens",
         _STRADDLE,

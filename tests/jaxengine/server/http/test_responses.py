@@ -273,7 +273,7 @@ async def test_a_stream_in_the_background_ends_with_its_cancellation(client, cha
 
 
 async def test_a_stream_in_the_background_that_fails_at_once_has_begun(chat_engine):
-    """Whoever follows a response whose process was lost is told, whatever it has read."""
+    """A client that follows a response whose process was lost gets an error, however much it has read."""
     engine = Recorder(chat_engine)
     engine.fail_after, engine.failure = 0, EngineDeadError("the device is gone")
     client = openai_client(app := create_app(engine, ServerConfig(served_model_name="tiny")))
