@@ -264,7 +264,7 @@ def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     if not others:
         return replace(spec, num_pages=size)
     width = parts * _token_elements(spec)
-    sizes = {"head_dim": width - width // 2, "v_head_dim": width // 2, "values_in_keys": False}
+    sizes = {"head_dim": width - width // 2, "v_head_dim": width // 2, "values_in_keys": False, "aligned_values": False}
     return replace(spec, num_pages=size, num_kv_heads=1, **sizes)
 
 

@@ -435,12 +435,14 @@ class LayerAttention:
         return self.head_dim, self.v_head_dim, self.values_in_keys
 
     def page_sizes(self, page_size: int) -> dict[str, Any]:
-        """Return fields of KVSpec by name: the sizes of a cached key and value, and whether values are part of the
-        keys. Raises ModelConfigError if the layer does not support pages of `page_size` tokens.
+        """Return fields of KVSpec by name: the sizes of a cached key and value, whether values are part of the keys,
+        and whether kernels copy values alone, as they do with an indexer's keys. Raises ModelConfigError if the layer
+        does not support pages of `page_size` tokens.
         """
         if (compressed := self.compressed) is not None:
             return compressed.page_sizes(page_size)
-        return dict(zip(("head_dim", "v_head_dim", "values_in_keys"), self.cached, strict=True))
+        names = "head_dim", "v_head_dim", "values_in_keys", "aligned_values"
+        return dict(zip(names, (*self.cached, self.index is not None), strict=True))
 
     @property
     def reach(self) -> int | None:

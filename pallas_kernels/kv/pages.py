@@ -12,9 +12,9 @@ A platform (jaxengine.pallas_kernels.registry) has one layout, which its kernels
   on a GPU a tile is one TMA box.
 - HEAD_TILES_AS_BITS: the same, but element types narrower than 32 bits are stored as unsigned integers of equal width,
   because XLA:CPU widens the operand of a bf16 or fp8 scatter or gather to float32: the entire pool in every call.
-- TOKEN_ROWS: [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: for each head its key, then its value.
-  One DMA moves a page for all heads. Rows are multiples of a lane tile, because XLA copies other TPU pools before every
-  kernel.
+- TOKEN_ROWS: [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: for each head its key, then its value,
+  with `KVSpec.aligned_values` from the next multiple of 128 on. One DMA moves a page for all heads. Rows are multiples
+  of a lane tile, because XLA copies other TPU pools before every kernel.
 - SEQUENCES: [T, K, H + Hv], whole sequences without pages, see kv/update_unpaged.py. It is not one of LAYOUTS.
 
 With `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
@@ -68,6 +68,8 @@ class KVSpec:
       dtype: name of the dtype of elements, or one of PER_TOKEN, which sets both dtype and token_scales.
       values_in_keys: whether a key begins with its value, which is then not stored separately.
       token_scales: whether quantised elements have a scale per token and KV head, which is stored after them.
+      aligned_values: whether values begin at a multiple of LANES in a row of layout TOKEN_ROWS, even where keys end
+        before it, so that a kernel can copy the first head's value alone. Other layouts are the same.
     """
 
     num_pages: int
@@ -78,6 +80,7 @@ class KVSpec:
     dtype: str
     values_in_keys: bool = False
     token_scales: bool = False
+    aligned_values: bool = False
 
     def __post_init__(self) -> None:
         """Replace the dtype by its numpy name. For a name in PER_TOKEN it becomes that of the elements, and
@@ -124,6 +127,16 @@ class KVSpec:
     def token_width(self) -> int:
         """Number of elements of one token in one KV head: key_width, plus value_width unless values_in_keys."""
         return self.key_width if self.values_in_keys else self.key_width + self.value_width
+
+    @property
+    def value_column(self) -> int:
+        """Column at which a value begins among the columns of its KV head in a row of layout TOKEN_ROWS."""
+        return -(-self.key_width // LANES) * LANES if self.aligned_values else self.key_width
+
+    @property
+    def row_width(self) -> int:
+        """Number of columns of one KV head in a row of layout TOKEN_ROWS."""
+        return self.key_width if self.values_in_keys else self.value_column + self.value_width
 
 
 @jax.tree_util.register_dataclass
@@ -183,6 +196,25 @@ class KVPages:
         return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
+def rows_of_tokens(keys: jax.Array, values: jax.Array | None, spec: KVSpec) -> jax.Array:
+    """Return rows [..., K * row_width] of layout TOKEN_ROWS of keys [..., K, H] and values [..., K, Hv], which is None
+    if they are stored within keys. Both include token scales. spec: that of the pool.
+    """
+    if values is not None:
+        if gap := spec.value_column - spec.key_width:
+            keys = jnp.pad(keys, (*[(0, 0)] * (keys.ndim - 1), (0, gap)))
+        keys = jnp.concatenate([keys, values], axis=-1)
+    return keys.reshape(*keys.shape[:-2], -1)
+
+
+def tokens_of_rows(rows: jax.Array, spec: KVSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array | None]:
+    """Return (keys [..., K, H], values [..., K, Hv] or None if they are stored within keys) of the first K =
+    num_kv_heads heads in rows [..., C] of layout TOKEN_ROWS. Both include token scales. spec: that of the pool.
+    """
+    heads = rows[..., : num_kv_heads * spec.row_width].reshape(*rows.shape[:-1], num_kv_heads, spec.row_width)
+    return heads[..., : spec.key_width], None if spec.values_in_keys else heads[..., spec.value_column :]
+
+
 def check_token_scales(platform: str, spec: KVSpec) -> None:
     """Raise ValueError if the platform has no pages, or if `spec` has token scales and the platform's kernels cannot
     read them.
@@ -218,7 +250,7 @@ def pool_shape(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> tuple[int, ...
         return (spec.num_pages * spec.page_size, spec.num_kv_heads, spec.token_width)
     _check_layout(layout)
     if layout == TOKEN_ROWS:
-        return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * spec.token_width // LANES) * LANES)
+        return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * spec.row_width // LANES) * LANES)
     return (spec.num_pages, spec.num_kv_heads, spec.page_size * spec.token_width)
 
 
@@ -336,12 +368,11 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
     pages = jnp.abs(from_storage(lax.dynamic_slice_in_dim(kv.data, first, count), spec))
     pages = jnp.where(jnp.isnan(pages), jnp.inf, pages)
     if kv.layout == TOKEN_ROWS:
-        pages = pages[..., : spec.num_kv_heads * spec.token_width].reshape(-1, spec.num_kv_heads, spec.token_width)
-        keys = spec.head_dim
+        k, v = tokens_of_rows(pages.reshape(-1, pages.shape[2]), spec, spec.num_kv_heads)
     else:
         keys = spec.page_size * spec.head_dim
-    k, v = pages[..., :keys], pages[..., keys:]
-    return jnp.max(k, axis=(0, 2)), None if spec.values_in_keys else jnp.max(v, axis=(0, 2))
+        k, v = pages[..., :keys], None if spec.values_in_keys else pages[..., keys:]
+    return jnp.max(k, axis=(0, 2)), None if v is None else jnp.max(v, axis=(0, 2))
 
 
 def pages_of(rows: jax.Array, head_dim: int, page_size: int, platform: str) -> KVPages:
@@ -354,7 +385,7 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, platform: str) -> K
     layout = layout_of(platform)
     rows = to_storage(rows, spec, layout)
     if layout == TOKEN_ROWS:
-        data = rows.reshape(spec.num_pages, page_size, -1)
+        data = rows_of_tokens(rows[..., :head_dim], rows[..., head_dim:], spec).reshape(spec.num_pages, page_size, -1)
         data = jnp.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % LANES)))
     else:
         pages = rows.reshape(spec.num_pages, page_size, num_heads, width).swapaxes(1, 2)
@@ -387,8 +418,7 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
     parts = _parts(kv.spec)
     pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.key_width
     if kv.layout == TOKEN_ROWS:
-        pages = pages[..., : num_heads * parts * head_dim]
-        pages = pages.reshape(-1, kv.page_size, num_heads, parts, head_dim).transpose(0, 1, 3, 2, 4)
+        pages = jnp.stack([part for part in tokens_of_rows(pages, kv.spec, num_heads) if part is not None], axis=2)
     else:
         pages = pages.reshape(-1, num_heads, parts, kv.page_size, head_dim).transpose(0, 3, 2, 1, 4)
     return bits(pages, kv.dtype)
@@ -405,7 +435,7 @@ def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages
     if values.shape != wanted or values.dtype != kv.dtype:
         raise ValueError(f"import_pages needs {kv.dtype}{list(wanted)}, got {values.dtype}{list(values.shape)}")
     if kv.layout == TOKEN_ROWS:
-        pages = values.transpose(0, 1, 3, 2, 4).reshape(page_ids.shape[0], kv.page_size, -1)
+        pages = rows_of_tokens(values[:, :, 0], None if kv.spec.values_in_keys else values[:, :, 1], kv.spec)
         pages = jnp.pad(pages, ((0, 0), (0, 0), (0, kv.data.shape[2] - pages.shape[2])))
     else:
         pages = values.transpose(0, 3, 2, 1, 4).reshape(-1, *kv.data.shape[1:])

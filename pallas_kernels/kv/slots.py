@@ -23,7 +23,7 @@ def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *,
         raise ValueError(f"read_slots: the pool must hold one kv head, no codes, and the values asked for, got {spec}")
     width = spec.value_width if of_values else spec.key_width
     if kv.layout == TOKEN_ROWS:
-        lane = kv.lanes_of_page[0] + of_values * spec.key_width
+        lane = kv.lanes_of_page[0] + of_values * spec.value_column
         index, sizes = [pages, offsets, jnp.full_like(pages, lane)], (1, count, width)
     else:
         column = of_values * spec.page_size * spec.key_width
@@ -45,15 +45,16 @@ def read_heads(
     spec = kv.spec
     if spec.token_scales or kv.k_scale is not None or (of_values and spec.values_in_keys):
         raise ValueError(f"read_heads: the pool must hold no codes, and the values asked for, got {spec}")
-    width, whole = (spec.value_width if of_values else spec.key_width), spec.token_width
+    width = spec.value_width if of_values else spec.key_width
     if kv.layout == TOKEN_ROWS:
-        index, sizes = [pages, offsets, jnp.full_like(pages, kv.lanes_of_page[0])], (1, 1, num_heads * whole)
+        index, sizes = [pages, offsets, jnp.full_like(pages, kv.lanes_of_page[0])], (1, 1, num_heads * spec.row_width)
     else:
         column = of_values * spec.page_size * spec.key_width + offsets * width + first
         index, sizes = [pages, jnp.zeros_like(pages), column], (1, num_heads, width - first)
     dims = lax.GatherDimensionNumbers((pages.ndim, pages.ndim + 1), (0,), (0, 1, 2))
     rows = lax.gather(kv.data, jnp.stack(index, axis=-1), dims, sizes, mode=lax.GatherScatterMode.CLIP)
     if kv.layout == TOKEN_ROWS:
-        start = of_values * spec.key_width + first
-        rows = rows.reshape(*pages.shape, num_heads, whole)[..., start : start + width - first]
+        rows = rows.reshape(*pages.shape, num_heads, spec.row_width)
+        start = of_values * spec.value_column + first
+        rows = rows[..., start : start + width - first]
     return from_storage(rows, spec)

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxengine.pallas_kernels.kv.pages import LANES, KVPages, to_storage
+from jaxengine.pallas_kernels.kv.pages import LANES, KVPages, rows_of_tokens, to_storage
 from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuUpdate, Tuning
 
@@ -92,14 +92,15 @@ def kv_cache_update(
     """
     if kv.data.dtype == jnp.float16:
         raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")
-    new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
+    keys = to_storage(k, kv.spec, kv.layout, kv.k_scale)
+    values = None if v is None else to_storage(v, kv.spec, kv.layout, kv.v_scale)
     first_lane, end_lane = kv.lanes_of_page
     width = end_lane - first_lane
     num_tokens, num_tiles, sizes = k.shape[0], width // LANES, schedule.sizes
     most_groups = max(sizes.window_bytes // (4 * LANES * num_tiles) // GROUP, 1)
     window = min(pl.cdiv(num_tokens, GROUP), most_groups) * GROUP
     num_windows = pl.cdiv(num_tokens, window)
-    words = _token_words(jnp.concatenate(new, axis=-1).reshape(num_tokens, -1))
+    words = _token_words(rows_of_tokens(keys, values, kv.spec))
     # A window also has the groups before and after its tokens, since a run is read as all eight rows of its group.
     words = jnp.pad(words, ((GROUP, num_windows * window + GROUP - num_tokens), (0, width - words.shape[1])))
     words = words.reshape(-1, num_tiles, LANES).swapaxes(0, 1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.kv.pages import KVPages, to_storage
+from jaxengine.pallas_kernels.kv.pages import KVPages, rows_of_tokens, to_storage
 from jaxengine.pallas_kernels.registry import TOKEN_ROWS
 from jaxengine.pallas_kernels.tuning import Tuning
 
@@ -42,8 +42,9 @@ def _with_token_rows(kv: KVPages, k: jax.Array, v: jax.Array | None, page: jax.A
     """Return the data of a pool in TOKEN_ROWS with the rows of k [T, K, H] and v ([T, K, Hv] or None) written at these
     pages and offsets, i32 [T] each. Tokens with a page out of range are dropped.
     """
-    new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
-    rows, (first, end) = jnp.concatenate(new, axis=-1).reshape(len(k), -1), kv.lanes_of_page
+    keys = to_storage(k, kv.spec, kv.layout, kv.k_scale)
+    values = None if v is None else to_storage(v, kv.spec, kv.layout, kv.v_scale)
+    rows, (first, end) = rows_of_tokens(keys, values, kv.spec), kv.lanes_of_page
     rows = jnp.pad(rows, ((0, 0), (0, end - first - rows.shape[1])))
     return kv.data.at[page, offset, first:end].set(rows, mode="drop", unique_indices=True)
 

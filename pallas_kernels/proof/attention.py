@@ -142,7 +142,7 @@ def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:
     if kv.layout == TOKEN_ROWS:
         first, _ = kv.lanes_of_page
         lane = np.arange(kv.data.shape[2])
-        own = (lane >= first) & (lane < first + spec.num_kv_heads * kv.spec.token_width)
+        own = (lane >= first) & (lane < first + spec.num_kv_heads * kv.spec.row_width)
         return jnp.asarray(slots[:, :, None] & own)
     widths = [kv.spec.key_width] if kv.spec.values_in_keys else [kv.spec.key_width, kv.spec.value_width]
     columns = np.concatenate([np.repeat(np.arange(kv.page_size), width) for width in widths])

@@ -63,9 +63,12 @@ def update(dtype: str, pattern: str, implementation: Implementation) -> None:
     check_update(dtype, SLOTS[pattern].astype(np.int32), implementation)
 
 
-def update_sizes(dtype: str, page_size: int, heads: int, head_dim: int, v_head_dim: int, implementation) -> None:
+def update_sizes(
+    dtype: str, page_size: int, heads: int, head_dim: int, v_head_dim: int, aligned: bool, implementation
+) -> None:
+    """aligned: whether values are aligned in the pool."""
     slots = np.asarray([*range(page_size - 3, page_size + 9), 6 * page_size, -1, 3 * page_size + 5, 7], np.int32)
-    check_update(dtype, slots, implementation, page_size=page_size, heads=heads, dims=(head_dim, v_head_dim))
+    check_update(dtype, slots, implementation, aligned, page_size=page_size, heads=heads, dims=(head_dim, v_head_dim))
 
 
 def update_keys(dtype: str, pattern: str, heads: int, head_dim: int, v_head_dim: int, implementation) -> None:

@@ -74,9 +74,10 @@ def watched(implementation: Implementation, label: str) -> Iterator[None]:
     assert not problems, f"{label} on {implementation.name}: {'; '.join(problems)}"
 
 
-def pool(problem: Problem, platform: str, values_in_keys: bool = False) -> KVPages:
+def pool(problem: Problem, platform: str, values_in_keys: bool = False, aligned_values: bool = False) -> KVPages:
     """A pool that holds the problem's pages."""
-    return make_pool(problem.k_codes, problem.v_codes, platform, problem.k_scale, problem.v_scale, values_in_keys)
+    held = problem.k_codes, problem.v_codes, platform, problem.k_scale, problem.v_scale
+    return make_pool(*held, values_in_keys, aligned_values)
 
 
 def ragged_batch(problem: Problem) -> RaggedBatch:
@@ -193,7 +194,7 @@ def update_problem(
     return old, new, scales
 
 
-def check_update(dtype: str, slots: np.ndarray, implementation: Implementation, **sizes) -> None:
+def check_update(dtype: str, slots: np.ndarray, implementation: Implementation, aligned=False, **sizes) -> None:
     """New tokens land in their slots, rounded as the oracle rounds, and every other slot keeps its bits."""
     old, new, scales = update_problem(dtype, slots, **sizes)
     values_in_keys = sizes.get("values_in_keys", False)
@@ -210,7 +211,7 @@ def check_update(dtype: str, slots: np.ndarray, implementation: Implementation, 
     if values_in_keys:
         arguments[1] = scales[1] = None
     with watched(implementation, label):
-        kv = make_pool(*old, implementation.platform, *scales, values_in_keys)
+        kv = make_pool(*old, implementation.platform, *scales, values_in_keys, aligned)
         updated = compiled_update(implementation)(kv, *arguments, jnp.asarray(slots, jnp.int32))
         got = read_pool(updated)
     for name, got_codes, want_codes in zip(("keys", "values"), got, want, strict=True):

@@ -51,19 +51,23 @@ def with_scale(stored: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
 
 
 def make_pool(
-    k: np.ndarray, v: np.ndarray, platform: str, k_scale=None, v_scale=None, values_in_keys: bool = False
+    k: np.ndarray, v: np.ndarray, platform: str, k_scale=None, v_scale=None, values_in_keys=False, aligned_values=False
 ) -> KVPages:
     """A pool that holds codes k [P, page_size, K, H] and v [P, page_size, K, Hv], unless these lie in k.
 
-    Scales are those of heads [K] or of tokens [P, page_size, K].
+    Scales are those of heads [K] or of tokens [P, page_size, K]. aligned_values: as in KVSpec; what lies between a key
+    and its value on a TPU is zeros.
     """
     num_pages, page_size, num_heads, head_dim = k.shape
     by_token = k_scale is not None and k_scale.ndim > 1
     spec = KVSpec(num_pages, page_size, num_heads, head_dim, v.shape[-1], k.dtype.name, values_in_keys, by_token)
+    spec = replace(spec, aligned_values=aligned_values)
     held = [with_scale(*each) for each in ((k, k_scale), (v, v_scale))[: 1 if values_in_keys else 2]]
     if by_token:
         k_scale = v_scale = None
     if platform == "tpu":
+        if aligned_values:
+            held[0] = np.pad(held[0], ((0, 0), (0, 0), (0, 0), (0, -held[0].shape[3] % 128)))
         data = np.concatenate(held, axis=-1).reshape(num_pages, page_size, -1)
         data = np.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % 128)))
     else:
@@ -90,9 +94,10 @@ def read_pool(kv: KVPages) -> tuple[np.ndarray, np.ndarray]:
             keys = data.reshape(shape).transpose(0, 2, 1, 3)
         return keys, keys[..., : spec.v_head_dim]
     if kv.platform == "tpu":
-        width = spec.head_dim + spec.v_head_dim
+        first = spec.head_dim + (-spec.head_dim % 128 if spec.aligned_values else 0)
+        width = first + spec.v_head_dim
         rows = data[..., : spec.num_kv_heads * width].reshape(*data.shape[:2], spec.num_kv_heads, width)
-        return rows[..., : spec.head_dim], rows[..., spec.head_dim :]
+        return rows[..., : spec.head_dim], rows[..., first:]
     width = spec.page_size * spec.head_dim
     parts = (data[..., :width], spec.head_dim), (data[..., width:], spec.v_head_dim)
     keys, values = (

@@ -143,7 +143,7 @@ def attention_to_selected(name: str, implementation: Implementation) -> None:
     (dtype,) = given.case.dtypes if len(given.case.dtypes) == 1 else ("bfloat16",)
     problem = build(given.case, dtype, "normal")
     chosen, ends = _chosen(given, problem)
-    kv, batch = pool(problem, implementation.platform), ragged_batch(problem)
+    kv, batch = pool(problem, implementation.platform, aligned_values=True), ragged_batch(problem)
     run = jax.jit(lambda q, kv, batch, chosen: _attend(given, q, kv, batch, chosen, problem.sinks, implementation))
     q = jnp.asarray(problem.q[..., : _key_dim(given)], dtype)
     program = str(run.trace(q, kv, batch, chosen).jaxpr)
@@ -180,7 +180,7 @@ def selected_by_indexer(name: str, implementation: Implementation) -> None:
     if of_blocks:  # all heads have the same key of the indexer
         v_pages = np.repeat(v_pages[:, :, :1], heads, axis=2)
         problem = problem._replace(v_codes=np.repeat(problem.v_codes[:, :, :1], heads, axis=2))
-    kv, batch = pool(problem, implementation.platform), ragged_batch(problem)
+    kv, batch = pool(problem, implementation.platform, aligned_values=True), ragged_batch(problem)
     options: dict[str, Any] = {"count": given.count, **implementation._options()}
     options["sizes"] = implementation._tuning().tpu_attention
     tuning = replace(implementation._tuning(), xla_selection=_TILES)

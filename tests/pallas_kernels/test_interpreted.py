@@ -65,7 +65,7 @@ WRITES = (TPU_LAZY.name, TPU_EAGER.name)
 UPDATED, MORE_DTYPES = ("bfloat16", "int8"), ("float32", "float8_e4m3fn", "float8_e5m2")
 # Transfers that begin at once: where new tokens are several, in one order or another.
 EAGER_SLOTS = ("scattered 40", "runs", "runs that meet")
-UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
+UPDATE_SIZES = ((64, 1, 80, 80, True), (16, 2, 192, 128, False))
 # What other releases of jax run: a job of each kernel, the shortest.
 VERSIONS: tuple[Job, ...] = (
     ("attention", MOSAIC_GPU.name, "fp8 e4m3 keys and values", "bfloat16", "needle"),

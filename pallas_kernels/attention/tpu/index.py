@@ -134,7 +134,7 @@ def key_scores(
     how many keys their rows see i32 [B, Q].
     """
     num_rows, width = q.shape[1:]
-    first = kv.lanes_of_page[0] + kv.spec.key_width
+    first = kv.lanes_of_page[0] + kv.spec.value_column
     begin = first // LANES * LANES
     lanes = begin, -(-(first + width) // LANES) * LANES
     unit = LANES // math.gcd(kv.page_size, LANES)

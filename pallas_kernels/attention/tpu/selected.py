@@ -88,7 +88,7 @@ def block_attention(
     Arguments are those of attention.selected.block_attention, which has checked them. interpret: pltpu.InterpretParams
     to run on a CPU. What the kernel does not support runs as plain XLA, and a warning says why.
     """
-    run, stride = math.gcd(size, kv.page_size), kv.spec.token_width
+    run, stride = math.gcd(size, kv.page_size), kv.spec.row_width
     reason = _unsupported(q, kv, run)
     if not reason and spec.num_kv_heads > 1 and stride % LANES:
         reason = f"KV heads of {stride} elements, which do not begin at multiples of {LANES}"
@@ -96,7 +96,7 @@ def block_attention(
         log_once("TPU kernel", reason)
         return selected_blocks.block_attention(q, kv, batch, blocks, spec=spec, size=size, tuning=tuning)
     group, width = spec.group_size, spec.head_dim + spec.v_head_dim
-    view = replace(kv.spec, num_kv_heads=1, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
+    view = replace(kv.spec, num_kv_heads=1, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim, aligned_values=False)
     own = replace(spec, num_q_heads=group, num_kv_heads=1)
     options: dict[str, Any] = {"spec": own, "sinks": None, "tuning": tuning, "interpret": interpret}
 

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule
-from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales, tokens_of_rows
 from jaxengine.pallas_kernels.registry import HEAD_TILES_AS_BITS, TOKEN_ROWS
 from jaxengine.pallas_kernels.tuning import XlaAttention
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
@@ -389,13 +389,13 @@ def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Arra
     block_pages = step.sizes.block_kv_of(spec.page_size, tiles.start[0].size) // spec.page_size
     page_ids = _pages_of_block(tiles, tile, block, block_pages, step.batch.page_table)
     first, _ = kv.lanes_of_page
-    rows = kv.data.at[page_ids].get(mode="clip")[..., first : first + num_kv_heads * spec.token_width]
-    rows = rows.reshape(num_seqs, -1, num_kv_heads, spec.token_width).swapaxes(1, 2)
-    keys = rows if spec.values_in_keys else rows[..., : spec.key_width]
-    positions = block * rows.shape[2] + jnp.arange(rows.shape[2], dtype=jnp.int32)
+    rows = kv.data.at[page_ids].get(mode="clip")[..., first : first + num_kv_heads * spec.row_width]
+    rows = rows.reshape(num_seqs, -1, rows.shape[-1])
+    keys, values = tokens_of_rows(rows, spec, num_kv_heads)
+    positions = block * rows.shape[1] + jnp.arange(rows.shape[1], dtype=jnp.int32)
     in_use = (positions >= tiles.low[tile][:, None]) & (positions < tiles.high[tile][:, None])
-    values = keys if spec.values_in_keys else rows[..., spec.key_width :]
-    return keys, jnp.where(in_use[:, None, :, None], values, 0)
+    values = keys if values is None else values
+    return keys.swapaxes(1, 2), jnp.where(in_use[:, None, :, None], values.swapaxes(1, 2), 0)
 
 
 def operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:

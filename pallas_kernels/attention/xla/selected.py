@@ -230,7 +230,7 @@ def index_keys(
     columns = block * (block_kv // spec.page_size) + jnp.arange(block_kv // spec.page_size, dtype=jnp.int32)
     pages = batch.page_table[seqs[:, None], jnp.minimum(columns, batch.page_table.shape[1] - 1)]
     if kv.layout == TOKEN_ROWS:
-        first = kv.lanes_of_page[0] + spec.key_width
+        first = kv.lanes_of_page[0] + spec.value_column
         rows = kv.data.at[pages].get(mode="clip")[..., first : first + spec.value_width]
     else:
         flat = kv.data.reshape(kv.data.shape[0], -1)

@@ -140,7 +140,7 @@ def _keys(kv: KVPages, page_table: jax.Array, blocks: jax.Array, size: int) -> j
     offsets = firsts % spec.page_size
     heads = jnp.broadcast_to(jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None], pages.shape)
     if kv.layout == TOKEN_ROWS:
-        index = jnp.stack([pages, offsets, kv.lanes_of_page[0] + heads * spec.token_width], axis=-1)
+        index = jnp.stack([pages, offsets, kv.lanes_of_page[0] + heads * spec.row_width], axis=-1)
         dims = lax.GatherDimensionNumbers((pages.ndim, pages.ndim + 1), (0,), (0, 1, 2))
         window = 1, piece, spec.key_width
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,3 +41,7 @@ def test_heads_of_several_devices_end_with_what_fills_up_their_lanes():
     assert rows[0, 0, :8].tolist() == [0, 1, 2, 6, 7, 8, 9, 10] and not rows[0, :, 8:128].any()
     assert rows[0, 0, 128:136].tolist() == [16, 17, 18, 22, 23, 24, 25, 26]
     assert converted(rows, TOKEN_ROWS, HEAD_TILES, spec, tiles).tobytes() == tiles.tobytes()
+    aligned = replace(spec, aligned_values=True)
+    rows = converted(tiles, HEAD_TILES, TOKEN_ROWS, aligned, jax.ShapeDtypeStruct((1, 2, 512), jnp.float32))
+    assert rows[0, 0, :3].tolist() == [0, 1, 2] and rows[0, 0, 128:133].tolist() == [6, 7, 8, 9, 10]
+    assert converted(rows, TOKEN_ROWS, HEAD_TILES, aligned, tiles).tobytes() == tiles.tobytes()

@@ -75,7 +75,7 @@ def pool_of(batch: RaggedBatch, dtype: str, platform: str, keys=None, width: int
         scales = [np.full(1, 0.03, np.float32), np.full(1, 0.02, np.float32)]
     stored = [codes(*each) for each in zip((latents, own), [dtype] * 2, scales, strict=True)]
     held = [values_of(*each)[:, :, 0] for each in zip(stored, scales, strict=True)]
-    return make_pool(*stored, platform, *scales), held
+    return make_pool(*stored, platform, *scales, aligned_values=True), held
 
 
 def check(name: str, dtype: str, platform: str, count: int, keys=None, num_heads: int = HEADS) -> None:

@@ -37,7 +37,7 @@ def check(name: str, dtype: str, platform: str, size: int, count: int, local: in
         seen = np.arange(int(batch.kv_lens[row]))
         unseen[np.asarray(batch.page_table)[row, seen // PAGE], seen % PAGE] = False
     joined[unseen], keys[unseen] = np.nan, np.nan
-    kv = make_pool(joined, keys, platform)
+    kv = make_pool(joined, keys, platform, aligned_values=True)
     index_q = rng.standard_normal((num_tokens, HEADS, WIDTH))
     index_q = jnp.asarray(np.sign(index_q) if equal else index_q, stored)
     q = jnp.asarray(rng.standard_normal((num_tokens, HEADS * GROUP, SIZE)), stored)

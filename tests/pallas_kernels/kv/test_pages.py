@@ -63,7 +63,7 @@ def test_update_writes_named_slots_only(dtype, pattern, implementation):
 
 
 @pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
-@pytest.mark.parametrize("sizes", [(64, 1, 80, 80), (16, 2, 192, 128), (8, 5, 16, 64)])
+@pytest.mark.parametrize("sizes", [(64, 1, 80, 80, False), (16, 2, 192, 128, False), (8, 5, 16, 64, True)])
 def test_update_of_other_shapes(sizes, implementation):
     CHECKS["update_sizes"]("bfloat16", *sizes, implementation)
 
@@ -123,9 +123,10 @@ def test_pages_move_between_layouts_bit_for_bit(source, target, dtype, in_keys):
 @pytest.mark.parametrize("platform", ONE_OF_EACH_LAYOUT)
 @pytest.mark.parametrize(("dtype", "in_keys"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_the_largest_of_some_pages(platform, dtype, in_keys):
-    shape = replace(spec(dtype, num_pages=6), values_in_keys=in_keys)
+    shape = replace(spec(dtype, num_pages=6), values_in_keys=in_keys, aligned_values=not in_keys)
     values = np.random.default_rng(0).normal(size=(6, 16, 1 if in_keys else 2, 2, 8)).astype(dtype)
     kv = import_pages(alloc(shape, platform=platform), jnp.arange(6), jnp.asarray(values))
+    assert np.asarray(export_pages(kv, jnp.arange(6))).tobytes() == values.tobytes()
     found = largest(kv, jnp.int32(2), 3)
     expected = np.abs(values[2:5].astype(np.float32)).max(axis=(0, 1, 4))
     np.testing.assert_array_equal(found[0], expected[0])

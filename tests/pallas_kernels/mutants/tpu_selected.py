@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant(
         "latents scored",
         _INDEX,
-        "first = kv.lanes_of_page[0] + kv.spec.key_width",
+        "first = kv.lanes_of_page[0] + kv.spec.value_column",
         "first = kv.lanes_of_page[0]",
         _BLOCKS,
     ),
