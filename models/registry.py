@@ -25,9 +25,12 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import LAST, Pooler
-from jaxengine.models.config.readers.eagle3 import Eagle3Config, head_fields, read_head
+from jaxengine.models.config.readers import dflash, eagle3
+from jaxengine.models.config.readers.dflash import DFlashConfig
+from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
+from jaxengine.models.layers.dflash import DFlash
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
 from jaxengine.models.model_classes import ENCODERS, MODELS
@@ -249,8 +252,24 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
     """
     raw = read_config_json(folder)
     try:
-        fields = head_fields(with_usual_fields(raw))
-        return read_head(fields, model_for_hf(hf_architecture(fields)).read_hf(fields), model)
+        fields = eagle3.head_fields(with_usual_fields(raw))
+        return eagle3.read_head(fields, model_for_hf(hf_architecture(fields)).read_hf(fields), model)
+    except ModelConfigError as error:
+        raise ModelFileError(folder / config_file(folder), str(error)) from error
+
+
+def read_dflash(folder: Path, model: ModelConfig) -> DFlashConfig:
+    """Return the config of the DFlash head in a Hugging Face folder. Raises ModelFileError, which names the file and
+    the field, for a missing file, for wrong or unsupported fields, and for a model that is no such head.
+
+    model: config of the target model, whose vocabulary size holds for a file without one. Whether head and model fit
+    together is not checked here.
+    """
+    raw = read_config_json(folder)
+    try:
+        fields = dflash.head_fields({"vocab_size": model.vocab_size, **with_usual_fields(raw)})
+        layers = model_for_hf(hf_architecture(fields)).read_hf(dflash.without_windows(fields))
+        return dflash.read_head(fields, layers)
     except ModelConfigError as error:
         raise ModelFileError(folder / config_file(folder), str(error)) from error
 
@@ -271,6 +290,13 @@ def build_eagle3(config: Eagle3Config, build: Build) -> Any:
     Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
     """
     return build_abstract(Eagle3, config, build)
+
+
+def build_dflash(config: DFlashConfig, build: Build) -> Any:
+    """Return the DFlash head (jaxengine.models.layers.dflash) of this config, with ShapeDtypeStructs for weights.
+    Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
+    """
+    return build_abstract(DFlash, config, build)
 
 
 def _as_stored(config: ModelConfig, build: Build) -> Build:

@@ -191,8 +191,8 @@ class EngineConfig(
         "original_max_position_embeddings": 32768}}; see docs/serving.md. rope_scaling and rope_theta are options of
         their own as well.
       speculative_config: how drafts are proposed for each step to verify: a dict of method ("ngram", "draft_model",
-        "mtp", "eagle3", "grammar"), num_speculative_tokens (1 to 7), and depending on the method prompt_lookup_max and
-        prompt_lookup_min, or model. Output tokens are the same as without drafts.
+        "mtp", "eagle3", "dflash", "grammar"), num_speculative_tokens (1 to 15), and depending on the method
+        prompt_lookup_max and prompt_lookup_min, or model. Output tokens are the same as without drafts.
       logits_processors: classes of your own that change logits, or their names as module:Class; see
         docs/sampling_params.md.
       capture: activations that requests may ask for (SamplingParams.capture), by names such as "residual:3",

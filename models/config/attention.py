@@ -254,6 +254,8 @@ class LayerAttention:
       relative: what a token adds to logits by the distance of a key; None for nothing.
       mutual: whether, of the keys after their own, tokens of images see only those of tokens that see later keys, too
         (jaxengine.pallas_kernels.attention.ragged_batch.AttentionSpec).
+      paged: whether keys are read from pages even if the layer is not causal, since some are of earlier steps, as in a
+        head that drafts a block.
     """
 
     num_heads: int
@@ -285,6 +287,7 @@ class LayerAttention:
     learned_positions: bool = False
     relative: RelativeBias | None = None
     mutual: bool = False
+    paged: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)

@@ -9,37 +9,25 @@ replaces the model's hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource, renamed
+from jaxengine.models.layers.draft_head import DraftHead, DraftHeadSource
+from jaxengine.models.params.declare import Source
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.sharding.collectives import gather_parts
-from jaxengine.sharding.stages import Stage
 
-_LAYER, EMBEDDING, _COLUMNS = "model.layers.0", "model.embed_tokens.weight", "columns"
-_PREFIXES = (
-    *(("midlayer.", f"{_LAYER}."), ("layers.0.", f"{_LAYER}."), ("model.midlayer.", f"{_LAYER}.")),
-    *(("model.", "model."), ("lm_head.", "lm_head."), ("d2t", "d2t"), ("t2d", "t2d"), ("", "model.")),
-)
-# Rows of two embeddings that are compared at a time.
-_ROWS = 8192
+_LAYER = "model.layers.0"
 
 
 class Eagle3Layer(nnx.Module):
@@ -70,15 +58,14 @@ class Eagle3Layer(nnx.Module):
             return x + self.mlp(self.mlp_norm(x), step.rows), kv
 
 
-class Eagle3(Decoder):
+class Eagle3(DraftHead):
     """EAGLE-3 head. jaxengine.runner.extensions.drafts.head_step runs it next to its target model."""
 
+    sizes: Eagle3Config
+
     def __init__(self, config: Eagle3Config, build: Build):
-        self.sizes = config
-        super().__init__(config, replace(build, stage=Stage(0, 1, is_first=False, is_last=False)))
-        size, eps, vocab_size = config.hidden_size, config.rms_norm_eps, config.vocab_size
-        if config.own_embedding:
-            self.embed = Embedding(vocab_size, size, source=EMBEDDING.removesuffix(".weight"), build=build)
+        super().__init__(config, build)
+        size, eps = config.hidden_size, config.rms_norm_eps
         count, target = len(config.streams), config.target_size
         joined, each = count * target, range(count) if config.stream_norms else ()
         norm = RMSNorm(joined, eps, source="model.input_norm", build=build) if config.joined_norm else None
@@ -87,14 +74,6 @@ class Eagle3(Decoder):
             [RMSNorm(target, eps, source=f"model.fc_norm.{number}", build=build) for number in each]
         )
         self.joined = Linear(joined, (Source("model.fc", size),), axes=("latent", "embed"), build=build)
-        self.head_norm = RMSNorm(size, eps, source="model.norm", build=build)
-        head = vocab_source("lm_head", config.draft_vocab_size, build.mesh)
-        self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
-        # For each token of the vocabulary the number of its logit, from 1 on; 0 for those that are not drafted.
-        # Eagle3Source guarantees that the numbers are in range.
-        padded = build.mesh.padded_vocab_size(vocab_size)
-        source = Source(_COLUMNS, vocab_size, padding=padded - vocab_size)
-        self.columns = declare((padded,), jnp.int32, ParamDecl(("sampled_vocab",), (source,)))
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return Eagle3Layer(self.sizes, build)
@@ -111,10 +90,6 @@ class Eagle3(Decoder):
                 parts = [norm(stream) for norm, stream in zip(self.stream_norms, streams, strict=True)]
                 hidden = jnp.concatenate(parts, axis=-1)
             return self.joined(hidden)
-
-    def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
-        """Return the embeddings [T, D] of tokens i32[T], from the table of `model` unless the head has its own."""
-        return (self.embed if self.sizes.own_embedding else model.embed)(token_ids)
 
     def __call__(
         self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
@@ -133,90 +108,15 @@ class Eagle3(Decoder):
         """Return logits f32[R, V / n] of the tokens after the next ones, split over n devices as the model's logits
         are; -inf for tokens that are never drafted.
 
-        hidden: [R, D], results of a call. model: not used, as the head has an output matrix of its own.
+        hidden: [R, D], results of a call. model: the target.
         """
-        with jax.named_scope("logits"):
-            normed = hidden if self.sizes.norm_output else self.head_norm(hidden)
-            own = self.lm_head(normed, out_dtype=jnp.float32)
-            own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
-            # Promised to be in bounds: for other modes XLA:TPU needs a row of memory for each token.
-            own = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-jnp.inf)
-            return own.at[:, self.columns[...]].get(mode="promise_in_bounds")
+        return self.logits_of(hidden if self.sizes.norm_output else self.head_norm(hidden), model)
 
 
-class Eagle3Source(WrappedSource):
-    """View of a head's checkpoint under the tensor names that Eagle3 declares.
+class Eagle3Source(DraftHeadSource):
+    """DraftHeadSource whose names are those of an EAGLE-3 head."""
 
-    Attributes:
-      config: the head's config, with own_embedding set if it stores embeddings that differ from the model's.
-
-    Raises ModelFileError if `d2t` does not name distinct tokens of the vocabulary, one for each draft.
-    """
-
-    def __init__(
-        self, source: WeightSource, config: Eagle3Config, model: WeightSource | None, *, partial: bool = False
-    ):
-        """Wrap `source`, the head's checkpoint.
-
-        model: source of the model's weights; None if they cannot be compared. Embeddings that equal the model's are
-        left out, unless the config has own_embedding. partial: whether the checkpoint updates a loaded head; if it then
-        has no `d2t`, the drafted tokens stay as they are. Raises ModelFileError if `d2t` is missing although not all
-        tokens are drafted, or if it does not name distinct tokens, one for each draft.
-        """
-        super().__init__(source)
-        self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
-        self._stored.pop("t2d", None)
-        self._has_columns = not partial or "d2t" in self._stored
-        self._columns = self._read_columns(config) if self._has_columns else np.zeros(config.vocab_size, np.int32)
-        self.config = config
-        if EMBEDDING in self._stored and not config.own_embedding:
-            if self._is_of(model):
-                del self._stored[EMBEDDING]
-            else:
-                self.config = replace(config, own_embedding=True)
-
-    def names(self) -> Iterable[str]:
-        return [*self._stored, *((_COLUMNS,) if self._has_columns else ())]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._columns.shape if name == _COLUMNS else self._source.shape(self._stored[name])
-
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        return self._columns[rows] if name == _COLUMNS else self._source.read(self._stored[name], rows, columns)
-
-    def _read_columns(self, config: Eagle3Config) -> np.ndarray:
-        """Return Eagle3.columns, i32[V]: for each token of the vocabulary 1 + its index among the drafted tokens, 0 if
-        it is not drafted. Removes `d2t` from the stored names.
-
-        `d2t` has, for each drafted token, its token id minus its index; if it is missing, the first draft_vocab_size
-        tokens are drafted. Raises ModelFileError if it is missing although fewer tokens are drafted than the vocabulary
-        has, if it does not have an integer for each drafted token, or does not name distinct tokens of the vocabulary.
-        """
-        count, vocab_size, stored = config.draft_vocab_size, config.vocab_size, self._stored.pop("d2t", None)
-        ids = np.arange(count, dtype=np.int64)
-        if stored is not None:
-            offsets = self._source.read(stored)
-            if offsets.shape != ids.shape or not np.issubdtype(offsets.dtype, np.integer):
-                text = f"must hold {count} integers, one for each token that is drafted, got {offsets.dtype} "
-                raise ModelFileError(self.path, f"{text}{offsets.shape}", stored)
-            ids = ids + offsets.astype(np.int64)
-            if len(np.unique(ids)) < count or ids.min() < 0 or ids.max() >= vocab_size:
-                raise ModelFileError(self.path, f"must name {count} tokens of {vocab_size}, each once", stored)
-        elif count < vocab_size:
-            text = f"is missing: which {count} of {vocab_size} tokens the head drafts nobody knows"
-            raise ModelFileError(self.path, text, "d2t")
-        columns = np.zeros(vocab_size, np.int32)
-        columns[ids] = 1 + np.arange(count, dtype=np.int32)
-        return columns
-
-    def _is_of(self, model: WeightSource | None) -> bool:
-        """Return whether the head's embeddings equal those of `model`, of which most checkpoints have a copy.
-
-        Returns False without a model, or if it has no such tensor of that shape. Otherwise both are read, _ROWS rows at
-        a time. Raises ModelFileError if reading fails.
-        """
-        if model is None or EMBEDDING not in model.names() or model.shape(EMBEDDING) != self.shape(EMBEDDING):
-            return False
-        count = len(self._columns)
-        spans = [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
-        return all(np.array_equal(self.read(EMBEDDING, span), model.read(EMBEDDING, span)) for span in spans)
+    PREFIXES: ClassVar[tuple[tuple[str, str], ...]] = (
+        *(("midlayer.", f"{_LAYER}."), ("layers.0.", f"{_LAYER}."), ("model.midlayer.", f"{_LAYER}.")),
+        *DraftHeadSource.PREFIXES,
+    )

@@ -55,6 +55,7 @@ class AttentionSpec:
     mutual: bool = False  # of later keys (kv_limits), a token sees only those of tokens that see later keys, too
     has_sinks: bool = False  # each head has a logit that takes a share of the softmax and adds no value
     bias_extent: int = 0  # each token and head has a number for each distance of a key below this; 0 = none
+    paged: bool = False  # without `causal`: keys of earlier steps count, too, which are in pages
 
     @property
     def stored_width(self) -> int:

@@ -14,12 +14,12 @@ from jaxengine.check.model.programs import CheckedProgram, StagePrograms
 from jaxengine.check.model.roofline import Work
 from jaxengine.check.model.shapes import model_config
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.features.speculation import DRAFT_MODEL, EAGLE3, check_draft_model
+from jaxengine.config.features.speculation import DRAFT_MODEL, HEADS, check_draft_model
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.registry import build_eagle3, build_model, build_next_token
+from jaxengine.models.registry import build_model, build_next_token
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.runner.extensions.drafts.open import open_draft, settle_draft
+from jaxengine.runner.extensions.drafts.open import HEAD_KINDS, open_draft, settle_draft
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
 from jaxengine.sharding.rules import part_bytes, part_shape
 from jaxengine.sharding.stages import Stage
@@ -41,13 +41,13 @@ class Drafting(NamedTuple):
 
 
 def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the config, with speculative_config completed from the config.json of an EAGLE-3 head if it names one.
+    """Return the config, with speculative_config completed from the config.json of a draft head if it names one.
 
     Other configs are returned unchanged. model: configuration of the target. Reads no weights. Raises ConfigError or
     ModelConfigError for a head that does not fit.
     """
     chosen = config.speculative_config
-    if chosen is None or chosen.method != EAGLE3:
+    if chosen is None or chosen.method not in HEADS:
         return config
     found = settle_draft(replace(config, load_format="dummy"), model)
     return replace(config, speculative_config=found.speculative_config)
@@ -70,16 +70,12 @@ def drafting(stage: StagePrograms) -> Drafting | None:
         model: Any = build_model(own, Build(config.dtype, layout, Stage(0, own.num_layers)))
         programs = DraftPrograms(model, stage.steps, config)
     else:
-        build = Build(config.dtype, layout)
-        if chosen.method == EAGLE3:
-            shape: Any = open_draft(replace(config, load_format="dummy"), stage.model.config).config
-            model = build_eagle3(shape, build)
-        else:
-            own = stage.model.config
-            if chosen.model is not None:
-                own = open_draft(replace(config, load_format="dummy"), own).config
-            model = build_next_token(own, build)
-        programs = HeadPrograms(model, stage.steps, config)
+        build, own = Build(config.dtype, layout), stage.model.config
+        if chosen.model is not None:
+            own = open_draft(replace(config, load_format="dummy"), own).config
+        kind = HEAD_KINDS.get(chosen.method)
+        model = build_next_token(own, build) if kind is None else kind.build(own, build)
+        programs = (HeadPrograms if kind is None else kind.programs)(model, stage.steps, config)
     leaves = [leaf for _, leaf in abstract_leaves(model, stage.mesh)]
     weights = programs.weights(leaves, stage.params)
     return Drafting(programs, weights, sum(map(part_bytes, leaves)), programs.page_bytes)

@@ -11,11 +11,13 @@ from jaxengine.config.base.values import plain, whole_number
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
-    from jaxengine.models.config.readers.eagle3 import Eagle3Config
+    from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
 
 NAME = "speculative_config"
-NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR = "ngram", "draft_model", "mtp", "eagle3", "grammar"
-METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR)
+NGRAM, DRAFT_MODEL, MTP, EAGLE3, DFLASH, GRAMMAR = "ngram", "draft_model", "mtp", "eagle3", "dflash", "grammar"
+METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, DFLASH, GRAMMAR)
+# Methods whose head has a checkpoint of its own, and what errors call it.
+HEADS = {EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head"}
 # Names of a model by which earlier vLLM versions chose the method "ngram".
 _NGRAM_MODELS = (NGRAM, f"[{NGRAM}]")
 # vLLM's earlier names of the method "mtp", one for each family.
@@ -26,20 +28,20 @@ _FAMILIES = (
     *("gemma4", "inkling"),
 )
 _ALIASES = {f"{family}_{MTP}": MTP for family in _FAMILIES}
-MAX_DRAFTS = 7
+MAX_DRAFTS = 15
 MAX_LOOKUP = 32
 # Lookups of three tokens, then of two: longer ones rarely match, and single tokens predict little.
 _LOOKUP = (2, 3)
 # Widths of steps: tokens of a decode, the last one and drafts. Each width needs its own programs.
-_WIDTHS = (2, 4, 8)
+_WIDTHS = (2, 4, 8, 16)
 # Methods that need, and that may have, a checkpoint of their own, and fields that only some methods have.
-STORED = (DRAFT_MODEL, EAGLE3)
+STORED = (DRAFT_MODEL, *HEADS)
 _MAY_BE_STORED = (*STORED, MTP)
 _OF_DRAFTER = ("model", "revision", "draft_tensor_parallel_size")
 _OF_METHODS = {
     "prompt_lookup_max": (NGRAM,),
     "prompt_lookup_min": (NGRAM,),
-    "streams": (EAGLE3,),
+    "streams": tuple(HEADS),
     **dict.fromkeys(_OF_DRAFTER, _MAY_BE_STORED),
 }
 # Options of a flat form, and the field of each.
@@ -58,16 +60,17 @@ class SpeculativeConfig:
 
     Attributes:
       method: "ngram", which looks the last tokens up among earlier ones; "draft_model", a smaller model; "mtp", the
-        layer of a checkpoint that predicts the token after the next; "eagle3", a head with its own checkpoint
-        that reads the model's hidden states; or "grammar", which proposes only tokens that a grammar leaves no choice
+        layer of a checkpoint that predicts the token after the next; "eagle3" and "dflash", a head with its own
+        checkpoint that reads the model's hidden states, and that drafts one token after another or all at once; or
+        "grammar", which proposes only tokens that a grammar leaves no choice
         of. The other methods do that, too.
-      num_speculative_tokens: limit of drafts of a request per step, 1 to 7.
+      num_speculative_tokens: limit of drafts of a request per step, 1 to 15.
       prompt_lookup_max: most tokens that an n-gram lookup compares; prompt_lookup_min: fewest. One defaults to the
         other; without either 3 and 2.
       model: the draft model or head, or the checkpoint with the layer of "mtp", named like the engine's `model`; None
         for the layer of the model's own checkpoint. revision: its revision on the hub.
       draft_tensor_parallel_size: devices that split it; they are those of the model.
-      streams: numbers of layers after which an EAGLE-3 head reads hidden states, from its config.json; not an option.
+      streams: numbers of layers after which a head reads hidden states, from its config.json; not an option.
     """
 
     method: str
@@ -151,7 +154,7 @@ class SpeculativeConfig:
     @property
     def reads_hidden(self) -> bool:
         """Whether the drafter reads the model's hidden states."""
-        return self.method in (MTP, EAGLE3)
+        return self.method in (MTP, *HEADS)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -273,10 +276,10 @@ def check_layer(draft: ModelConfig, model: ModelConfig) -> None:
     raise ConfigError.because(NAME, problem, "name a checkpoint of this model with such a layer, or leave it out")
 
 
-def check_head(head: Eagle3Config, model: ModelConfig) -> None:
-    """Raise ConfigError if an EAGLE-3 head was made for another model than `model`: it has another hidden size or
+def check_head(method: str, head: DraftHeadConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if the head of a method was made for another model than `model`: it has another hidden size or
     vocabulary size, or reads layers that do not exist or are not ascending. Also for a model with several hidden states
-    per token.
+    per token. method: one of HEADS.
     """
     last = model.num_layers
     if head.target_size != model.hidden_size:
@@ -289,7 +292,7 @@ def check_head(head: Eagle3Config, model: ModelConfig) -> None:
         what = f"reads hidden states after {list(head.streams)} layers, and {model.architecture} has {last} layers"
     else:
         return
-    raise ConfigError.because(NAME, f"{NAME}.model, an EAGLE-3 head, {what}", "name one that was made for this model")
+    raise ConfigError.because(NAME, f"{NAME}.model, {HEADS[method]}, {what}", "name one that was made for this model")
 
 
 def _method(model: Any, method: Any) -> str:

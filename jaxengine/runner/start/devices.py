@@ -234,7 +234,7 @@ def split_stages(
     if config.speculative_config is not None:
         from jaxengine.runner.extensions.drafts.open import open_drafting
 
-        draft = open_drafting(source, config, layout)
+        draft = open_drafting(source, config, layout, platform.name)
     found = []
     for model, mesh in zip(models, meshes, strict=True):
         programs = step_programs(model, config, platform, mesh)

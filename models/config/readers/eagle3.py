@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.draft_heads import (
+    SPECULATORS,
+    DraftHeadConfig,
+    check_numbers,
+    joined_fields,
+    vocabulary_of,
+)
 from jaxengine.models.config.readers.hf import hf_architecture
 
 # Class that has the head's layer, by the name of the head without the "Eagle3" that authors, SpecForge and vLLM add to
@@ -17,31 +24,22 @@ _LIKE_LLAMA = (_LLAMA, "MiniMaxM2ForCausalLM", "Qwen2_5vlForCausalLM", "Qwen3vlF
 _LAYER_CLASSES = {**dict.fromkeys(_LIKE_LLAMA, _LLAMA), _QWEN3: _QWEN3}
 _LAYER_TYPES = {"llama": _LLAMA, "qwen3": _QWEN3}
 _NAME = "Eagle3"
-SPECULATORS = "speculators_model_type"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _JOINED_NORM = "norm_before_fc"
 
 
 @dataclass(frozen=True)
-class Eagle3Config(ModelConfig):
-    """ModelConfig of the head's one layer, with the fields of EAGLE-3.
+class Eagle3Config(DraftHeadConfig):
+    """DraftHeadConfig of the head's one layer, with the fields of EAGLE-3.
 
     Attributes:
-      draft_vocab_size: number of tokens that the head may draft, at most the vocabulary's.
-      target_size: size of a hidden state of the target model.
-      streams: hidden states of the target that the head reads, each given by the number of layers before it.
       norm_before_residual: whether the residual of its attention is the normed input.
-      own_embedding: whether it has its own embeddings; otherwise it uses the target's.
       joined_norm: whether a norm over all of its streams side by side precedes their projection.
       stream_norms: whether a norm of each stream does, after `joined_norm` if it has both.
       norm_output: whether further tokens are drafted from the layer's output after the head's norm.
     """
 
-    draft_vocab_size: int = 0
-    target_size: int = 0
-    streams: tuple[int, ...] = ()
     norm_before_residual: bool = False
-    own_embedding: bool = False
     joined_norm: bool = False
     stream_norms: bool = False
     norm_output: bool = False
@@ -54,16 +52,10 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
     it is an EAGLE-3 head of one such layer without unsupported features.
     """
     fields = ConfigFields(raw)
-    kind = fields.text(SPECULATORS, None)
-    if kind is not None:
-        layer = fields.mapping("transformer_layer_config")
-        if kind != "eagle3" or layer is None:
-            raise fields.fail(SPECULATORS, '"eagle3", with a transformer_layer_config')
-        named = ConfigFields(layer)
+    if fields.text(SPECULATORS, None) is not None:
+        fields, named = joined_fields(fields, "eagle3", {"norm_before_residual": True}, "an EAGLE-3 head")
         if (own := _LAYER_TYPES.get(named.text("model_type", "llama"))) is None:
             raise named.fail("model_type", f"one of {', '.join(_LAYER_TYPES)} for an EAGLE-3 head")
-        given = {name: value for name, value in raw.items() if value is not None}
-        fields = ConfigFields({"norm_before_residual": True, **layer, **given})
     else:
         name = hf_architecture(fields)
         if (own := _LAYER_CLASSES.get(name.removeprefix(_NAME).removesuffix(_NAME))) is None:
@@ -90,13 +82,10 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
     """
     if layer["attention"][0].window is not None:
         raise fields.fail("sliding_window", "absent, or not used, for an EAGLE-3 head")
-    draft_vocab_size = fields.integer("draft_vocab_size", layer["vocab_size"])
-    if draft_vocab_size > layer["vocab_size"]:
-        raise fields.fail("draft_vocab_size", f"at most vocab_size, {layer['vocab_size']}")
     target_size = fields.integer("target_hidden_size", layer["hidden_size"])
     return Eagle3Config(
         architecture=f"{_NAME}{hf_architecture(fields)}",
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=vocabulary_of(fields, layer["vocab_size"]),
         target_size=target_size,
         streams=_streams(fields, model.num_layers),
         norm_before_residual=fields.boolean("norm_before_residual", False),
@@ -129,7 +118,5 @@ def _streams(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     listed = fields.value(_LAYERS, None) or inner.value(_LAYERS, None)
     if not listed:
         return (2, num_layers // 2, num_layers - 3)
-    wrong = not isinstance(listed, list) or len(listed) > MAX_LAYERS
-    if wrong or any(type(each) is not int or each < 0 for each in listed):
-        raise ModelConfigError(f"{_LAYERS} must be a list of whole numbers >= 0, got {str(listed)[:80]}")
+    check_numbers(_LAYERS, listed)
     return tuple(each + (listed[0] == 1) for each in listed)

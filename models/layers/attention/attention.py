@@ -132,6 +132,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         bias_extent=0 if attention.relative is None else attention.relative.extent,
         has_sinks=attention.sinks,
         mutual=attention.mutual,
+        paged=attention.paged,
     )
 
 

@@ -35,6 +35,7 @@ from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_eagle3 import write
 from tests.jaxengine.engine.test_speculation import assert_same, force, forced_workload, make_folder, workload
+from tests.models.layers.test_dflash import read as read_dflash
 from tests.sharding.parallel_cases import OPTIONS
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -75,6 +76,10 @@ def _eagle3(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return _family(family, {"method": "eagle3", "model": head})
 
 
+def _dflash(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _family(family, {"method": "dflash", "model": write(folder / "head", *read_dflash(family))})
+
+
 # What is served and what drafts, by name; a function of an empty folder.
 SETS = {
     "ngram": lambda folder: _dummy(folder, NGRAM),
@@ -91,6 +96,8 @@ SETS = {
     "mtp glm4_moe": lambda folder: _next_token(folder, "glm4_moe"),
     "eagle3 llama": lambda folder: _eagle3(folder, "llama"),
     "eagle3 qwen3": lambda folder: _eagle3(folder, "qwen3"),
+    "dflash qwen3": lambda folder: _dflash(folder, "qwen3"),
+    "dflash qwen3_bias": lambda folder: _dflash(folder, "qwen3_bias"),
 }
 
 

@@ -282,9 +282,9 @@ def test_engines_without_heads_say_why():
 def test_heads_of_other_models_are_refused(changed, said):
     model = read_hf(DENSE)
     fields = vars(model) | {"target_size": 64, "streams": (0, 1, 2), "draft_vocab_size": 20}
-    check_head(Eagle3Config(**fields), model)
+    check_head(EAGLE3, Eagle3Config(**fields), model)
     with pytest.raises(ConfigError, match=said):
-        check_head(Eagle3Config(**fields | changed), model)
+        check_head(EAGLE3, Eagle3Config(**fields | changed), model)
 
 
 def test_what_is_no_head_says_so(tmp_path):

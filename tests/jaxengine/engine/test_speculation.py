@@ -366,8 +366,8 @@ def test_families(family, executables_dir):
         ),
         ({"speculative_config": DRAFTS | {"model": "x"}}, "model is 'x', and 'ngram' has no model"),
         (
-            {"speculative_config": DRAFTS | {"num_speculative_tokens": 8}},
-            "tokens is 8; allowed: 1 to 7",
+            {"speculative_config": DRAFTS | {"num_speculative_tokens": 16}},
+            "tokens is 16; allowed: 1 to 15",
         ),
         ({"speculative_config": DRAFTS | {"prompt_lookup_min": 4}}, "at most prompt_lookup_max, 3"),
         ({"speculative_config": DRAFTS | {"prompt_lookup_max": True}}, "prompt_lookup_max is True"),

@@ -314,8 +314,8 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
     """Replace a draft model's weights while the engine is paused, and return what was replaced. The engine's version
     stays, since no sampled token depends on a draft model.
 
-    kv: "recompute" and "drop" preempt running requests; "drop" also resets the prefix cache. Raises RequestError for a
-    version other than None. Asserts that the pause is complete.
+    kv: "recompute" and "drop" preempt running requests and reset the prefix cache, whose pages also have the draft
+    model's keys and values. Raises RequestError for a version other than None. Asserts that the pause is complete.
     """
     if version is not None:
         text = f"version is {version!r}; allowed with target='draft': None, for the weights of the model stay"
@@ -324,7 +324,6 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
     start, scheduler = time.monotonic(), weights.loop.scheduler
     if kv != "keep":
         scheduler.preempt_all()
-    if kv == "drop":
         scheduler.reset_prefix_cache()
     new.put()
     for extension in scheduler.extensions:

@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
 from jaxengine.models.cache import KVPages
+from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.forward_pass import SampledRows
 from jaxengine.runner.extensions.drafts.section import NAME
@@ -66,6 +67,23 @@ class DraftHeadSpec(DraftSpec):
         return self.model(weights.own), lender
 
 
+def step_before(
+    spec: DraftSpec, state: DeviceState, sampled: SampledRows, buffer: jax.Array
+) -> tuple[ForwardBatch, jax.Array]:
+    """Return (the batch of a step whose tokens have been sampled, positions i32[S] at which its rows began).
+
+    state: DeviceState after the sampler. buffer: i32[size], the step's message. Token ids that the message leaves to
+    the device are arbitrary.
+    """
+    layout, tokens = spec.layout, state.tokens
+    assert tokens is not None
+    slot, count, *_ = layout.view(buffer, "rows")
+    start = sampled.position[: layout.num_seqs] - (count if spec.width == 1 else 1)
+    with jax.named_scope("unpack"):
+        before = state.slots._replace(num_computed=write_slots(state.slots.num_computed, slot, start))
+        return spec.unpack(before, tokens.last_token, buffer).batch, start
+
+
 def make_follow(spec: DraftHeadSpec) -> Callable:
     """Return the function that runs the head over a step whose tokens have been sampled.
 
@@ -87,11 +105,9 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
         assert tokens is not None
         history = tokens.sections[NAME]
         slot, count, *_ = layout.view(buffer, "rows")
-        start = sampled.position[: layout.num_seqs] - (count if spec.width == 1 else 1)
         num_slots = state.slots.num_computed.shape[0]
+        batch, start = step_before(spec, state, sampled, buffer)
         with jax.named_scope("unpack"):
-            before = state.slots._replace(num_computed=write_slots(state.slots.num_computed, slot, start))
-            batch = spec.unpack(before, tokens.last_token, buffer).batch
             (ragged,) = batch.ragged
             ends, token = ragged.cu_q_lens[1:], jnp.arange(layout.num_tokens, dtype=jnp.int32)
             row = jnp.searchsorted(ends, token, side="right", method="compare_all")

@@ -1,11 +1,12 @@
-"""Opening of the draft source on the devices: a draft model, an MTP layer of the model's checkpoint, or an EAGLE-3
-head.
+"""Opening of the draft source on the devices: a draft model, an MTP layer of the model's checkpoint, or a head with a
+checkpoint of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ from jaxengine.checkpoint.model_source import ModelSource, find_model, open_mode
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.features.speculation import (
+    DFLASH,
     DRAFT_MODEL,
     EAGLE3,
+    HEADS,
     MTP,
     NAME,
     check_draft_model,
@@ -24,22 +27,50 @@ from jaxengine.config.features.speculation import (
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.eagle3 import Eagle3Config
+from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
 from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.dflash import DFlashSource
+from jaxengine.models.layers.draft_head import DraftHeadSource
 from jaxengine.models.layers.eagle3 import Eagle3Source
 from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.registry import (
+    build_dflash,
     build_eagle3,
     build_model,
     build_next_token,
     model_for_hf,
+    read_dflash,
     read_eagle3,
     read_next_token,
 )
-from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
+from jaxengine.runner.extensions.drafts.programs import BlockPrograms, DraftPrograms, HeadPrograms
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
+
+_MASK_FILE = "mask_embedding.pt"  # of some DFlash heads
+
+
+class HeadKind(NamedTuple):
+    """What differs between the methods of HEADS.
+
+    Attributes:
+      read: function of (folder, config of the target model), which returns the head's config.
+      build: function of (the head's config, Build), which returns the abstract head.
+      source: class of the view of its checkpoint.
+      programs: class of its programs.
+    """
+
+    read: Callable[[Path, ModelConfig], DraftHeadConfig]
+    build: Callable[[Any, Build], Any]
+    source: type[DraftHeadSource]
+    programs: type[DraftPrograms]
+
+
+HEAD_KINDS: dict[str, HeadKind] = {
+    EAGLE3: HeadKind(read_eagle3, build_eagle3, Eagle3Source, HeadPrograms),
+    DFLASH: HeadKind(read_dflash, build_dflash, DFlashSource, BlockPrograms),
+}
 
 
 class OpenedDraft(NamedTuple):
@@ -63,7 +94,7 @@ def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         return config
     draft = open_draft(config, model)
     draft.close()
-    streams = draft.config.streams if isinstance(draft.config, Eagle3Config) else None
+    streams = draft.config.streams if isinstance(draft.config, DraftHeadConfig) else None
     if chosen.streams not in (None, streams):
         raise ConfigError(f"{NAME}.streams", chosen.streams, f"{streams}, as the head has it, or nothing")
     return replace(config, speculative_config=replace(chosen, model=str(draft.path), revision=None, streams=streams))
@@ -103,8 +134,8 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
         error.param = NAME
         raise
     with draft.closing_on_error():
-        if isinstance(draft.config, Eagle3Config):
-            check_head(draft.config, model)
+        if isinstance(draft.config, DraftHeadConfig):
+            check_head(chosen.method, draft.config, model)
         elif chosen.method == MTP:
             check_layer(draft.config, model)
         else:
@@ -112,15 +143,18 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
     return draft
 
 
-def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
-    """Open the EAGLE-3 head that `config.model` names, with its weights as stored; without weights for load_format
+def _open_head(method: str, config: EngineConfig, model: ModelConfig) -> ModelSource:
+    """Open the head of a method that `config.model` names, with its weights as stored; without weights for load_format
     "dummy".
 
-    model: config of the target model. Raises ConfigError for a file in place of a folder, and ModelFileError for
-    missing or invalid files.
+    model: config of the target model. Raises ConfigError for a file in place of a folder, and for an embedding of the
+    mask in a file of its own; ModelFileError for missing or invalid files.
     """
-    path = _find_folder(config, "an EAGLE-3 head")
-    head = read_eagle3(path, model)
+    path = _find_folder(config, HEADS[method])
+    if (path / _MASK_FILE).exists():
+        problem = f"{NAME}.model has a {_MASK_FILE}, which is not read"
+        raise ConfigError.because(NAME, problem, "name a head whose mask is a token of its vocabulary")
+    head = HEAD_KINDS[method].read(path, model)
     head = head.up_to(given_length(config.max_model_len) or model.max_position_embeddings)
     weights = None if config.load_format == "dummy" else open_weights(path, config)
     return ModelSource(path=path, config=head, generation_defaults={}, weights=weights)
@@ -139,7 +173,10 @@ def _open_layer(config: EngineConfig, model: ModelConfig) -> ModelSource:
     return ModelSource(path=path, config=draft, generation_defaults={}, weights=weights)
 
 
-_OPEN: dict[str, Callable[[EngineConfig, ModelConfig], ModelSource]] = {EAGLE3: _open_head, MTP: _open_layer}
+_OPEN: dict[str, Callable[[EngineConfig, ModelConfig], ModelSource]] = {
+    **{method: partial(_open_head, method) for method in HEADS},
+    MTP: _open_layer,
+}
 
 
 def _find_folder(config: EngineConfig, what: str) -> Path:
@@ -153,9 +190,9 @@ def _find_folder(config: EngineConfig, what: str) -> Path:
     return path
 
 
-def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:
+def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout, platform: str) -> OpenedDraft | None:
     """Open the draft model or head that a config names for the target model of `source`, split over the same mesh
-    layout.
+    layout. platform: name of the platform whose kernels run.
 
     Returns None without a draft method, or with one that has no weights. The weights are read later, so the `source` of
     the result stays open, and the caller closes it. Raises the errors of `open_draft`, and ConfigError if the draft
@@ -170,15 +207,17 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
         with draft.closing_on_error():
             return OpenedDraft(_split(chosen.method, lambda: build_model(draft.config, build)), draft, DraftPrograms)
     weights = source.weights
-    if chosen.method == EAGLE3:
+    if (kind := HEAD_KINDS.get(chosen.method)) is not None:
         if not issubclass(model_for_hf(model.architecture), Decoder):
             problem = f"{NAME}.method is {chosen.method!r}, and {model.architecture} gives no layer's hidden states"
             raise ConfigError.because(NAME, problem, "leave it out, or give another method")
-        draft = _as_read(open_draft(config, model), None if isinstance(weights, Path) else weights)
-        shape: Any = draft.config
+        draft = _as_read(open_draft(config, model), None if isinstance(weights, Path) else weights, kind)
         with draft.closing_on_error():
-            head = _split(chosen.method, lambda: build_eagle3(shape, Build(config.dtype, layout)))
-        return OpenedDraft(head, draft, HeadPrograms)
+            if platform == "tpu" and any(each.window and not each.causal for each in draft.config.attention):
+                problem = f"{NAME}.model attends to windows on both sides of a token, which the TPU kernel does not"
+                raise ConfigError.because(NAME, problem, "give a head without such layers")
+            head = _split(chosen.method, lambda: kind.build(draft.config, Build(config.dtype, layout)))
+        return OpenedDraft(head, draft, kind.programs)
     if chosen.model is not None:
         draft = open_draft(config, model)
         with draft.closing_on_error():
@@ -192,18 +231,18 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
     return OpenedDraft(head, replace(source, weights=weights), HeadPrograms)
 
 
-def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """Return a head's source with its weights under the names that Eagle3 declares, and with the configuration that
-    these weights determine; unchanged if it has no weights.
+def _as_read(head: ModelSource, model: WeightSource | None, kind: HeadKind) -> ModelSource:
+    """Return the source of a head of this kind with its weights under the names that the head declares, and with the
+    configuration that these weights determine; unchanged if it has no weights.
 
     model: weights of the target model, some of which the head may share; None if they cannot be read by name. Raises
     ModelFileError, after closing the head's source, for weights that cannot be used.
     """
     if head.weights is None:
         return head
-    assert isinstance(head.config, Eagle3Config) and not isinstance(head.weights, Path)
+    assert isinstance(head.config, DraftHeadConfig) and not isinstance(head.weights, Path)
     with head.closing_on_error():
-        weights = Eagle3Source(head.weights, head.config, model)
+        weights = kind.source(head.weights, head.config, model)
     return replace(head, config=weights.config, weights=weights)
 
 

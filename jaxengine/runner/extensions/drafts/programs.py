@@ -2,7 +2,8 @@
 
 A draft model has one program for each bucket, run before the bucket's forward pass: in steps without drafts it writes
 the draft model's keys and values, in wide steps it makes the drafts (step.py). A draft head has one for each bucket
-that runs once its tokens have been sampled, and one that makes drafts before each wide bucket (head_step.py).
+that runs once its tokens have been sampled, and one that makes drafts before each wide bucket (head_step.py, and
+block_step.py for a head that drafts a block at once).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.cache import KVPages, abstract_kv, device_kv, page_bytes_of_group, paged_groups
 from jaxengine.models.forward_batch import StepLayout
 from jaxengine.runner.base.program import Program, abstract_params, program_on
+from jaxengine.runner.extensions.drafts.block_step import make_block_draft, make_fill
 from jaxengine.runner.extensions.drafts.head_step import (
     DraftHeadSpec,
     HeadState,
@@ -158,10 +160,52 @@ class DraftPrograms:
         return program_on(self.target.mesh, name, function, arguments, kept if results is None else results, (1,))
 
 
-class HeadPrograms(DraftPrograms):
-    """Programs of a draft head that reads the target model's hidden states, for the steps of one target on one mesh."""
+class BlockPrograms(DraftPrograms):
+    """Programs of a draft head that reads the target model's hidden states and drafts a block at once, for the steps of
+    one target on one mesh.
+    """
 
     fills_after_sample: ClassVar[bool] = True
+
+    def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        """Store the abstract head, and the static parts of the target model. config: the engine's."""
+        super().__init__(model, target, config)
+        graph, params = nnx.split(target.model)
+        self._lender = graph, jax.tree.structure(params)
+        self.description += target.description
+
+    def weights(self, own: Sequence[Any], model: Sequence[Any]) -> HeadWeights:
+        return HeadWeights(list(own), list(model))
+
+    def before(self, bucket: Bucket, weights: HeadWeights, kept: Any) -> Program | None:
+        """Return the program that proposes the drafts of a wide bucket; None for a bucket without drafts."""
+        if bucket.width == 1:
+            return None
+        return self._drafting(bucket, self._make_draft(self._spec(bucket)), weights, kept)
+
+    def after(self, bucket: Bucket, weights: HeadWeights, kept: Any) -> Program | None:
+        """Return the program that writes the head's keys and values of a step's tokens; never None."""
+        forwarded = self.target.forwarded(bucket)
+        step = forwarded.rows, forwarded.sections[NAME]
+        return self._program(f"head's {bucket}", self._make_after(self._spec(bucket)), bucket, weights, kept, step)
+
+    def _make_draft(self, spec: DraftHeadSpec) -> Callable:
+        """Return the function of the program `before`."""
+        return make_block_draft(spec)
+
+    def _make_after(self, spec: DraftHeadSpec) -> Callable:
+        """Return the function of the program `after`."""
+        return make_fill(spec)
+
+    def _spec(self, bucket: Bucket) -> DraftHeadSpec:
+        graph, tree = self._lender
+        return DraftHeadSpec(self._graph, self._params_tree, *self._where(bucket), model_graph=graph, model_tree=tree)
+
+
+class HeadPrograms(BlockPrograms):
+    """Programs of a draft head that drafts one token after another, each from the hidden state that it made last, for
+    the steps of one target on one mesh.
+    """
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
         """Store the abstract head, the shape of its hidden states of slots, and the static parts of the target model.
@@ -169,16 +213,10 @@ class HeadPrograms(DraftPrograms):
         """
         super().__init__(model, target, config)
         self._hidden = target.shape.rows(config.max_num_seqs, config.dtype, model.config.hidden_size)
-        graph, params = nnx.split(target.model)
-        self._lender = graph, jax.tree.structure(params)
-        self.description += target.description
 
     def memory(self) -> dict[str, int]:
         """Return what DraftPrograms.memory does, and the bytes of a hidden state for each slot."""
         return {**super().memory(), "draft states": part_bytes(self._hidden)}
-
-    def weights(self, own: Sequence[Any], model: Sequence[Any]) -> HeadWeights:
-        return HeadWeights(list(own), list(model))
 
     def kept_shapes(self, num_pages: int) -> HeadState:
         """Return the abstract HeadState: a pool of `num_pages` pages per replica, and a hidden state for each slot."""
@@ -199,20 +237,8 @@ class HeadPrograms(DraftPrograms):
 
         return program_on(self.target.mesh, "head's pool", begin, (), kept, ())
 
-    def before(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
-        """Return the program that proposes the drafts of a wide bucket (`make_head_draft`); None for a bucket without
-        drafts.
-        """
-        if bucket.width == 1:
-            return None
-        return self._drafting(bucket, make_head_draft(self._spec(bucket)), weights, kept)
+    def _make_draft(self, spec: DraftHeadSpec) -> Callable:
+        return make_head_draft(spec)
 
-    def after(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
-        """Return the program that runs the head over a step's tokens (`make_follow`); never None."""
-        forwarded = self.target.forwarded(bucket)
-        step = forwarded.rows, forwarded.sections[NAME]
-        return self._program(f"head's {bucket}", make_follow(self._spec(bucket)), bucket, weights, kept, step)
-
-    def _spec(self, bucket: Bucket) -> Any:
-        graph, tree = self._lender
-        return DraftHeadSpec(self._graph, self._params_tree, *self._where(bucket), model_graph=graph, model_tree=tree)
+    def _make_after(self, spec: DraftHeadSpec) -> Callable:
+        return make_follow(spec)

@@ -1,4 +1,4 @@
-"""Replacement weights of an engine's MTP layer or EAGLE-3 head: finds its tensors by the checkpoint's names."""
+"""Replacement weights of an engine's MTP layer or draft head: finds its tensors by the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxengine.config.features.speculation import EAGLE3
-from jaxengine.models.layers.eagle3 import EMBEDDING, Eagle3Source
+from jaxengine.models.layers.draft_head import EMBEDDING, LM_HEAD
 from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.formats.arrays import ArraySource, on_host
+from jaxengine.runner.extensions.drafts.open import HEAD_KINDS
 
 
 class HeadTensors:
     """Selection and renaming of the tensors that belong to a draft head."""
 
     def __init__(self, method: str, head: Any, model: Any, params: list[Any], *, partial: bool):
-        """Store the modules. method: "eagle3" or an MTP method; head: the head's module; model: module of the first
-        stage.
+        """Store the modules. method: one of HEADS, or "mtp"; head: the head's module; model: module of the first stage.
 
         params: leaves of the first stage. partial: whether tensors may be missing.
         """
         self._head, self._model, self._params, self._partial = head, model, params, partial
-        self._is_eagle3 = method == EAGLE3
+        self._kind = HEAD_KINDS.get(method)  # None for MTP
         self._layer = f"model.layers.{model.config.num_layers}."
 
     def wanted(self, name: str) -> bool:
-        """Whether a tensor of this name may belong to the head: any name for an EAGLE-3 head, names of the layer after
-        the model's last for MTP.
+        """Whether a tensor of this name may belong to the head: any name for a head with a checkpoint of its own, names
+        of the layer after the model's last for MTP.
         """
-        return self._is_eagle3 or name.startswith(self._layer)
+        return self._kind is not None or name.startswith(self._layer)
 
     def view(self, source: WeightSource) -> WeightSource:
         """Return a source with the head's tensors of `source` under the names that the head declares.
 
-        Raises ModelFileError if an EAGLE-3 head drafts other tokens than the loaded one, or has embeddings that differ
-        from the model's although the engine's head has none of its own.
+        Raises ModelFileError if a head drafts other tokens than the loaded one, or has an LM head, or embeddings that
+        differ from the model's, although the engine's head has none of its own.
         """
-        if not self._is_eagle3:
+        if self._kind is None:
             return NextTokenSource(source, self._model.config.num_layers)
         config = self._head.sizes
-        found = Eagle3Source(source, config, self._embedding(source), partial=self._partial)
+        found = self._kind.source(source, config, self._embedding(source), partial=self._partial)
+        if found.config.own_head != config.own_head:
+            raise ModelFileError(source.path, "is new: the engine's head was started without one of its own", LM_HEAD)
         if found.config.own_embedding != config.own_embedding:
             text = "differs from the model's, and the engine's head was started without one of its own"
             raise ModelFileError(source.path, text, EMBEDDING)

@@ -1,0 +1,170 @@
+"""DFlash heads against what tests/fixtures/recorders/dflash.py recorded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.readers.dflash import head_fields
+from jaxengine.models.layers.dflash import DFlashSource
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_dflash, read_dflash
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
+from tests.models.layers.test_eagle3 import TOLERANCE, one_sequence, pool_of, write
+from tests.tables import each_row
+
+NUM_DRAFTS, FIRST = 4, 7
+
+
+def read(name: str) -> tuple[dict, dict[str, np.ndarray]]:
+    """A recorded head's config.json, and its tensors."""
+    about = json.loads((FOLDER / name / "dflash.json").read_text())
+    tensors = draw_all(about["shapes"])
+    if "lm_head.weight" in tensors:
+        with np.load(FOLDER / name / "dflash.npz") as golden:
+            tensors["d2t"] = golden["d2t"]
+    return about["config"], tensors
+
+
+def loaded(folder, raw: dict, tensors: dict, name: str, config):
+    """The head of a folder that is written anew, over a recorded model."""
+    source = SafetensorsCheckpoint(write(folder, raw, tensors))
+    with_model = SafetensorsCheckpoint(checkpoint(name))
+    shape: Any = DFlashSource(source, read_dflash(folder, config), with_model)
+    head = build_dflash(shape.config, Build("float32"))
+    nnx.update(head, load_params(head, shape))
+    source.close()
+    with_model.close()
+    return head
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_bias"])
+def test_drafts_are_those_of_the_definition(name, recorded, tmp_path):
+    model, config = recorded(name).model, recorded(name).config
+    raw, tensors = read(name)
+    if name == "qwen3":  # most checkpoints have a copy of the model's embeddings
+        source = SafetensorsCheckpoint(checkpoint(name))
+        tensors["embed_tokens.weight"] = source.read("model.embed_tokens.weight")
+        source.close()
+    head = loaded(tmp_path, raw, tensors, name, config)
+    assert (head.sizes.own_head, head.sizes.own_embedding) == (name == "qwen3_bias",) * 2
+    with np.load(FOLDER / name / "dflash.npz") as golden:
+        tokens, streams, wanted = (golden[key] for key in ("token_ids", "streams", "logits"))
+        ids = np.arange(len(golden["d2t"])) + golden["d2t"]
+    graph, state = nnx.split(head)
+    target_graph, target_state = nnx.split(model)
+
+    @jax.jit
+    def fill(state, kv, hidden, start):
+        return nnx.merge(graph, state).write(one_sequence(jnp.zeros(len(hidden), jnp.int32), start), kv, hidden)
+
+    @jax.jit
+    def draft(state, kv, block, start, lent):
+        head, lender = nnx.merge(graph, state), nnx.merge(target_graph, lent)
+        hidden, kv = head(one_sequence(block, start), kv, head.embeddings(block, lender))
+        return head.draft_logits(hidden, lender), kv
+
+    count = len(streams)
+    block = jnp.asarray([tokens[-1], *[head.sizes.mask_token] * NUM_DRAFTS], jnp.int32)
+    kv = fill(state, pool_of(head), streams[:FIRST], jnp.int32(0))
+    _, kv = draft(state, kv, block, jnp.int32(FIRST), target_state)  # what it leaves is overwritten
+    kv = fill(state, kv, streams[FIRST:], jnp.int32(FIRST))
+    found, _ = draft(state, kv, block, jnp.int32(count), target_state)
+    found = np.asarray(found)
+    assert np.isneginf(np.delete(found, ids, axis=1)).all()
+    assert np.abs(found[:, ids] - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+
+def _raw(**changes) -> dict:
+    return read("qwen3")[0] | changes
+
+
+def _inner(**changes) -> dict:
+    raw = read("qwen3")[0]
+    return raw | {"dflash_config": raw["dflash_config"] | changes}
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+# Fields, and (window, causal) of each of two layers.
+RANGES = [
+    (_raw(), [(None, False), (None, False)]),
+    (_raw(**SLIDING), [(5, True), (None, False)]),
+    (_raw(**SLIDING, is_causal=True), [(5, True), (None, True)]),
+    (_inner(causal=False) | SLIDING, [(5, False), (None, False)]),
+    (_inner(use_swa=True, swa_window_size=6), [(6, False), (6, False)]),
+    (_inner(use_swa=True, swa_window_size=6) | {"layer_types": None}, [(6, False), (6, False)]),
+    (_inner(use_swa=True) | SLIDING, [(5, True), (None, False)]),
+]
+
+
+@each_row("raw, ranges", RANGES)
+def test_layers_see_what_the_configuration_means(recorded, tmp_path, raw, ranges):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    head = read_dflash(tmp_path, recorded("qwen3").config)
+    assert [(each.window, each.causal) for each in head.attention] == ranges
+    assert all(each.paged for each in head.attention)
+    assert (head.streams, head.mask_token, head.from_anchor) == ((1, 2), 127, False)
+
+
+REFUSED = [
+    (_raw(architectures=["DFlash2DraftModel"]), "architectures must be DFlashDraftModel"),
+    (_raw(speculators_model_type="eagle3"), 'speculators_model_type must be "dflash"'),
+    (_raw(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    (_raw(is_neox_style=False), "is_neox_style must be true"),
+    (_raw(dflash_config={}), "mask_token_id must be a token of the vocabulary, 0 to 127"),
+    (_inner(mask_token_id=128), "mask_token_id must be a token of the vocabulary, 0 to 127"),
+    (_inner(input_embedding_scale=0), "input_embedding_scale must be a finite number > 0"),
+    (_inner(final_logit_softcapping=-1), "final_logit_softcapping must be a finite number > 0"),
+    (_inner(target_layer_ids=[]), "target_layer_ids must be numbers of layers"),
+    (_inner(target_layer_ids=[0, -3]), "target_layer_ids must be a list of whole numbers >= 0"),
+    (_inner(target_layer_ids=7), "target_layer_ids must be"),
+    (_inner(attention_sink_bias=True), "attention_sink_bias must be false"),
+    (_inner(use_aux_hidden_state=False), "use_aux_hidden_state must be true"),
+    (_inner(use_swa=True), "sliding_window must be the window"),
+    (_raw(layer_types=["full_attention"]), "layer_types must be sliding_attention or full_attention for each layer"),
+    (_raw(layer_types=["full_attention", "linear_attention"]), "layer_types must be"),
+    (_raw(draft_vocab_size=129), "draft_vocab_size must be at most vocab_size, 128"),
+    (_raw(draft_vocab_size="x"), "draft_vocab_size must be an integer"),
+]
+
+
+@each_row("raw, message", REFUSED)
+def test_heads_that_are_none_are_refused(recorded, tmp_path, raw, message):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelFileError, match=message):
+        read_dflash(tmp_path, recorded("qwen3").config)
+
+
+def test_layers_of_another_model_type_are_refused():
+    with pytest.raises(ModelConfigError, match="model_type"):
+        raw, _ = read("qwen3_bias")
+        head_fields(raw | {"transformer_layer_config": raw["transformer_layer_config"] | {"model_type": "llama"}})
+
+
+def test_scales_are_read_in_either_place(recorded, tmp_path):
+    """Muse Glimmer's assistant has its fields at the top, and no vocabulary size."""
+    raw = _raw(
+        architectures=["MuseGlimmerAssistantModel"], input_embedding_scale=2, **read("qwen3")[0]["dflash_config"]
+    )
+    raw |= {"dflash_config": {"input_embedding_scale": 3.5, "final_logit_softcapping": 0}, "output_multiplier": 0.5}
+    del raw["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    head = read_dflash(tmp_path, recorded("qwen3").config)
+    assert (head.embedding_multiplier, head.logit_scale, head.logit_soft_cap) == (3.5, 0.5, None)
+    assert (head.vocab_size, head.streams, head.mask_token) == (128, (1, 2), 127)
+
+
+def test_a_head_over_some_tokens_needs_its_lm_head(recorded, tmp_path):
+    raw, tensors = read("qwen3")
+    with pytest.raises(ModelFileError, match=r"draft_vocab_size is 40.*lm_head\.weight"):
+        loaded(tmp_path, raw | {"draft_vocab_size": 40}, tensors, "qwen3", recorded("qwen3").config)
