@@ -258,18 +258,18 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
         raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
-def read_dflash(folder: Path, model: ModelConfig) -> DFlashConfig:
-    """Return the config of the DFlash head in a Hugging Face folder. Raises ModelFileError, which names the file and
-    the field, for a missing file, for wrong or unsupported fields, and for a model that is no such head.
+def read_dflash(folder: Path, model: ModelConfig, method: str = dflash.DFLASH) -> DFlashConfig:
+    """Return the config of the DFlash or DSpark head in a Hugging Face folder. Raises ModelFileError, which names the
+    file and the field, for a missing file, for wrong or unsupported fields, and for a model that is no such head.
 
     model: config of the target model, whose vocabulary size holds for a file without one. Whether head and model fit
-    together is not checked here.
+    together is not checked here. method: dflash.DFLASH or DSPARK.
     """
     raw = read_config_json(folder)
     try:
-        fields = dflash.head_fields({"vocab_size": model.vocab_size, **with_usual_fields(raw)})
+        fields = dflash.head_fields({"vocab_size": model.vocab_size, **with_usual_fields(raw)}, method)
         layers = model_for_hf(hf_architecture(fields)).read_hf(dflash.without_windows(fields))
-        return dflash.read_head(fields, layers)
+        return dflash.read_head(fields, layers, method)
     except ModelConfigError as error:
         raise ModelFileError(folder / config_file(folder), str(error)) from error
 
@@ -293,8 +293,8 @@ def build_eagle3(config: Eagle3Config, build: Build) -> Any:
 
 
 def build_dflash(config: DFlashConfig, build: Build) -> Any:
-    """Return the DFlash head (jaxengine.models.layers.dflash) of this config, with ShapeDtypeStructs for weights.
-    Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
+    """Return the DFlash or DSpark head (jaxengine.models.layers.dflash) of this config, with ShapeDtypeStructs for its
+    weights. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
     """
     return build_abstract(DFlash, config, build)
 

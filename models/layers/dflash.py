@@ -1,10 +1,13 @@
-"""DFlash heads: a few layers that draft a block of tokens in one pass (Chen et al. 2026, arXiv:2602.06036).
+"""DFlash and DSpark heads: a few layers that draft a block of tokens in one pass (Chen et al. 2026, arXiv:2602.06036).
 
 The tokens of a block, the last known one and a mask for each token to draft, attend to each other in both directions,
 and to keys and values that are projected from the target model's hidden states of all tokens before. These hidden
 states are of several layers, joined to one and normed, and are the same for all layers of the head. So a step writes
 the keys and values of its tokens without a pass of the layers (`DFlash.write`), and a pass takes a block alone
 (`DFlash.__call__`).
+
+A DSpark head also has two matrices by which each token changes the logits of the next one, so that its drafts depend on
+each other.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import replace
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -21,6 +25,7 @@ from jaxengine.models.config.readers.dflash import DFlashConfig
 from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.embedding import Embedding, vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -80,7 +85,7 @@ class _Writer(nnx.Module):
 
 
 class DFlash(DraftHead):
-    """DFlash head. jaxengine.runner.extensions.drafts.block_step runs it next to its target model."""
+    """DFlash or DSpark head. jaxengine.runner.extensions.drafts.block_step runs it next to its target model."""
 
     sizes: DFlashConfig
 
@@ -91,6 +96,11 @@ class DFlash(DraftHead):
         self.joined = Linear(joined, (Source("model.fc", config.hidden_size),), axes=axes, build=build)
         eps = config.rms_norm_eps
         self.context_norm = RMSNorm(config.hidden_size, eps, source="model.hidden_norm", build=build)
+        if rank := config.markov_rank:
+            first, second = (f"model.markov_head.markov_w{number}" for number in (1, 2))
+            self.markov_in = Embedding(config.vocab_size, rank, source=first, build=build, of_tokens=False)
+            rows = vocab_source(second, config.draft_vocab_size, build.mesh)
+            self.markov_out = Linear(rank, (rows,), axes=("embed", "vocab"), build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return DFlashLayer(self.sizes, layer, build)
@@ -122,16 +132,19 @@ class DFlash(DraftHead):
             x = step.run(index, of_layer(cast(DFlashLayer, layer)), x)
         return x, cast(KVPages, step.cache)
 
-    def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
+    def draft_logits(self, hidden: jax.Array, before: jax.Array, model: Decoder) -> jax.Array:
         """Return logits f32[R, V / n] of drafts, split over n devices as the target model's logits are; -inf for tokens
-        that are never drafted. hidden: [R, D], results of a call. model: the target.
+        that are never drafted. hidden: [R, D], results of a call. before: i32[R], the token before each draft. model:
+        the target.
         """
-        return self.logits_of(hidden, model)
+        bias = self.markov_out(self.markov_in(before), out_dtype=jnp.float32) if self.sizes.markov_rank else None
+        return self.logits_of(hidden, model, bias)
 
 
 class DFlashSource(DraftHeadSource):
-    """DraftHeadSource of a DFlash head. Its config has own_head if the checkpoint has an LM head. Raises ModelFileError
-    as well if it has none although not all tokens of the vocabulary are drafted.
+    """DraftHeadSource of a DFlash or DSpark head. Its config has own_head if the checkpoint has an LM head. A head's
+    estimate of its own drafts (`confidence_head`) is left out. Raises ModelFileError as well if it has no LM head
+    although not all tokens of the vocabulary are drafted.
     """
 
     PREFIXES = (
@@ -140,7 +153,9 @@ class DFlashSource(DraftHeadSource):
     )
 
     def settled(self, config: DraftHeadConfig) -> DraftHeadConfig:
-        """Return the config with own_head if the checkpoint has an LM head."""
+        """Leave out what is not read, and return the config with own_head if the checkpoint has an LM head."""
+        for name in [each for each in self.names() if each.startswith("model.confidence_head.")]:
+            self.leave_out(name)
         config = replace(config, own_head=config.own_head or self.stores(LM_HEAD))
         if not config.own_head and config.draft_vocab_size < config.vocab_size:
             text = f"is missing: draft_vocab_size is {config.draft_vocab_size}, less than the vocabulary"

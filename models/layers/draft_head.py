@@ -56,15 +56,18 @@ class DraftHead(Decoder):
         table = self.embed if self.sizes.own_embedding else model.embed
         return scaled(table(token_ids), self.sizes.embedding_multiplier)
 
-    def logits_of(self, normed: jax.Array, model: Decoder) -> jax.Array:
+    def logits_of(self, normed: jax.Array, model: Decoder, bias: jax.Array | None = None) -> jax.Array:
         """Return logits f32[R, V / n] of hidden states [R, D] after the head's norm, split over n devices as the logits
         of the target `model` are; -inf for tokens that are never drafted. Without an LM head of its own they are those
         of the model, with the model's scale and cap.
+
+        bias: f32, added to the products with the LM head, of their shape; None for nothing.
         """
-        if not self.sizes.own_head:
-            return model.logits(normed)
+        added = 0 if bias is None else bias
         with jax.named_scope("logits"):
-            own = scaled(self.lm_head(normed, out_dtype=jnp.float32), self.sizes.logit_scale)
+            if not self.sizes.own_head:
+                return own_logits(model.token_logits(normed) + added, model.config.num_logits)
+            own = scaled(self.lm_head(normed, out_dtype=jnp.float32) + added, self.sizes.logit_scale)
             if (cap := self.sizes.logit_soft_cap) is not None:
                 own = cap * jnp.tanh(own / cap)
             own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
@@ -100,6 +103,7 @@ class DraftHeadSource(WrappedSource):
         super().__init__(source)
         self._stored = {renamed(name, self.PREFIXES): name for name in source.names()}
         self._stored.pop("t2d", None)
+        self._has_columns = False
         self.config = config = self.settled(config)
         self._has_columns = config.own_head and (not partial or "d2t" in self._stored)
         self._columns = self._read_columns(config) if self._has_columns else np.zeros(config.vocab_size, np.int32)
@@ -116,6 +120,10 @@ class DraftHeadSource(WrappedSource):
     def stores(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name, as a DraftHead declares it."""
         return name in self._stored
+
+    def leave_out(self, name: str) -> None:
+        """Leave out the tensor of this name, which the checkpoint has."""
+        del self._stored[name]
 
     def names(self) -> Iterable[str]:
         return [*self._stored, *((_COLUMNS,) if self._has_columns else ())]

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
 
 NAME = "speculative_config"
-NGRAM, DRAFT_MODEL, MTP, EAGLE3, DFLASH, GRAMMAR = "ngram", "draft_model", "mtp", "eagle3", "dflash", "grammar"
-METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, DFLASH, GRAMMAR)
+NGRAM, DRAFT_MODEL, MTP, GRAMMAR = "ngram", "draft_model", "mtp", "grammar"
+EAGLE3, DFLASH, DSPARK = "eagle3", "dflash", "dspark"
+METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, DFLASH, DSPARK, GRAMMAR)
 # Methods whose head has a checkpoint of its own, and what errors call it.
-HEADS = {EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head"}
+HEADS = {EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head", DSPARK: "a DSpark head"}
 # Names of a model by which earlier vLLM versions chose the method "ngram".
 _NGRAM_MODELS = (NGRAM, f"[{NGRAM}]")
 # vLLM's earlier names of the method "mtp", one for each family.
@@ -60,8 +61,8 @@ class SpeculativeConfig:
 
     Attributes:
       method: "ngram", which looks the last tokens up among earlier ones; "draft_model", a smaller model; "mtp", the
-        layer of a checkpoint that predicts the token after the next; "eagle3" and "dflash", a head with its own
-        checkpoint that reads the model's hidden states, and that drafts one token after another or all at once; or
+        layer of a checkpoint that predicts the token after the next; "eagle3", "dflash" and "dspark", a head with
+        its own checkpoint that reads the model's hidden states, and drafts one token after another or all at once; or
         "grammar", which proposes only tokens that a grammar leaves no choice
         of. The other methods do that, too.
       num_speculative_tokens: limit of drafts of a request per step, 1 to 15.

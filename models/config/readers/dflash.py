@@ -1,4 +1,6 @@
-"""Configuration of a DFlash head: layers of Qwen3 that draft a block of tokens from hidden states of another model."""
+"""Configuration of a DFlash or DSpark head: layers of Qwen3 that draft a block of tokens from hidden states of another
+model.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,21 @@ from jaxengine.models.config.readers.draft_heads import (
 )
 from jaxengine.models.config.readers.hf import hf_architecture
 
-ARCHITECTURE, _LAYER_CLASS = "DFlashDraftModel", "Qwen3ForCausalLM"
-# Names under which heads are published: that of Muse Glimmer is its model's assistant.
-_ARCHITECTURES = (ARCHITECTURE, "MuseGlimmerAssistantModel")
+DFLASH, DSPARK, _LAYER_CLASS = "dflash", "dspark", "Qwen3ForCausalLM"
+# Names under which heads are published, by method: that of Muse Glimmer is its model's assistant.
+_ARCHITECTURES = {DFLASH: ("DFlashDraftModel", "MuseGlimmerAssistantModel"), DSPARK: ("Qwen3DSparkModel",)}
+# Fields under the names that DSpark's first heads have.
+_EARLIER = {"mask_token_id": "dspark_noise_token_id", "target_layer_ids": "dspark_target_layer_ids"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _INNER, _TARGET_LAYERS, _STREAMS = "dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids"
-_CAP = "final_logit_softcapping"
+_CAP, _ANCHOR = "final_logit_softcapping", "sample_from_anchor"
 # Fields of windows, which a head's layers have by other rules than the layers of Qwen3.
 _WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 
 
 @dataclass(frozen=True)
 class DFlashConfig(DraftHeadConfig):
-    """DraftHeadConfig of the head's layers, with the fields of DFlash.
+    """DraftHeadConfig of the head's layers, with the fields of DFlash and DSpark.
 
     The factor and the cap of logits are those of an LM head of its own.
 
@@ -37,20 +41,24 @@ class DFlashConfig(DraftHeadConfig):
       mask_token: token whose embedding stands for each token to draft.
       from_anchor: whether the block's first place, that of the last known token, predicts the first draft; otherwise
         each draft is predicted in its own place.
+      markov_rank: for DSpark: numbers by which a token changes the logits of the next one; 0 for DFlash.
     """
 
     mask_token: int = 0
     from_anchor: bool = False
+    markov_rank: int = 0
 
 
-def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
+def head_fields(raw: Mapping[str, Any], method: str) -> ConfigFields:
     """Return a reader of the fields of a head's config.json, whose `architectures` is the class of its layers. The
-    fields of its "dflash_config" are moved up and take precedence; files of the library speculators are brought into
-    this form. Raises ModelConfigError unless it is a DFlash head without unsupported features.
+    fields of its "dflash_config" are moved up and take precedence; files of the library speculators, and earlier names
+    of fields, are brought into this form. Raises ModelConfigError unless it is a head of `method`, DFLASH or DSPARK,
+    without unsupported features.
     """
-    fields = ConfigFields(raw)
+    fields, allowed = ConfigFields(raw), _ARCHITECTURES[method]
+    from_anchor = method == DSPARK
     if fields.text(SPECULATORS, None) is not None:
-        fields, layer = joined_fields(fields, "dflash", {}, "a DFlash head")
+        fields, layer = joined_fields(fields, method, {}, f"a head of the method {method}")
         layer.require(model_type="qwen3")
         streams = fields.value(_STREAMS)
         check_numbers(_STREAMS, streams)
@@ -58,13 +66,16 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
             raise fields.fail(_STREAMS, "numbers of layers before a hidden state, at least 1")
         own: dict[str, Any] = {_TARGET_LAYERS: [each - 1 for each in streams]}
         own["causal"] = not fields.boolean("sliding_window_non_causal", True)
-        fields = ConfigFields({**fields.raw, **own})
-    elif (name := hf_architecture(fields)) not in _ARCHITECTURES:
-        raise ModelConfigError(f"architectures must be {ARCHITECTURE} for a DFlash head, got {name[:100]}")
+        fields, from_anchor = ConfigFields({**fields.raw, **own}), False
+    elif (name := hf_architecture(fields)) not in allowed:
+        raise ModelConfigError(f"architectures must be {allowed[0]} for the method {method}, got {name[:100]}")
     inner = {name: value for name, value in (fields.mapping(_INNER) or {}).items() if value is not None}
-    fields = ConfigFields({**fields.raw, **inner, "architectures": [_LAYER_CLASS]})
+    earlier = {name: fields.raw.get(old) for name, old in _EARLIER.items() if not fields.has(name)}
+    anchor = {_ANCHOR: not fields.boolean("dspark_bonus_anchor", not from_anchor)}
+    fields = ConfigFields({**anchor, **fields.raw, **earlier, **inner, "architectures": [_LAYER_CLASS]})
     fields.require(quantization_config=None, logit_scale=1.0, is_neox_style=True, use_aux_hidden_state=True)
     fields.require(add_swa_attention_sink_bias=False, attention_sink_bias=False, attention_value_scale=None)
+    fields.require(markov_head_type="vanilla")
     return fields
 
 
@@ -73,11 +84,12 @@ def without_windows(fields: ConfigFields) -> ConfigFields:
     return ConfigFields({name: value for name, value in fields.raw.items() if name not in _WINDOWS})
 
 
-def read_head(fields: ConfigFields, layers: Mapping[str, Any]) -> DFlashConfig:
+def read_head(fields: ConfigFields, layers: Mapping[str, Any], method: str) -> DFlashConfig:
     """Return the DFlashConfig of these fields, without tied embeddings.
 
-    fields: result of `head_fields`. layers: fields of the head's layers, as keyword arguments of ModelConfig without
-    the architecture. Raises ModelConfigError for a field that is missing, of a wrong type or out of its limits.
+    fields: result of `head_fields` for this method. layers: fields of the head's layers, as keyword arguments of
+    ModelConfig without the architecture. Raises ModelConfigError for a field that is missing, of a wrong type or out of
+    its limits.
     """
     mask = fields.integer("mask_token_id", None, minimum=0)
     if mask is None or mask >= layers["vocab_size"]:
@@ -98,14 +110,15 @@ def read_head(fields: ConfigFields, layers: Mapping[str, Any]) -> DFlashConfig:
     target_size = fields.integer("target_hidden_size", layers["hidden_size"])
     differs = target_size != layers["hidden_size"]  # the model's tables do not fit then
     return DFlashConfig(
-        architecture=ARCHITECTURE,
+        architecture=_ARCHITECTURES[method][0],
         draft_vocab_size=vocabulary_of(fields, layers["vocab_size"]),
         target_size=target_size,
         streams=tuple(each + 1 for each in listed),
         own_embedding=differs,
         own_head=differs,
         mask_token=mask,
-        from_anchor=fields.boolean("sample_from_anchor", False),
+        from_anchor=fields.boolean(_ANCHOR),
+        markov_rank=fields.integer("markov_rank") if method == DSPARK else 0,
         **own,
     )
 

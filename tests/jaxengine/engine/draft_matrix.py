@@ -35,6 +35,7 @@ from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_eagle3 import write
 from tests.jaxengine.engine.test_speculation import assert_same, force, forced_workload, make_folder, workload
+from tests.models.layers.test_dflash import method_of
 from tests.models.layers.test_dflash import read as read_dflash
 from tests.sharding.parallel_cases import OPTIONS
 
@@ -77,7 +78,8 @@ def _eagle3(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _dflash(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _family(family, {"method": "dflash", "model": write(folder / "head", *read_dflash(family))})
+    raw, tensors = read_dflash(family)
+    return _family(family, {"method": method_of(raw), "model": write(folder / "head", raw, tensors)})
 
 
 # What is served and what drafts, by name; a function of an empty folder.
@@ -96,6 +98,7 @@ SETS = {
     "mtp glm4_moe": lambda folder: _next_token(folder, "glm4_moe"),
     "eagle3 llama": lambda folder: _eagle3(folder, "llama"),
     "eagle3 qwen3": lambda folder: _eagle3(folder, "qwen3"),
+    "dspark llama": lambda folder: _dflash(folder, "llama"),
     "dflash qwen3": lambda folder: _dflash(folder, "qwen3"),
     "dflash qwen3_bias": lambda folder: _dflash(folder, "qwen3_bias"),
 }

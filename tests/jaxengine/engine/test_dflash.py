@@ -1,4 +1,6 @@
-"""Drafts of a DFlash head change no token, and are right where its LM head was fitted to what the model says next."""
+"""Drafts of DFlash and DSpark heads change no token, and are right where a head's LM head was fitted to what the model
+says next.
+"""
 
 from __future__ import annotations
 
@@ -25,63 +27,69 @@ from tests.models.layers.test_dflash import loaded, read
 from tests.models.layers.test_eagle3 import one_sequence, pool_of
 from tests.sharding.parallel_cases import OPTIONS
 
-NAME, NUM_DRAFTS, NUM_TOKENS = "qwen3", 2, 15
+NUM_DRAFTS, NUM_TOKENS = 2, 15
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
 
 
-def continued() -> list[tuple[list[int], list[int]]]:
+def continued(name: str) -> list[tuple[list[int], list[int]]]:
     """Prompts, and how transformers goes on after each."""
-    with np.load(FOLDER / NAME / "golden.npz") as golden:
+    with np.load(FOLDER / name / "golden.npz") as golden:
         return [(golden[f"token_ids_{at}"].tolist(), golden[f"greedy_{at}"][:NUM_TOKENS].tolist()) for at in range(2)]
 
 
-def made(head: Any, streams: np.ndarray, tokens: np.ndarray, first: int) -> np.ndarray:
-    """[n, NUM_DRAFTS, D], what a head makes of the masks of each block that begins at one of `tokens` from the first-th
-    on. streams: what it reads of all of them."""
+def made(head: Any, name: str, streams: np.ndarray, tokens: np.ndarray, first: int) -> np.ndarray:
+    """[n, NUM_DRAFTS, D], what a head makes of each block that begins at one of `tokens` from the first-th on, in the
+    places of its drafts. streams: what it reads of all tokens."""
     graph, state = nnx.split(head)
-    model_graph, model_state = nnx.split(load_recorded(NAME).model)
-    masks = [head.sizes.mask_token] * NUM_DRAFTS
+    model_graph, model_state = nnx.split(load_recorded(name).model)
+    masks = [head.sizes.mask_token] * (NUM_DRAFTS - head.sizes.from_anchor)
 
     @jax.jit
     def run(state, lent, block, start):
         head, model = nnx.merge(graph, state), nnx.merge(model_graph, lent)
         kv = head.write(one_sequence(jnp.zeros(len(streams), jnp.int32), jnp.int32(0)), pool_of(head), streams)
-        return head(one_sequence(block, start), kv, head.embeddings(block, model))[0][1:]
+        return head(one_sequence(block, start), kv, head.embeddings(block, model))[0][-NUM_DRAFTS:]
 
     starts = range(first, len(tokens) - NUM_DRAFTS)
     return np.stack([run(state, model_state, jnp.asarray([tokens[at], *masks]), jnp.int32(at)) for at in starts])
 
 
-def fitted(folder: Path) -> str:
-    """A head whose LM head says what the model does in `continued`, by least squares over what its layers make."""
-    model, config = load_recorded(NAME).model, load_recorded(NAME).config
-    raw, tensors = read(NAME)
-    for layer in range(2):  # what attention finds decides
-        tensors[f"layers.{layer}.self_attn.o_proj.weight"] *= 8
+def fitted(folder: Path, name: str) -> str:
+    """A head whose LM head says what a model does in `continued`, by least squares over what its layers make."""
+    model, config = load_recorded(name).model, load_recorded(name).config
+    raw, stored = read(name)
+    for layer in range(raw["num_hidden_layers"]):  # what attention finds decides
+        stored[f"layers.{layer}.self_attn.o_proj.weight"] *= 8
     folder.mkdir()
-    head = loaded(folder, raw, tensors, NAME, config)
-    features, wanted = [], []
-    for prompt, more in continued():
+    head = loaded(folder, raw, stored, name, config)
+    features, wanted, before = [], [], []
+    for prompt, more in continued(name):
         tokens, capture = np.asarray([*prompt, *more], np.int32), Capture(head.sizes.streams)
         batch = one_sequence(jnp.asarray(tokens), jnp.int32(0))
         model(batch._replace(sections={"capture": capture}), pool_of(model))
-        found = made(head, np.asarray(capture.joined()), tokens, len(prompt))
+        found = made(head, name, np.asarray(capture.joined()), tokens, len(prompt))
         features += [*found.reshape(-1, found.shape[2])]
-        wanted += [tokens[len(prompt) + at + 1 + draft] for at in range(len(found)) for draft in range(NUM_DRAFTS)]
+        drafts = [len(prompt) + at + 1 + draft for at in range(len(found)) for draft in range(NUM_DRAFTS)]
+        wanted += [*tokens[drafts]]
+        before += [*tokens[np.asarray(drafts) - 1]]
     assert len(wanted) <= config.hidden_size  # else no matrix need fit
     target = np.zeros((len(wanted), config.vocab_size), np.float32)
     target[np.arange(len(wanted)), wanted] = 10
+    if head.sizes.markov_rank:
+        first, second = (stored[f"markov_head.markov_w{number}.weight"] for number in (1, 2))
+        target -= first[before] @ second.T
     lm_head = np.linalg.lstsq(np.stack(features), target, rcond=None)[0].T
-    return write(folder / "fitted", raw, tensors | {"lm_head.weight": lm_head.astype(np.float32)})
+    return write(folder / "fitted", raw, stored | {"lm_head.weight": lm_head.astype(np.float32)})
 
 
-def test_drafts_are_right_where_the_head_cannot_be_wrong(tmp_path, executables_dir):
-    head = fitted(tmp_path / "head")
-    drafts = {"method": "dflash", "model": head, "num_speculative_tokens": NUM_DRAFTS}
+@pytest.mark.parametrize(("method", "name"), [("dflash", "qwen3"), ("dspark", "llama")])
+def test_drafts_are_right_where_the_head_cannot_be_wrong(method, name, tmp_path, executables_dir):
+    head = fitted(tmp_path / "head", name)
+    drafts = {"method": method, "model": head, "num_speculative_tokens": NUM_DRAFTS}
     known = {"load_format": "auto", "skip_tokenizer_init": True, "num_gpu_blocks_override": 40}
-    known |= {"model": str(checkpoint(NAME)), "compile_cache_dir": executables_dir}
+    known |= {"model": str(checkpoint(name)), "compile_cache_dir": executables_dir}
     llm = LLM(**OPTIONS | known, speculative_config=drafts)
-    prompts = [{"prompt_token_ids": prompt} for prompt, _ in continued()] * 8
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in continued(name)] * 8
     params = SamplingParams(**GREEDY)
 
     def plain(prompts, params):
@@ -89,7 +97,7 @@ def test_drafts_are_right_where_the_head_cannot_be_wrong(tmp_path, executables_d
         return llm.generate(prompts, params, use_tqdm=False)
 
     expected = plain(prompts, params)
-    assert [list(each.outputs[0].token_ids) for each in expected] == [more for _, more in continued()] * 8
+    assert [list(each.outputs[0].token_ids) for each in expected] == [more for _, more in continued(name)] * 8
     force(llm, NUM_DRAFTS + 1)
     llm.reset_prefix_cache()
 
@@ -107,13 +115,13 @@ def test_drafts_are_right_where_the_head_cannot_be_wrong(tmp_path, executables_d
     assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
     assert metrics["jaxengine:compilations_since_ready"] == 0
     # New weights count, here those of what is read of the model.
-    name, tensors = "fc.weight", load_file(Path(head) / "model.safetensors")
-    llm.update_weights({name: -tensors[name]}, target="draft", strict=False)
+    joined = load_file(Path(head) / "model.safetensors")["fc.weight"]
+    llm.update_weights({"fc.weight": -joined}, target="draft", strict=False)
     assert share() < 0.1
     llm.update_weights(head, target="draft")
     assert share() > 0.95
     with pytest.raises(WeightUpdateError, match="finite"):
-        llm.update_weights({name: tensors[name] * np.nan}, target="draft", strict=False)
+        llm.update_weights({"fc.weight": joined * np.nan}, target="draft", strict=False)
     assert llm.core.runner.compiles.count == 0
 
 
@@ -130,9 +138,9 @@ def test_bad_options_are_refused(chosen, said):
 
 
 def test_a_mask_in_a_file_of_its_own_is_refused(tmp_path):
-    raw, tensors = read(NAME)
+    raw, tensors = read("qwen3")
     head = write(tmp_path / "head", raw, tensors)
     (tmp_path / "head" / "mask_embedding.pt").write_bytes(b"")
     drafts = {"method": "dflash", "model": head, "num_speculative_tokens": 2}
     with pytest.raises(ConfigError, match=r"has a mask_embedding\.pt, which is not read"):
-        LLM(str(checkpoint(NAME)), skip_tokenizer_init=True, speculative_config=drafts)
+        LLM(str(checkpoint("qwen3")), skip_tokenizer_init=True, speculative_config=drafts)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.readers.dflash import head_fields
+from jaxengine.models.config.readers.dflash import DFLASH, DSPARK, head_fields
 from jaxengine.models.layers.dflash import DFlashSource
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_dflash, read_dflash
@@ -23,7 +23,7 @@ from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.models.layers.test_eagle3 import TOLERANCE, one_sequence, pool_of, write
 from tests.tables import each_row
 
-NUM_DRAFTS, FIRST = 4, 7
+FIRST = 7
 
 
 def read(name: str) -> tuple[dict, dict[str, np.ndarray]]:
@@ -36,11 +36,15 @@ def read(name: str) -> tuple[dict, dict[str, np.ndarray]]:
     return about["config"], tensors
 
 
+def method_of(raw: dict) -> str:
+    return DSPARK if "markov_rank" in raw else DFLASH
+
+
 def loaded(folder, raw: dict, tensors: dict, name: str, config):
     """The head of a folder that is written anew, over a recorded model."""
     source = SafetensorsCheckpoint(write(folder, raw, tensors))
     with_model = SafetensorsCheckpoint(checkpoint(name))
-    shape: Any = DFlashSource(source, read_dflash(folder, config), with_model)
+    shape: Any = DFlashSource(source, read_dflash(folder, config, method_of(raw)), with_model)
     head = build_dflash(shape.config, Build("float32"))
     nnx.update(head, load_params(head, shape))
     source.close()
@@ -48,7 +52,7 @@ def loaded(folder, raw: dict, tensors: dict, name: str, config):
     return head
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_bias"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_bias"])
 def test_drafts_are_those_of_the_definition(name, recorded, tmp_path):
     model, config = recorded(name).model, recorded(name).config
     raw, tensors = read(name)
@@ -72,10 +76,10 @@ def test_drafts_are_those_of_the_definition(name, recorded, tmp_path):
     def draft(state, kv, block, start, lent):
         head, lender = nnx.merge(graph, state), nnx.merge(target_graph, lent)
         hidden, kv = head(one_sequence(block, start), kv, head.embeddings(block, lender))
-        return head.draft_logits(hidden, lender), kv
+        return head.draft_logits(hidden, jnp.asarray(tokens[: len(block)]), lender), kv
 
     count = len(streams)
-    block = jnp.asarray([tokens[-1], *[head.sizes.mask_token] * NUM_DRAFTS], jnp.int32)
+    block = jnp.asarray([tokens[-1], *[head.sizes.mask_token] * (len(wanted) - 1)], jnp.int32)
     kv = fill(state, pool_of(head), streams[:FIRST], jnp.int32(0))
     _, kv = draft(state, kv, block, jnp.int32(FIRST), target_state)  # what it leaves is overwritten
     kv = fill(state, kv, streams[FIRST:], jnp.int32(FIRST))
@@ -117,7 +121,7 @@ def test_layers_see_what_the_configuration_means(recorded, tmp_path, raw, ranges
 
 
 REFUSED = [
-    (_raw(architectures=["DFlash2DraftModel"]), "architectures must be DFlashDraftModel"),
+    (_raw(architectures=["DFlash2DraftModel"]), "architectures must be DFlashDraftModel for the method dflash"),
     (_raw(speculators_model_type="eagle3"), 'speculators_model_type must be "dflash"'),
     (_raw(quantization_config={"quant_method": "fp8"}), "quantization_config"),
     (_raw(is_neox_style=False), "is_neox_style must be true"),
@@ -148,7 +152,9 @@ def test_heads_that_are_none_are_refused(recorded, tmp_path, raw, message):
 def test_layers_of_another_model_type_are_refused():
     with pytest.raises(ModelConfigError, match="model_type"):
         raw, _ = read("qwen3_bias")
-        head_fields(raw | {"transformer_layer_config": raw["transformer_layer_config"] | {"model_type": "llama"}})
+        head_fields(
+            raw | {"transformer_layer_config": raw["transformer_layer_config"] | {"model_type": "llama"}}, DFLASH
+        )
 
 
 def test_scales_are_read_in_either_place(recorded, tmp_path):
@@ -168,3 +174,28 @@ def test_a_head_over_some_tokens_needs_its_lm_head(recorded, tmp_path):
     raw, tensors = read("qwen3")
     with pytest.raises(ModelFileError, match=r"draft_vocab_size is 40.*lm_head\.weight"):
         loaded(tmp_path, raw | {"draft_vocab_size": 40}, tensors, "qwen3", recorded("qwen3").config)
+
+
+def test_dspark_heads_are_read(recorded, tmp_path):
+    """A file of its authors drafts from the anchor on, one of speculators does if it says so."""
+    config, raw = recorded("llama").config, read("llama")[0]
+
+    def written(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+        head = read_dflash(tmp_path, config, DSPARK)
+        return head.markov_rank, head.from_anchor, head.mask_token, head.streams
+
+    assert written() == (12, True, 4, (1, config.num_layers))
+    assert written(dspark_bonus_anchor=True)[1] is False
+    earlier = {"mask_token_id": None, "target_layer_ids": None}
+    assert written(**earlier, dspark_noise_token_id=9, dspark_target_layer_ids=[0])[2:] == (9, (1,))
+    layer = {name: raw[name] for name in raw if name not in ("markov_rank", "mask_token_id", "architectures")}
+    ours = {"speculators_model_type": "dspark", "transformer_layer_config": layer, "aux_hidden_state_layer_ids": [1]}
+    assert written(**ours)[1:] == (False, 4, (1,)) and written(**ours, sample_from_anchor=True)[1] is True
+    for changes, message in (
+        ({"markov_rank": None}, "markov_rank"),
+        ({"markov_head_type": "gated"}, 'markov_head_type must be "vanilla"'),
+        ({"architectures": ["DFlashDraftModel"]}, "architectures must be Qwen3DSparkModel for the method dspark"),
+    ):
+        with pytest.raises(ModelFileError, match=message):
+            written(**changes)

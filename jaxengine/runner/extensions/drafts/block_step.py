@@ -1,4 +1,4 @@
-"""Computation of a draft head that drafts a block of tokens in one pass (DFlash), as pure functions.
+"""Computation of a draft head that drafts a block of tokens in one pass (DFlash, DSpark), as pure functions.
 
 The head's keys and values of a token follow from the target model's hidden states there, and from nothing else. So
 `fill` writes those of a step's tokens once the step has run, and a later `draft` only runs the tokens after them: the
@@ -56,27 +56,43 @@ def make_block_draft(spec: DraftHeadSpec) -> Callable:
         rows = unpack_drafting(spec, state, buffer)
         head, model = spec.both(weights)
         assert state.tokens is not None
-        batch = _blocks(spec.unpack(state.slots, state.tokens.last_token, buffer).batch, rows, head.sizes.mask_token)
+        sizes, batch = head.sizes, spec.unpack(state.slots, state.tokens.last_token, buffer).batch
+        batch = _blocks(batch, rows, sizes.mask_token, from_anchor=sizes.from_anchor)
         hidden, kv = head(batch, kv, head.embeddings(batch.token_ids, model))
-        first = batch.ragged[0].cu_q_lens[:-1] + (0 if head.sizes.from_anchor else 1)
+        first = batch.ragged[0].cu_q_lens[:-1] + (0 if sizes.from_anchor else 1)
 
-        def choose(step: jax.Array, drafts: jax.Array) -> jax.Array:
+        def choose(step: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            before, drafts = carried
             own = hidden[jnp.minimum(first + step, len(hidden) - 1)]
             head, model = spec.both(weights)
             suppressed = model.config.suppressed_tokens
-            return draw_drafts(head.draft_logits(own, model), rows, state, step, drafts, suppressed)[1]
+            return draw_drafts(head.draft_logits(own, before, model), rows, state, step, drafts, suppressed)
 
         none = jnp.full((spec.layout.num_seqs, num_drafts), -1, jnp.int32)
-        drafts = lax.fori_loop(0, num_drafts, choose, none)
+        _, drafts = lax.fori_loop(0, num_drafts, choose, (rows.last_token, none))
         return kv, Drafts(drafts, jnp.full(spec.layout.num_seqs, num_drafts, jnp.int32))
 
     return draft
 
 
-def _blocks(batch: ForwardBatch, rows: Rows, mask_token: int) -> ForwardBatch:
-    """Return the batch of a step with each row's last known token at its start and masks in place of its drafts."""
-    token = jnp.arange(len(batch.token_ids), dtype=jnp.int32)
-    starts = batch.ragged[0].cu_q_lens[:-1]
-    is_first = (token[:, None] == starts) & (rows.count > 0)
+def _blocks(batch: ForwardBatch, rows: Rows, mask_token: int, *, from_anchor: bool) -> ForwardBatch:
+    """Return the batch of each row's block: the last known token, followed by masks in place of its drafts.
+
+    from_anchor: whether the last known token stands in place of the first draft, so that a block is one token shorter.
+    """
+    (ragged,), token = batch.ragged, jnp.arange(len(batch.token_ids), dtype=jnp.int32)
+    positions, starts, q_lens = batch.positions, ragged.cu_q_lens, jnp.diff(ragged.cu_q_lens)
+    if from_anchor:
+        starts = jnp.concatenate([starts[:1], jnp.cumsum(jnp.maximum(q_lens - 1, 0), dtype=jnp.int32)])
+        row = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
+        row = jnp.minimum(row, len(q_lens) - 1)
+        source = jnp.minimum(ragged.cu_q_lens[row] + token - starts[row], len(token) - 1)
+        slots = jnp.where(token < starts[-1], ragged.slot_mapping[source], -1)
+        kv_lens = jnp.maximum(ragged.kv_lens - 1, 0)
+        # Rows of a single token have none, and others may have one.
+        shorter = {"cu_q_lens": starts, "kv_lens": kv_lens, "slot_mapping": slots, "num_decode": jnp.int32(0)}
+        positions, ragged = positions[source], ragged._replace(**shorter)
+    is_first = (token[:, None] == starts[:-1]) & (starts[1:] > starts[:-1])
     last = jnp.sum(jnp.where(is_first, rows.last_token, 0), axis=1, dtype=jnp.int32)
-    return batch._replace(token_ids=jnp.where(jnp.any(is_first, axis=1), last, mask_token))
+    token_ids = jnp.where(jnp.any(is_first, axis=1), last, mask_token)
+    return batch._replace(token_ids=token_ids, positions=positions, ragged=(ragged,))

@@ -16,6 +16,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedCo
 from jaxengine.config.features.speculation import (
     DFLASH,
     DRAFT_MODEL,
+    DSPARK,
     EAGLE3,
     HEADS,
     MTP,
@@ -70,6 +71,7 @@ class HeadKind(NamedTuple):
 HEAD_KINDS: dict[str, HeadKind] = {
     EAGLE3: HeadKind(read_eagle3, build_eagle3, Eagle3Source, HeadPrograms),
     DFLASH: HeadKind(read_dflash, build_dflash, DFlashSource, BlockPrograms),
+    DSPARK: HeadKind(partial(read_dflash, method=DSPARK), build_dflash, DFlashSource, BlockPrograms),
 }
 
 
