@@ -294,7 +294,8 @@ def build_eagle3(config: Eagle3Config, build: Build) -> Any:
 
 def build_dflash(config: DFlashConfig, build: Build) -> Any:
     """Return the DFlash or DSpark head (jaxengine.models.layers.dflash) of this config, with ShapeDtypeStructs for its
-    weights. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
+    weights. Raises ValueError for a mesh that cannot split these, and ModelConfigError for a config that cannot be
+    built.
     """
     return build_abstract(DFlash, config, build)
 
