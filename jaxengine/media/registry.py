@@ -18,6 +18,8 @@ PROCESSORS = {
     "DeepseekVLForConditionalGeneration": "deepseek_vl:DeepseekVLProcessor",
     "JanusForConditionalGeneration": "deepseek_vl:JanusProcessor",
     "VideoLlama3ForConditionalGeneration": "video_llama3:VideoLlama3Processor",
+    "CLIPModel": "alone:AloneProcessor",
+    "SiglipModel": "alone:AloneProcessor",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideoProcessor",
     "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
