@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.config.features.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
-from jaxengine.models.architectures import REWARD_HEADS
+from jaxengine.models.architectures import TOKEN_HEADS
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import PROJECTIONS, TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
 from jaxengine.models.config.readers.hf import text_fields
@@ -113,11 +113,11 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
 def with_token_labels(pooler: Pooler, num_labels: int, architecture: str = "") -> Pooler:
     """Return the pooler with a head that scores labels for each token, in place of its other heads for tokens.
 
-    The head is that of a reward model's `architecture`, which has a number of labels of its own, or else the family's
-    usual one with `num_labels` labels.
+    The head is `architecture`'s own, which may have another number of labels (a reward model's), or else the family's
+    usual one, with `num_labels` labels.
     """
-    head = REWARD_HEADS.get(architecture) or TokenHead(TOKEN_CLASSIFY, num_labels)
-    return replace(pooler, token_heads=(head,))
+    head = TOKEN_HEADS.get(architecture) or TokenHead(TOKEN_CLASSIFY, num_labels)
+    return replace(pooler, token_heads=(head if head.width else head._replace(width=num_labels),))
 
 
 def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:
