@@ -161,8 +161,8 @@ def hf_architecture(fields: ConfigFields) -> str:
     an encoder, becomes JinaEmbeddingsV5EncoderModel if `is_decoder` is false. HF_ColBERT with that
     `position_embedding_type` is jinaai/jina-colbert-v2's _COLBERT_JINA, and Qwen3-ASR with `classify_num` the forced
     _ALIGNER. For a class that takes several kinds of models, the result depends on text_config's or the file's own
-    model_type (_BY_KIND). Other names are returned unchanged. Raises ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of
-    that class that is not a bool.
+    model_type (_BY_KIND). Other names are returned unchanged. Raises ModelConfigError if `architectures` is anything
+    but a list of one text, and for an `is_decoder` of that class that is not a bool.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):

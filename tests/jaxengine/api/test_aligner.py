@@ -49,7 +49,8 @@ def make_aligner(folder, number=268):
 async def test_times_of_tokens(tmp_path, executables_dir):
     """Rows are the logits of the model that generates, whose last ones are recorded."""
     options = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    options |= {"num_gpu_blocks_override": 24, "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
+    options |= {"num_gpu_blocks_override": 24}
+    options |= {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
     folder = make_aligner(tmp_path)
     engine = AsyncLLM(str(folder), **options, max_audio_seconds=6, compile_cache_dir=executables_dir)
     try:
