@@ -21,6 +21,8 @@ POOLING_SUFFIXES = {
 COLBERT_JINA = "ColBERTJinaRobertaModel"
 # Qwen3's forced aligner: Qwen3-ASR that gives times to the tokens of a transcript.
 ALIGNER = "Qwen3ASRForcedAlignerForTokenClassification"
+# A reranker that reads a query with all of its documents.
+RANKING = "JinaForRanking"
 # Classes of pooling models whose names are not a family's name with a suffix -> (registered class, task).
 POOLING_CLASSES = {
     "Gemma3TextModel": ("Gemma3ForCausalLM", EMBED),
@@ -37,6 +39,7 @@ POOLING_CLASSES = {
     "ColQwen3_5": ("Qwen3_5ForConditionalGeneration", TOKEN_EMBED),
     "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
     "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
+    RANKING: ("Qwen3ForCausalLM", TOKEN_EMBED),
     "JinaEmbeddingsV5Model": ("Qwen3ForCausalLM", EMBED),
     "JinaEmbeddingsV5EncoderModel": ("LlamaForCausalLM", EMBED),  # the one above with is_decoder false
     "VoyageQwen3BidirectionalEmbedModel": ("Qwen3ForCausalLM", EMBED),
@@ -48,12 +51,13 @@ POOLING_CLASSES = {
     ALIGNER: ("Qwen3ASRForConditionalGeneration", TOKEN_CLASSIFY),
     "Qwen3ASRForTokenClassification": ("Qwen3ASRForConditionalGeneration", TOKEN_CLASSIFY),  # in transformers
 }
-# Classes of models that score tokens by a head of their own -> the head. Its width is 0 where the file says it; of
-# reward models the class does, whatever `num_labels` of their files.
+# Classes of models that score or embed tokens by a head of their own -> the head. Its width is 0 where the file says
+# it; of reward models the class does, whatever `num_labels` of their files.
 TOKEN_HEADS = {
     "InternLM2ForRewardModel": TokenHead(TOKEN_CLASSIFY, 1, "v_head", bias=False),
     "Qwen2ForProcessRewardModel": TokenHead(TOKEN_CLASSIFY, 2, "score.2", inner="score.0"),
     "Qwen2ForRewardModel": TokenHead(TOKEN_CLASSIFY, 1, "score.2", inner="score.0"),
+    RANKING: TokenHead(TOKEN_EMBED, 0, "projector.2", inner="projector.0", bias=False),
     ALIGNER: TokenHead(TOKEN_CLASSIFY, 0, "lm_head", bias=False),
     "Qwen3ASRForTokenClassification": TokenHead(TOKEN_CLASSIFY, 0, "score", bias=False),
 }

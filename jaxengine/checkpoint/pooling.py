@@ -36,7 +36,7 @@ from jaxengine.config.features.pooling_model import (
     SentenceModel,
     check_dimensions,
 )
-from jaxengine.models.architectures import ALIGNER, LABELS
+from jaxengine.models.architectures import ALIGNER, LABELS, RANKING
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import (
     CLASSIFY,
@@ -148,7 +148,7 @@ def _embedder(
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
-    head = retrieval_head(folder, fields) if task == TOKEN_EMBED and not dense else None
+    head = retrieval_head(folder, fields, architecture) if task == TOKEN_EMBED and not dense else None
     is_first = family_of(architecture)[0] == EMBEDDING_GEMMA  # its projection comes before any Dense module
     if is_first or not dense and (architecture == VOYAGE or task == TOKEN_EMBED and head is None):
         dense = (own_projection(folder, fields), *dense)
@@ -178,6 +178,7 @@ def _embedder(
         matryoshka=_read_matryoshka(fields),
         sentence=sentence,
         own_task=None if task == TOKEN_EMBED else task,
+        reads_lists=architecture == RANKING,
     )
 
 

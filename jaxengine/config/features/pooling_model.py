@@ -79,6 +79,7 @@ class PoolingModel:
       has_token_types: whether the model distinguishes token types; otherwise ids are not increased.
       reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another
         template is given.
+      reads_lists: whether the model scores pairs by reading a query together with all of its documents.
       padded_length: number of tokens up to which padding tokens follow a text, for a model trained so; 0 for no
         padding.
       tokens: tasks about tokens, by name.
@@ -96,6 +97,7 @@ class PoolingModel:
     token_rows: int | None = None
     has_token_types: bool = False
     reads_messages: bool = False
+    reads_lists: bool = False
     padded_length: int = 0
     tokens: Mapping[str, TokenTask] = field(default_factory=dict)
     own_task: str | None = None
