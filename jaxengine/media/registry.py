@@ -37,7 +37,7 @@ PROCESSORS = {
     "Molmo2ForConditionalGeneration": "molmo2:Molmo2Processor",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3:MiniMaxM3Processor",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer:MuseGlimmerProcessor",
-    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni:NemotronHOmniProcessor",
+    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni_sounds:nemotron_h_omni",
     "AriaForConditionalGeneration": "aria:AriaProcessor",
     "Idefics2ForConditionalGeneration": "idefics2:Idefics2Processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",

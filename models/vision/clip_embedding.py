@@ -103,6 +103,6 @@ class SiglipTower(nnx.Module):
             rows = states.reshape(-1, size)
             k, v = (part(rows).reshape(num_units, self.num_patches, -1, self.head_dim) for part in (self.k, self.v))
             seen = jnp.ones(self.num_patches, bool)
-            x = lax.map(lambda unit: read_by_queries(q, *unit, seen), (k, v))
+            x = lax.map(lambda unit: read_by_queries(q, unit[0], unit[1], seen), (k, v))
             x = self.out(x.reshape(num_units, -1))
             return x + self.mlp(self.norm(x))
