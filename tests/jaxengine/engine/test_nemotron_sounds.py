@@ -1,5 +1,5 @@
-"""Sounds of Nemotron-H Omni, under published names: what transformers recorded, in chunks, out of crowds in a small pool,
-next to images, and in clips."""
+"""Sounds of Nemotron-H Omni, under published names: what transformers recorded, in chunks, out of crowds in a small
+pool, next to images, and in clips."""
 
 from __future__ import annotations
 
