@@ -17,19 +17,29 @@ POOLING_SUFFIXES = {
     "ForMaskedLM": EMBED,
     "ForPreTraining": EMBED,
 }
+# jinaai/jina-colbert-v2, whose file has HF_ColBERT.
+COLBERT_JINA = "ColBERTJinaRobertaModel"
+# Qwen3's forced aligner: Qwen3-ASR that gives times to the tokens of a transcript.
+ALIGNER = "Qwen3ASRForcedAlignerForTokenClassification"
+# A reranker that reads a query with all of its documents.
+RANKING = "JinaForRanking"
 # Classes of pooling models whose names are not a family's name with a suffix -> (registered class, task).
 POOLING_CLASSES = {
     "Gemma3TextModel": ("Gemma3ForCausalLM", EMBED),
     "HF_ColBERT": ("BertModel", TOKEN_EMBED),
     "ColBERTModel": ("BertModel", TOKEN_EMBED),
     "ColBERTModernBertModel": ("ModernBertModel", TOKEN_EMBED),
+    COLBERT_JINA: ("JinaEmbeddingsV3Model", TOKEN_EMBED),
+    "ColBERTLfm2Model": ("Lfm2ForCausalLM", TOKEN_EMBED),
     "ColPaliForRetrieval": ("PaliGemmaForConditionalGeneration", TOKEN_EMBED),
     "ColQwen2ForRetrieval": ("Qwen2VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen2_5ForRetrieval": ("Qwen2_5_VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen3": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
     "OpsColQwen3Model": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
+    "ColQwen3_5": ("Qwen3_5ForConditionalGeneration", TOKEN_EMBED),
     "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
     "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
+    RANKING: ("Qwen3ForCausalLM", TOKEN_EMBED),
     "JinaEmbeddingsV5Model": ("Qwen3ForCausalLM", EMBED),
     "JinaEmbeddingsV5EncoderModel": ("LlamaForCausalLM", EMBED),  # the one above with is_decoder false
     "VoyageQwen3BidirectionalEmbedModel": ("Qwen3ForCausalLM", EMBED),
@@ -38,12 +48,18 @@ POOLING_CLASSES = {
     "InternLM2ForRewardModel": ("InternLM2ForCausalLM", TOKEN_CLASSIFY),
     "Qwen2ForProcessRewardModel": ("Qwen2ForCausalLM", TOKEN_CLASSIFY),
     "Qwen2ForRewardModel": ("Qwen2ForCausalLM", TOKEN_CLASSIFY),
+    ALIGNER: ("Qwen3ASRForConditionalGeneration", TOKEN_CLASSIFY),
+    "Qwen3ASRForTokenClassification": ("Qwen3ASRForConditionalGeneration", TOKEN_CLASSIFY),  # in transformers
 }
-# Reward models, whose class says how many scores a token has, whatever `num_labels` of their files -> their head.
-REWARD_HEADS = {
+# Classes of models that score or embed tokens by a head of their own -> the head. Its width is 0 where the file says
+# it; of reward models the class does, whatever `num_labels` of their files.
+TOKEN_HEADS = {
     "InternLM2ForRewardModel": TokenHead(TOKEN_CLASSIFY, 1, "v_head", bias=False),
     "Qwen2ForProcessRewardModel": TokenHead(TOKEN_CLASSIFY, 2, "score.2", inner="score.0"),
     "Qwen2ForRewardModel": TokenHead(TOKEN_CLASSIFY, 1, "score.2", inner="score.0"),
+    RANKING: TokenHead(TOKEN_EMBED, 0, "projector.2", inner="projector.0", bias=False),
+    ALIGNER: TokenHead(TOKEN_CLASSIFY, 0, "lm_head", bias=False),
+    "Qwen3ASRForTokenClassification": TokenHead(TOKEN_CLASSIFY, 0, "score", bias=False),
 }
 # Classes of classifiers -> transformers' labels for a file that has none.
 _PRIVATE = ("account_number", "private_address", "private_date", "private_email", "private_person", "private_phone")

@@ -281,5 +281,7 @@ _ENCODER_MODULES = {
     "RoFormerModel": "roformer",
     "RobertaPreLayerNormModel": "roberta",
     "XLMRobertaXLModel": "roberta",
+    "CLIPModel": "clip",
+    "SiglipModel": "clip",
 }
 ENCODERS: ClassTable[Encoder] = ClassTable(_ENCODER_MODULES)

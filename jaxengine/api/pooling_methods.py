@@ -12,6 +12,7 @@ from jaxengine.api.adapters import load_each
 from jaxengine.requests.params.lora import LoRARequest, one_for_each
 from jaxengine.requests.params.options import as_batch, options_for
 from jaxengine.requests.params.prepared import Prompt
+from jaxengine.requests.pooling import listwise
 from jaxengine.requests.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -20,6 +21,7 @@ from jaxengine.requests.pooling.outputs import (
     ScoringRequestOutput,
 )
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.api.core import EngineCore
@@ -135,6 +137,7 @@ class PoolingMethods(ABC):
         A classifier with one label (cross-encoder, reranker) reads both texts together: concatenated, or formatted by
         a chat template from messages with the roles "query" and "document". An embedding model's score is the cosine
         similarity. The score of a model that embeds each token (ColBERT) is the sum of every query token's best match.
+        A listwise reranker reads a query with all of its texts of data_2; the first output has the prompt's tokens.
 
         lora_request: the adapter to use, one for all or one per pair, for both of its texts; None for the model alone.
         chat_template: None for the engine's option; if that is None too, for the model's own if its files say that it
@@ -146,7 +149,17 @@ class PoolingMethods(ABC):
         pairs = scoring.pairs_of(data_1, data_2, inputs.media_reader)
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         adapters = one_for_each(len(pairs), lora_request)
-        if scoring.reads_apart(model := inputs.require_pooling()):
+        if (model := inputs.require_pooling()).reads_lists:
+            scoring.refuse_template(chat_template)
+            listwise.refuse_cut(pooling_params, truncate_prompt_tokens)
+            prompts = listwise.list_prompts(pairs)
+            if len({*map(id, adapters)}) > 1:
+                raise RequestError("lora_request must be one for all pairs of this model", param="lora_request")
+            token_id = inputs.require_tokenizer().backend.token_to_id
+            texts, own = [text for text, _ in prompts], adapters[: len(prompts)]
+            found = zip(self.encode(texts, pooling_params, lora_request=own, **options), prompts, strict=True)
+            return [score for each, (_, number) in found for score in listwise.list_scores(each, number, token_id)]
+        if scoring.reads_apart(model):
             scoring.refuse_template(chat_template)
             roles = scoring.role_params(model, pooling_params)
             load_each(self.core, self._lock, adapters)  # an adapter's name stands for it then

@@ -30,6 +30,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooling_model import PoolingModel
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES
 from jaxengine.models.config.compressed import TOKEN_MAP
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import RopeFactors
@@ -391,12 +392,14 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
         model = read_hf(raw, None if pooling is None else pooling.pooler)
         if pooling is not None:
             check_width(pooling, model.hidden_size)
-        if pooling is not None and not model.is_causal:
-            types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
+        if pooling is not None and (model.encoder is not None or not model.is_causal):
+            encoder = model.encoder or EncoderConfig("", num_token_types=0, num_positions=0)
+            types = max(1, encoder.num_token_types)
             has_types = types > 1
             if has_types:
                 has_types = _makes_types((None if config.skip_tokenizer_init else _find_tokenizer(config)) or path)
-            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=has_types)
+            rows, padded = model.vocab_size // types, encoder.num_positions if encoder.pads else 0
+            pooling = replace(pooling, token_rows=rows, has_token_types=has_types, padded_length=padded)
         return model, pooling
 
     try:

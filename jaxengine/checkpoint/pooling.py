@@ -36,7 +36,7 @@ from jaxengine.config.features.pooling_model import (
     SentenceModel,
     check_dimensions,
 )
-from jaxengine.models.architectures import LABELS
+from jaxengine.models.architectures import ALIGNER, LABELS, RANKING
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import (
     CLASSIFY,
@@ -88,10 +88,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     ModelFileError for other invalid files.
     """
     crosses = with_cross_encoder(folder, raw)
-    fields = ConfigFields(crosses or raw)
-    architecture = hf_architecture(fields)
-    if architecture in LABELS and not fields.has("num_labels") and not fields.has("id2label"):
-        fields = ConfigFields({**fields.raw, "id2label": dict(enumerate(LABELS[architecture]))})
+    architecture = hf_architecture(ConfigFields(crosses or raw))
+    fields = _with_labels(ConfigFields(crosses or raw), architecture)
     own_task = family_of(architecture)[1]
     if family_of(architecture)[0] in ENCODERS and fields.has("classifier_from_token"):
         raise fields.fail("classifier_from_token", f"absent for {architecture}, an encoder without logits of tokens")
@@ -120,6 +118,18 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     return _with_choices(with_tokens(model, folder, architecture, fields), chosen)
 
 
+def _with_labels(fields: ConfigFields, architecture: str) -> ConfigFields:
+    """Return the fields of a config.json with the labels that it does not name itself: those of LABELS, and as many as
+    Qwen3's forced aligner has times (`classify_num`). Raises ModelConfigError for a wrong number of times.
+    """
+    if architecture in LABELS and not fields.has("num_labels") and not fields.has("id2label"):
+        return ConfigFields({**fields.raw, "id2label": dict(enumerate(LABELS[architecture]))})
+    if architecture == ALIGNER:
+        number = fields.part("thinker_config").integer("classify_num")
+        return ConfigFields({**fields.raw, "num_labels": number, "id2label": None})
+    return fields
+
+
 def _embedder(
     folder: Path,
     fields: ConfigFields,
@@ -138,7 +148,7 @@ def _embedder(
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
-    head = retrieval_head(folder, fields) if task == TOKEN_EMBED and not dense else None
+    head = retrieval_head(folder, fields, architecture) if task == TOKEN_EMBED and not dense else None
     is_first = family_of(architecture)[0] == EMBEDDING_GEMMA  # its projection comes before any Dense module
     if is_first or not dense and (architecture == VOYAGE or task == TOKEN_EMBED and head is None):
         dense = (own_projection(folder, fields), *dense)
@@ -168,6 +178,7 @@ def _embedder(
         matryoshka=_read_matryoshka(fields),
         sentence=sentence,
         own_task=None if task == TOKEN_EMBED else task,
+        reads_lists=architecture == RANKING,
     )
 
 

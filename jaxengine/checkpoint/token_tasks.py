@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.config.features.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
-from jaxengine.models.architectures import REWARD_HEADS
+from jaxengine.models.architectures import TOKEN_HEADS
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import PROJECTIONS, TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
 from jaxengine.models.config.readers.hf import text_fields
@@ -44,25 +44,35 @@ def own_projection(folder: Path, fields: ConfigFields) -> Dense:
     return Dense(shape[1], shape[0], False, "Identity", "")
 
 
-def retrieval_head(folder: Path, fields: ConfigFields) -> TokenHead | None:
-    """Return the projection of a retriever over a model that sees (ColPali, ColQwen2), one of _PROJECTIONS; None for a
-    checkpoint without it.
+def retrieval_head(folder: Path, fields: ConfigFields, architecture: str) -> TokenHead | None:
+    """Return the projection of a retriever: its class's own (jina-reranker-v3), or one of _PROJECTIONS over a model
+    that sees (ColPali, ColQwen2); None for a checkpoint without it.
 
     Only the header of the weights is read. fields: content of config.json, whose text model has hidden_size. Raises
-    ModelFileError for another shape.
+    ModelFileError for another shape, and if the class's own is missing.
     """
+    own, size = TOKEN_HEADS.get(architecture), _hidden_size(fields)
     checkpoint = SafetensorsCheckpoint(folder)
     try:
-        names = {*checkpoint.names()}
-        module = next((each for each in _PROJECTIONS if f"{each}.weight" in names), None)
-        shape = () if module is None else checkpoint.shape(f"{module}.weight")
+        shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     finally:
         checkpoint.close()
+    module = next((each for each in _PROJECTIONS if f"{each}.weight" in shapes), None) if own is None else own.source
     if module is None:
         return None
-    if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or _hidden_size(fields) not in (None, shape[1]):
-        raise ModelFileError(folder, f"must be a matrix with hidden_size columns, got {shape}", f"{module}.weight")
-    return TokenHead(TOKEN_EMBED, shape[0], module, bias=f"{module}.bias" in names)
+
+    def rows(module: str, columns: int | None) -> int:
+        """Return the rows of a module's matrix, which must have `columns` (None: any number)."""
+        shape = shapes.get(f"{module}.weight", ())
+        if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or columns not in (None, shape[1]):
+            expected = "hidden_size" if columns is None or columns == size else columns
+            raise ModelFileError(folder, f"must be a matrix with {expected} columns, got {shape}", f"{module}.weight")
+        return shape[0]
+
+    if own is None or own.inner is None:
+        return TokenHead(TOKEN_EMBED, rows(module, size), module, bias=f"{module}.bias" in shapes)
+    inner = rows(own.inner, size)
+    return own._replace(width=rows(module, inner), inner_width=inner)
 
 
 def _hidden_size(fields: ConfigFields) -> int | None:
@@ -113,11 +123,11 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
 def with_token_labels(pooler: Pooler, num_labels: int, architecture: str = "") -> Pooler:
     """Return the pooler with a head that scores labels for each token, in place of its other heads for tokens.
 
-    The head is that of a reward model's `architecture`, which has a number of labels of its own, or else the family's
-    usual one with `num_labels` labels.
+    The head is `architecture`'s own, which may have another number of labels (a reward model's), or else the family's
+    usual one, with `num_labels` labels.
     """
-    head = REWARD_HEADS.get(architecture) or TokenHead(TOKEN_CLASSIFY, num_labels)
-    return replace(pooler, token_heads=(head,))
+    head = TOKEN_HEADS.get(architecture) or TokenHead(TOKEN_CLASSIFY, num_labels)
+    return replace(pooler, token_heads=(head if head.width else head._replace(width=num_labels),))
 
 
 def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:

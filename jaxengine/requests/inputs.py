@@ -331,7 +331,7 @@ class InputProcessor:
             problem = f"{name} is given, but this model takes text only (see limit_mm_per_prompt, language_model_only)"
             raise RequestError(problem, param=name)
         prompt = one_prompt(prompt)
-        text, token_ids, _ = self.read_prompt(prompt)
+        text, token_ids, _ = ("", [], None) if self.media.stand_alone(prompt) else self.read_prompt(prompt)
         return self.media.made_ready(prompt, text, token_ids)
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxengine.config.features.pooling_model import PoolingModel
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 
 
@@ -43,8 +44,19 @@ def written(
 
 
 def text_ids(tokenizer: Tokenizer, model: PoolingModel, prefix: str, text: str, chat_template: str | None) -> list[int]:
-    """Return the token ids of one text after the model's prompt `prefix`, with special tokens, as `written` describes.
-    Raises its errors.
+    """Return the token ids of one text after the model's prompt `prefix`, with special tokens, as `written` describes,
+    and padding (`padded`). Raises the errors of both.
     """
     (whole,), special = written(tokenizer, model, prefix, [text], chat_template)
-    return tokenizer.encode(whole, add_special_tokens=special)
+    return padded(tokenizer, model, tokenizer.encode(whole, add_special_tokens=special))
+
+
+def padded(tokenizer: Tokenizer, model: PoolingModel, token_ids: list[int]) -> list[int]:
+    """Return the token ids of a text, followed by padding tokens up to the model's `padded_length`. Raises RequestError
+    for a tokenizer without a padding token.
+    """
+    if len(token_ids) >= model.padded_length:
+        return token_ids
+    if tokenizer.pad_token_id is None:
+        raise RequestError("the model needs texts with padding, and its tokenizer has no pad_token", param="prompt")
+    return token_ids + [tokenizer.pad_token_id] * (model.padded_length - len(token_ids))

@@ -55,6 +55,7 @@ class EncoderConfig(NamedTuple):
         fix it.
       head_activation, head_bias: activation and bias of the dense layer before scores of labels, where the family does
         not fix them.
+      pads: whether padding tokens follow a text up to num_positions tokens, and are seen like others.
     """
 
     activation: str
@@ -75,3 +76,4 @@ class EncoderConfig(NamedTuple):
     dropped_token: int | None = None
     dense_first: bool = False
     gated: bool = False
+    pads: bool = False

@@ -80,9 +80,10 @@ class TokenHead(NamedTuple):
       task: TOKEN_EMBED or TOKEN_CLASSIFY.
       width: elements of a token's scores.
       source: checkpoint module of weight and bias; None for the family's scores of labels.
-      inner: checkpoint module of a projection of the hidden state, of the same size and with a bias, whose ReLU is x;
-        None if x is the hidden state itself.
-      bias: whether `source` has a bias.
+      inner: checkpoint module of a projection of the hidden state, whose ReLU is x; None if x is the hidden state
+        itself.
+      bias: whether the modules have biases.
+      inner_width: elements of x; 0 for those of a hidden state.
     """
 
     task: str
@@ -90,6 +91,7 @@ class TokenHead(NamedTuple):
     source: str | None = None
     inner: str | None = None
     bias: bool = True
+    inner_width: int = 0
 
 
 class Splade(NamedTuple):

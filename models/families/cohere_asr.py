@@ -20,13 +20,8 @@ from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.sound.cohere_asr import (
-    CONVOLUTIONS,
-    ENCODER,
-    PROJECTION,
-    CohereAsrTowerConfig,
-    read_cohere_asr_tower,
-)
+from jaxengine.models.sound.cohere_asr import ENCODER, PROJECTION, CohereAsrTowerConfig, read_cohere_asr_tower
+from jaxengine.models.sound.fast_conformer import CONVOLUTIONS
 
 LAYER = "model.layers.{layer}"
 _EPS = 1e-5

@@ -1,5 +1,5 @@
-"""Nemotron-H Omni (NVIDIA 2026: Nemotron 3 Nano Omni) with images and videos: Nemotron-H behind RADIO. Its tower of
-sounds is not read.
+"""Nemotron-H Omni (NVIDIA 2026: Nemotron 3 Nano Omni): Nemotron-H with images and videos behind RADIO, and sounds
+behind Parakeet's encoder.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.tower import TOWERS, TowerConfig
 from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
 from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.sound import nemotron_h_omni as sound
+from jaxengine.models.sound.fast_conformer import CONVOLUTIONS
 from jaxengine.models.vision.llava import PROJECTOR
 from jaxengine.models.vision.radio import EMBEDDINGS, LAST_NORM, LAYERS, POSITIONS, TOWER, read_radio_tower
 
@@ -17,6 +20,7 @@ from jaxengine.models.vision.radio import EMBEDDINGS, LAST_NORM, LAYERS, POSITIO
 _PUBLISHED = {
     "llm_config": "text_config",
     "vit_hidden_size": "vision_hidden_size",
+    "sound_config": "audio_config",
 }
 # transformers' defaults for fields that text_config lacks.
 _DEFAULTS: dict[str, Any] = {
@@ -39,7 +43,7 @@ _TEXT = NemotronHForCausalLM.checkpoint_names
 
 
 class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
-    """Nemotron-H with a tower of images and videos."""
+    """Nemotron-H with a tower of images and videos and, if the file has its configuration, one of sounds."""
 
     checkpoint_names: ClassVar[CheckpointNames] = _TEXT._replace(
         prefixes=(
@@ -54,17 +58,22 @@ class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
             (f"{_GENERATOR}.pos_embed", POSITIONS),
             (f"{_GENERATOR}.cls_token.token", f"{EMBEDDINGS}.cls_register_token"),
             (f"{_RADIO}.model.blocks.", f"{LAYERS}."),
+            ("sound_encoder.encoder.", f"{sound.TOWER}."),
+            ("sound_projection.norm.", f"{sound.PROJECTOR}.layer_norm."),
+            *((f"sound_projection.linear{n}.", f"{sound.PROJECTOR}.linear_{n}.") for n in (1, 2)),
         ),
         tower=(f"{TOWER}.", f"{PROJECTOR}.", f"{LAST_NORM}."),
-        tower_parts=((".attn.proj.", ".attention.o_proj."), (".attn.", ".attention.")),
+        sound_tower=(f"{sound.TOWER}.", f"{sound.PROJECTOR}."),
+        tower_parts=((".attn.proj.", ".attention.o_proj."), (".attn.", ".attention."), *sound.PARTS),
         joined=_QKV,
-        flattened=(POSITIONS,),
+        flattened=(POSITIONS, *CONVOLUTIONS),
         # transformers writes scales of layers, which RADIO has not.
         filled={".lambda1": 1.0},
         unused=(
-            *("sound_encoder.", "sound_projection.", "audio_tower.", "embed_audio."),
+            *(f"{part}.feature_extractor." for part in ("sound_encoder.encoder", sound.TOWER)),
             *(f"{part}.{name}" for part in (TOWER, _RADIO) for name in ("input_conditioner.", "summary_idxs")),
         ),
+        unused_ends=(".num_batches_tracked", ".encode_positions.inv_freq"),
     )
 
     @classmethod
@@ -73,4 +82,7 @@ class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
         fields = ConfigFields({**published, **{name: own for name, own in fields.raw.items() if own is not None}})
         text = text_fields(fields).with_defaults(**_DEFAULTS)
         last_norm = text.integer("num_nextn_predict_layers", 0, minimum=0) > 0
-        return super().read_hf(text) | {"tower": read_radio_tower(fields, last_norm=last_norm)}
+        towers: list[TowerConfig] = [read_radio_tower(fields, last_norm=last_norm)]
+        if fields.has("audio_config"):
+            towers.append(sound.read_nemotron_sound(fields))
+        return super().read_hf(text) | dict(zip(TOWERS, towers, strict=False))

@@ -20,10 +20,12 @@ from jaxengine.models.quantization.registry import PLAIN
 
 
 class ReluLinear(nnx.Module):
-    """Projection with a bias, and its ReLU, in float32: [T, D] -> f32[T, D]. source: checkpoint module."""
+    """Projection and its ReLU, in float32: [T, D] -> f32[T, width]. source: checkpoint module. bias: whether it has a
+    bias.
+    """
 
-    def __init__(self, size: int, source: str, build: Build):
-        self.product = Linear(size, (Source(source, size),), axes=("embed", "labels"), bias=True, build=build)
+    def __init__(self, size: int, width: int, source: str, bias: bool, build: Build):
+        self.product = Linear(size, (Source(source, width),), axes=("embed", "labels"), bias=bias, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jax.nn.relu(self.product(x, out_dtype=jnp.float32))
@@ -39,11 +41,14 @@ class TokenHeads(nnx.Module):
         # In float32 whatever the model's dtype, like the scores of prompts.
         build = replace(build, dtype=jnp.float32, scheme=PLAIN)
         self.inner = nnx.List(
-            Identity() if each.inner is None else ReluLinear(size, each.inner, build) for each in heads
+            Identity()
+            if each.inner is None
+            else ReluLinear(size, each.inner_width or size, each.inner, each.bias, build)
+            for each in heads
         )
         self.products = nnx.List(
             Linear(
-                size,
+                each.inner_width or size,
                 (Source(each.source or usual, each.width),),
                 axes=("embed", "labels"),
                 bias=each.bias,

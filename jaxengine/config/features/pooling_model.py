@@ -72,12 +72,16 @@ class PoolingModel:
       matryoshka: sizes to which an embedding may be cut, empty for any; None if it may not be cut.
       labels: names of the labels, by number.
       sentence: settings of sentence-transformers, if there are any.
-      token_rows: rows of the token table of a model whose tokens attend to later ones (an encoder); None for others.
+      token_rows: rows of the token table of an encoder, or of a decoder whose tokens attend to later ones; None for
+        others.
         The tokenizer of such a model joins two texts with special tokens and gives each a token type: the id of a
         token of type n is increased by n * token_rows.
       has_token_types: whether the model distinguishes token types; otherwise ids are not increased.
       reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another
         template is given.
+      reads_lists: whether the model scores pairs by reading a query together with all of its documents.
+      padded_length: number of tokens up to which padding tokens follow a text, for a model trained so; 0 for no
+        padding.
       tokens: tasks about tokens, by name.
       own_task: the model's task about whole prompts, EMBED or CLASSIFY; None if it only has tasks about tokens.
     """
@@ -93,6 +97,8 @@ class PoolingModel:
     token_rows: int | None = None
     has_token_types: bool = False
     reads_messages: bool = False
+    reads_lists: bool = False
+    padded_length: int = 0
     tokens: Mapping[str, TokenTask] = field(default_factory=dict)
     own_task: str | None = None
 

@@ -15,22 +15,20 @@ import numpy as np
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.attended import PieceProcessor
-from jaxengine.media.processors.log_mel import HOP, required_features, slaney_filters
+from jaxengine.media.processors.log_mel import HOP, required_features
+from jaxengine.media.processors.nemo_mel import LENGTH, WINDOW, nemo_mel
 from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.errors import RequestError
 
-_LENGTH, _WINDOW = 512, 400  # samples of a Fourier transform, and of a window
 _SHORTEST = 2 * HOP  # of one frame there is no variance
-_LEAST_POWER, _TINY = 2.0**-24, 1e-5  # what is added to a power, and to a standard deviation
 _LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "it", "ja", "ko", "nl", "pl", "pt", "vi", "zh")
 _UNSPACED = ("ja", "zh")
 _USUAL = "en"
 _BEGIN = ("\u2581", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
 _END = ("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>")
-_BLOCK = 16  # numbers that are drawn together
 _NOTHING = -1  # in the column of frames after a sound
 
 
@@ -52,7 +50,7 @@ class CohereAsrProcessor(PieceProcessor):
         """
         tower: Any = model_config.tower
         self.num_frames, self.num_bins, self.tokenizer = tower.unit, tower.num_features, tokenizer
-        wanted = {"feature_size": self.num_bins, "n_fft": _LENGTH, "win_length": _WINDOW, "hop_length": HOP}
+        wanted = {"feature_size": self.num_bins, "n_fft": LENGTH, "win_length": WINDOW, "hop_length": HOP}
         features = required_features(folder, **wanted, sampling_rate=RATE, padding_side="right", padding_value=0.0)
         try:
             self._read(features)
@@ -114,39 +112,5 @@ class CohereAsrProcessor(PieceProcessor):
         return self.item(padded, heard[None].astype(np.int32))
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """Return f32[N // HOP, num_bins] of samples f32[N], N >= _SHORTEST: natural logarithms of the power in each
-        band, reduced to mean 0 and deviation 1 over the frames of a bin. Windows are centred at every HOP-th sample,
-        and what lies outside of the sound is zero.
-        """
-        if self.dither:
-            samples = samples + np.float32(self.dither) * noise(len(samples))
-        samples = np.append(samples[:1], samples[1:] - np.float32(self.preemphasis) * samples[:-1])
-        count, margin = len(samples) // HOP, (_LENGTH - _WINDOW) // 2
-        windows = np.lib.stride_tricks.sliding_window_view(np.pad(samples, _LENGTH // 2), _LENGTH)[::HOP][:count]
-        shape = np.pad(np.hanning(_WINDOW), margin).astype(np.float32)
-        power = np.abs(np.fft.rfft(windows * shape)) ** 2
-        logs = np.log(power @ slaney_filters(self.num_bins, _LENGTH) + _LEAST_POWER)
-        return ((logs - logs.mean(axis=0)) / (logs.std(axis=0, ddof=1) + _TINY)).astype(np.float32)
-
-
-def noise(count: int) -> np.ndarray:
-    """Return f32[count], count >= 16, the normal numbers that torch.randn draws on a CPU with `count` as its seed.
-
-    The Mersenne twister's 24 lower bits are uniform in [0, 1). Of each block of 16 numbers the i-th and the i + 8-th
-    become two normal ones (Box & Muller 1958): sqrt(-2 log(1 - u)) times cosine and sine of 2 pi v. If there is a rest,
-    the last 16 are drawn again.
-    """
-
-    def normal(drawn: np.ndarray) -> np.ndarray:
-        uniform = (drawn & 0xFFFFFF).astype(np.float64) * 2.0**-24
-        u, v = np.split(uniform.reshape(-1, 2, _BLOCK // 2), 2, axis=1)
-        radius, angle = np.sqrt(-2.0 * np.log(1.0 - u)), 2.0 * np.pi * v
-        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)
-
-    rest = count % _BLOCK
-    raw = np.random.RandomState(count % 2**32).randint(0, 2**32, count + (_BLOCK if rest else 0), dtype=np.uint32)
-    found = np.zeros(count, np.float32)
-    found[: count - rest] = normal(raw[: count - rest])
-    if rest:
-        found[-_BLOCK:] = normal(raw[count:])
-    return found
+        """Return f32[N // HOP, num_bins], `nemo_mel` of samples f32[N], N >= _SHORTEST."""
+        return nemo_mel(samples, self.num_bins, self.preemphasis, self.dither)

@@ -122,6 +122,11 @@ class MediaInputs:
         self._row_size = self._num_parts * hidden_size
         self._config = config
 
+    def stand_alone(self, prompt: Mapping[str, Any]) -> bool:
+        """Whether a prompt is an item without a text, of a model that embeds items by themselves (CLIP)."""
+        written = prompt.get("prompt") or prompt.get("prompt_token_ids")
+        return not written and getattr(self.processor, "stand_alone", False)
+
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return a prompt with "prompt" (the text or None), "prompt_token_ids" and, under READY, the Media (None
         without items) in place of multi_modal_data and mm_processor_kwargs; its other keys stay.

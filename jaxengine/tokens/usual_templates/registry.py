@@ -50,6 +50,8 @@ USUAL_TEMPLATES: dict[str, UsualTemplate] = {
     "DeepseekV41ForCausalLM": UsualTemplate(deepseek_v4.V41.template(), OrderedResults("\n\n")),
     "PaliGemmaForConditionalGeneration": UsualTemplate(_TEXTS),
     "PaliGemma2ForConditionalGeneration": UsualTemplate(_TEXTS),
+    "CLIPModel": UsualTemplate(_TEXTS),
+    "SiglipModel": UsualTemplate(_TEXTS),
 }
 # Values of tokenizer_mode that choose a template, whatever the checkpoint has -> registered class.
 TEMPLATE_MODES = {

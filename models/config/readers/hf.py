@@ -141,6 +141,7 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 _XLM, _JINA, _FLASH = "XLMRoberta", "JinaEmbeddingsV3", "XLMRobertaFlash"
 _OWN_CODE = "XLMRobertaFlashConfig"
 _JINA_V5, _JINA_V5_ENCODER = "JinaEmbeddingsV5Model", "JinaEmbeddingsV5EncoderModel"
+_COLBERT_JINA, _ALIGNER = "ColBERTJinaRobertaModel", "Qwen3ASRForcedAlignerForTokenClassification"
 # (Class that takes several kinds of models, model_type of the text or of the model) -> class with these layers.
 _BY_KIND = {
     ("ColQwen2ForRetrieval", "qwen2_5_vl"): "ColQwen2_5ForRetrieval",
@@ -157,18 +158,24 @@ def hf_architecture(fields: ConfigFields) -> str:
     If it begins with XLMRoberta and `position_embedding_type` is "rotary", as in jinaai/jina-embeddings-v3, that
     beginning is replaced by JinaEmbeddingsV3; by XLMRobertaFlash if it is not, but `auto_map` names that code's
     configuration, as in jinaai/jina-reranker-v2-base-multilingual. JinaEmbeddingsV5Model, whose layers may be those of
-    an encoder, becomes JinaEmbeddingsV5EncoderModel if `is_decoder` is false. For a class that takes several kinds of
-    models, the result depends on text_config's or the file's own model_type (_BY_KIND). Other names are returned
-    unchanged. Raises ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of
-    that class that is not a bool.
+    an encoder, becomes JinaEmbeddingsV5EncoderModel if `is_decoder` is false. HF_ColBERT with that
+    `position_embedding_type` is jinaai/jina-colbert-v2's _COLBERT_JINA, and Qwen3-ASR with `classify_num` the forced
+    _ALIGNER. For a class that takes several kinds of models, the result depends on text_config's or the file's own
+    model_type (_BY_KIND). Other names are returned unchanged. Raises ModelConfigError if `architectures` is anything
+    but a list of one text, and for an `is_decoder` of that class that is not a bool.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.fail("architectures", "a list of one class name")
+    rotates = fields.value("position_embedding_type", None) == "rotary"
+    if names[0] == "HF_ColBERT" and rotates:
+        return _COLBERT_JINA
+    if names[0] == "Qwen3ASRForConditionalGeneration":
+        thinker = fields.value("thinker_config", None)
+        return _ALIGNER if isinstance(thinker, Mapping) and thinker.get("classify_num") is not None else names[0]
     if names[0].startswith(_XLM) and not names[0].startswith(_FLASH):
         code = fields.value("auto_map", None)
         own = isinstance(code, Mapping) and str(code.get("AutoConfig")).endswith(_OWN_CODE)
-        rotates = fields.value("position_embedding_type", None) == "rotary"
         return (_JINA if rotates else _FLASH if own else _XLM) + names[0].removeprefix(_XLM)
     if names[0] == _JINA_V5 and not fields.boolean("is_decoder", True):
         return _JINA_V5_ENCODER

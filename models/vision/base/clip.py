@@ -1,5 +1,5 @@
 """CLIP (Radford et al. 2021, arXiv:2103.00020) and SigLIP (Zhai et al. 2023, arXiv:2303.15343) as vision towers: they
-return the hidden states of patches, without CLIP's pooling.
+return the hidden states of patches, without pooling.
 """
 
 from __future__ import annotations
@@ -99,9 +99,14 @@ class ClipEncoder(nnx.Module):
 
     def __call__(self, patches: jax.Array, places: jax.Array | None = None, unit: int | None = None) -> jax.Array:
         """Return the hidden states of patches f32[U * N, F] of U units after each of the wanted numbers of layers,
-        concatenated and without the class token: [U * N, D * numbers].
+        concatenated and without the class token: [U * N, D * numbers]. The arguments are those of `states`.
+        """
+        joined = self.states(patches, places, unit)
+        return joined[:, self.vit.has_class_token :].reshape(len(patches), -1)
 
-        Each unit is encoded by itself.
+    def states(self, patches: jax.Array, places: jax.Array | None = None, unit: int | None = None) -> jax.Array:
+        """Return the hidden states of patches f32[U * N, F] of U units after each of the wanted numbers of layers,
+        concatenated: [U, S, D * numbers], with that of CLIP's class token first. Each unit is encoded by itself.
 
         places: i32[U * N], the learned position of each patch, of SigLIP only; a patch with -1 has that of 0, and none
         attends to it. None for all patches in order. unit: N, the number of patches of a unit; None for
@@ -124,5 +129,4 @@ class ClipEncoder(nnx.Module):
         states = run_layers(self.layers, x, num_units, self.wanted, is_key)
         if self.last_norm is not None:
             states = [self.last_norm(state) for state in states]
-        joined = jnp.concatenate(states, axis=-1).reshape(num_units, unit + vit.has_class_token, -1)
-        return joined[:, vit.has_class_token :].reshape(len(patches), -1)
+        return jnp.concatenate(states, axis=-1).reshape(num_units, unit + vit.has_class_token, -1)

@@ -15,7 +15,7 @@ from jaxengine.media.processors.qwen2_vl import Bounds
 from jaxengine.media.registry import PROCESSORS, processor_for
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.hf import read_config_json
-from jaxengine.models.model_classes import MODELS
+from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_folder
 from jaxengine.scheduler.base.errors import RequestError
@@ -266,6 +266,6 @@ def test_tokens_of_pictures_must_be_in_the_vocabulary(folders):
 
 
 def test_every_family_with_a_tower_has_a_processor():
-    assert set(PROCESSORS) <= set(MODELS)
+    assert set(PROCESSORS) <= {*MODELS, *ENCODERS}
     blind = SimpleNamespace(tower=None)
     assert processor_for(None, {}, blind, None) is None  # type: ignore[arg-type]

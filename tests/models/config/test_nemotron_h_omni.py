@@ -74,9 +74,13 @@ def test_names_of_tensors():
         ),
         ("vision_model.encoder.layer.1.attention.o_proj.bias", "vision_model.encoder.layer.1.attention.o_proj.bias"),
         ("vision_projector.vision_final_layernorm.bias", "vision_final_layernorm.bias"),
+        ("sound_encoder.encoder.layers.1.self_attn.bias_u", "audio_tower.layers.1.self_attn.pos_bias_u"),
+        ("sound_encoder.encoder.layers.1.conv.norm.bias", "audio_tower.layers.1.conv.batch_norm.bias"),
+        ("sound_projection.linear2.weight", "embed_audio.linear_2.weight"),
     ):
         assert names.renamed(stored) == own
-    for unread in ("sound_encoder.encoder.x", "embed_audio.x", "vision_model.radio_model.input_conditioner.norm_mean"):
+    sound = "sound_encoder.encoder.feature_extractor.featurizer.window"
+    for unread in (sound, "vision_model.radio_model.input_conditioner.norm_mean"):
         assert names.is_unused(unread)
     joined = "vision_model.encoder.layer.1.attention.qkv.weight"
     assert names.renamed("vision_model.radio_model.model.blocks.1.attn.qkv.weight") == joined

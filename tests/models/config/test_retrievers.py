@@ -21,6 +21,7 @@ def test_the_model_inside():
         ("paligemma_vision", "ColPaliForRetrieval", "PaliGemmaForConditionalGeneration"),
         ("qwen3_vl_vision", "ColQwen3", "Qwen3VLForConditionalGeneration"),
         ("qwen3_vl_vision", "OpsColQwen3Model", "Qwen3VLForConditionalGeneration"),
+        ("qwen3_5_pictures_vision", "ColQwen3_5", "Qwen3_5ForConditionalGeneration"),
     ):
         inner = json.loads((FOLDER / name / "config.json").read_text())
         outer = {"architectures": [kind], "model_type": "outer", "embedding_dim": 12, "vlm_config": inner}
@@ -48,6 +49,7 @@ def test_names_of_the_weights_inside():
         ("OpsColQwen3Model", "visual", "language_model.", "lm_head.", "visual."),
         ("OpsColQwen3Model", "visual", "language_model.model.", "lm_head.", "visual."),
         ("OpsColQwen3Model", "visual", "model.language_model.", "lm_head.", "model.visual."),
+        ("ColQwen3_5", "visual", "language_model.", "lm_head.", "visual."),
         ("ColPaliForRetrieval", "vision_tower", "vlm.language_model.model.", "vlm.language_model.lm_head.")
         + ("vlm.vision_tower.vision_model.",),
         ("ColPaliForRetrieval", "vision_tower", "vlm.model.language_model.", "vlm.lm_head.", "vlm.model.vision_tower."),

@@ -19,7 +19,7 @@ from jaxengine.requests.media.inputs import READY, UNCUT, verify_whole
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.pooling_texts import has_messages, written
+from jaxengine.requests.pooling_texts import has_messages, padded, written
 from jaxengine.requests.run_in_thread import with_media
 from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.options import ServerConfig
@@ -275,7 +275,9 @@ class PoolingServer:
         model, tokenizer = inputs.require_pooling(), inputs.require_tokenizer()
         write = partial(written, tokenizer, model, params.prefix(model), texts, inputs.config.chat_template)
         whole, adds = await self._encoder.run(write) if has_messages(model) else write()
-        return await self._encoder.encode(whole, add_special_tokens=special and adds, param=param, cut_side=cut_side)
+        special = special and adds
+        found = await self._encoder.encode(whole, add_special_tokens=special, param=param, cut_side=cut_side)
+        return [padded(tokenizer, model, each) for each in found]
 
     async def answers(
         self,

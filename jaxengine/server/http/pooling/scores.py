@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import Side, by_role, pairs_of, reads_apart, role_params
 from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.pooling.listwise import list_prompts, list_scores, refuse_cut
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.names import served_names
@@ -116,6 +117,13 @@ async def _scores(
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     pairs = await server.shortened(pairs, body)
+    if model.reads_lists:
+        refuse_cut(params, body.truncate_prompt_tokens)
+        lists = list_prompts(pairs)
+        encoded = await server.encode_given([text for text, _ in lists], body, params, param=body.sides[1])
+        given = zip(await server.answers(encoded, params, body, name, options), lists, strict=True)
+        token_id = server.engine.inputs.require_tokenizer().backend.token_to_id
+        return [score for output, (_, number) in given for score in list_scores(output, number, token_id)]
     if not reads_apart(model):
         prompts = await server.encode_pairs(pairs, body)
         encoded = await server.encode_given(prompts, body, params, param=body.sides[1])
