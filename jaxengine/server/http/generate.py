@@ -77,6 +77,7 @@ class GenerateSampling(_Numbers, ClosedModel):
     logprob_token_ids: TokenIds | None = None
     prompt_logprob_token_ids: TokenIds | None = None
     return_sampling_mass: bool | None = None
+    return_sampling_mask: bool | None = None
     routed_experts_prompt_start: int | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
@@ -191,13 +192,14 @@ class GenerateChunkChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    sampling_mask: list[list[int]] = ABSENT
 
 
 class GenerateChoice(GenerateChunkChoice):
     finish_reason: Literal["stop", "length", "abort", "error", "repetition"]
     stop_reason: int | str | None
     routed_experts: str | None
-    sampling_mask: None
+    sampling_mask: list[list[int]] | None
 
 
 class Generated(Answer):
@@ -240,8 +242,8 @@ class _Writer:
         """Return the complete answer, with choices sorted by index. output: the request's only output. Call it once."""
         choices = []
         for each in output.outputs:
-            more = {"stop_reason": each.stop_reason, "routed_experts": encoded_experts(each), "sampling_mask": None}
-            choices.append({**self._choice(each), **more})
+            more = {"stop_reason": each.stop_reason, "routed_experts": encoded_experts(each)}
+            choices.append({"sampling_mask": None, **self._choice(each), **more})
         self._count(output)
         asked = self._body.sampling_params
         scored = asked.prompt_logprobs is not None or bool(asked.prompt_logprob_token_ids)
