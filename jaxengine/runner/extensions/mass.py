@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,17 @@ class MassExtension(DeviceExtension):
         has_support = shape.config.return_sampling_mask
         self.more_scores = MoreScores(*mass, support_words if has_support else None)
         self.description = f"{mass[0]} scores of what sampling kept" + ", and its support" * has_support
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of the supports that wait for the host: those of all rows of the largest step, for each step
+        that may be in flight; every device has those of all replicas.
+        """
+        if not self.shape.config.return_sampling_mask:
+            return {}
+        buckets, model = self.shape.buckets, self.shape.model
+        rows = max(each.num_tokens if each.width > 1 else buckets.sample_size(each) for each in buckets)
+        num_words = -(-model.mesh.padded_vocab_size(model.config.vocab_size) // 32)
+        return {"sampling masks": self.shape.config.max_in_flight * self.shape.num_ranks * rows * num_words * 4}
 
     def on_host(self, runner: Any) -> HostExtension:
         return Supports(runner)

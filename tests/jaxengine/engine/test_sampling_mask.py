@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import jaxengine
 from jaxengine import LLM, RequestError, SamplingParams
 from jaxengine.engine.extensions.mass import ids_of
 from jaxengine.requests.output.sampling_mask import MaskRows
@@ -14,6 +17,7 @@ from jaxengine.requests.params.sampling_params import RequestOutputKind
 from tests.conftest import compiled_programs, use_scheduler
 from tests.jaxengine.engine.test_logprobs import ENGINES, VOCAB, bits, prompts_of, rollout_params
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reinforcement_learning.md"
 ENGINE: dict[str, Any] = {**ENGINES["processed, with drafts"], "return_sampling_mask": True}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 1},
@@ -27,8 +31,10 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def kept(raw: np.ndarray, kind: dict[str, Any], before: list[int]) -> list[int]:
-    """The tokens that a request may sample, from raw log-probabilities f64[V] and its output so far."""
+def kept(raw: np.ndarray, kind: dict[str, Any], before: list[int]) -> tuple[list[int], float]:
+    """The tokens that a request may sample, from raw log-probabilities f64[V] and its output so far, and the log of
+    their probability without truncation.
+    """
     logits = raw.copy()
     if allowed := kind.get("allowed_token_ids"):
         logits[np.setdiff1d(np.arange(VOCAB), allowed)] = -np.inf
@@ -43,7 +49,8 @@ def kept(raw: np.ndarray, kind: dict[str, Any], before: list[int]) -> list[int]:
     order = np.argsort(-probs * left, kind="stable")
     mass = np.cumsum((probs * left)[order]) / (probs * left).sum()
     left[order[1:][mass[:-1] >= kind.get("top_p", 1.0)]] = False
-    return np.flatnonzero(left & (probs > 0)).tolist()
+    left &= probs > 0
+    return np.flatnonzero(left).tolist(), float(np.log(probs[left].sum() / probs.sum()))
 
 
 @pytest.fixture
@@ -64,7 +71,8 @@ def test_masks_are_those_of_numpy(make_llm, llm):
     before = compiled_programs()
     for changes in ({}, {"num_pages": 30, "long_prefill_token_threshold": 5}):
         use_scheduler(llm, **changes)
-        asked = [*params[:2], params[2].clone_with(return_sampling_mask=False), *params[3:]]
+        asked = [each.clone_with(return_sampling_mass=True) for each in params]
+        asked[2].return_sampling_mask = False
         for index, output in enumerate(llm.generate(prompts, asked, use_tqdm=False)):
             (own,), (known,), kind = output.outputs, plain[index].outputs, KINDS[index]
             assert own.token_ids == known.token_ids
@@ -74,7 +82,8 @@ def test_masks_are_those_of_numpy(make_llm, llm):
             assert len(own.sampling_mask) == len(own.token_ids)
             for at, (row, positions) in enumerate(zip(own.sampling_mask.token_ids, known.logprobs, strict=True)):
                 raw = np.array([positions[token].logprob for token in range(VOCAB)], np.float64)
-                assert row == kept(raw, kind, own.token_ids[:at]), (index, at)
+                wanted, log_mass = kept(raw, kind, own.token_ids[:at])
+                assert row == wanted and abs(own.sampling_log_mass[at] - log_mass) < 1e-4, (index, at)
                 mass = sum(np.exp(own.logprobs[at][token].logprob) for token in row)
                 assert own.token_ids[at] in row and abs(mass - 1) < 1e-5
     use_scheduler(llm)
@@ -108,6 +117,17 @@ def test_pieces_several_outputs_and_traces(llm):
     (forced,) = llm.generate([[3, 4]], forced, use_tqdm=False)[0].outputs
     assert forced.token_ids == trace and forced.sampling_mask.token_ids == first.sampling_mask.token_ids[:4]
     assert bits([forced.logprobs[3][trace[3]].logprob]) == bits([-np.inf])
+
+
+def test_the_block_of_the_document_runs(llm, monkeypatch):
+    (block,) = re.findall(r"```python\n([^`]*return_sampling_mask=True.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    monkeypatch.setattr(jaxengine, "LLM", lambda **options: llm)
+    found: dict[str, Any] = {}
+    exec(block, found)  # noqa: S102
+    logits = np.random.default_rng(0).normal(size=(8, VOCAB))
+    probs = np.exp(found["support_logprobs"](logits))
+    assert [np.flatnonzero(row).tolist() for row in probs] == found["output"].sampling_mask.token_ids
+    np.testing.assert_allclose(probs.sum(axis=1), 1.0)
 
 
 def test_requests_that_are_refused(make_llm, llm):
