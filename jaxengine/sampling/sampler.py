@@ -255,7 +255,8 @@ def sample(
     adjusts = changes() | flags.any_mask
     # Greedy steps read the logits once: a conditional that gives [S, V] copies them even where nothing is adjusted.
     token_ids, scores = lax.cond(adjusts | flags.any_random, choose_any, lambda: choose(allowed(), draw_none))
-    return SampleOutput(token_ids, *(score(lambda: logits, token_ids, lambda own: own) if scores is None else scores))
+    found = score(lambda: logits, token_ids, lambda own: own) if scores is None else scores
+    return SampleOutput(token_ids, *found[:5], support=found.support)
 
 
 def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
