@@ -61,10 +61,11 @@ def ids_of(words: np.ndarray) -> np.ndarray:
 
     Takes time in proportion to W and to the ids: few of the words have any.
     """
-    row, word = words.nonzero()
-    bits = np.unpackbits(words[row, word].astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
-    index, bit = bits.nonzero()
-    row, ids = row[index], (word[index] * 32 + bit).astype(np.int32)
+    at = np.flatnonzero(words)  # much faster over one dimension than over two
+    row, word = np.divmod(at, words.shape[1])
+    bits = np.flatnonzero(np.unpackbits(words.ravel()[at].astype("<u4").view(np.uint8), bitorder="little"))
+    index = bits >> 5
+    row, ids = row[index], (word[index] * 32 + (bits & 31)).astype(np.int32)
     counts = np.bincount(row, minlength=len(words))
     found = np.full((len(words), counts.max(initial=0)), -1, np.int32)
     found[row, np.arange(len(ids)) - (np.cumsum(counts) - counts)[row]] = ids
