@@ -110,7 +110,7 @@ _SWITCHES = """
     enable_shm_tensor_arena enable_tower_connector_lora
     fully_sharded_loras interleave_mm_strings kv_sharing_fast_prefill
     long_prefill_token_threshold_adaptive mm_encoder_only monokernel ray_workers_use_nsight
-    return_sampling_mask skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only
+    skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
     allow_credentials disable_fastapi_docs enable_log_outputs enable_ssl_refresh

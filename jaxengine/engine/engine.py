@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from jaxengine.engine.extension import Events, Loop
-from jaxengine.engine.extensions.build import Extensions, Inputs
+from jaxengine.engine.extension import Events, Inputs, Loop
+from jaxengine.engine.extensions.build import Extensions
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows

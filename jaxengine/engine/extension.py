@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
@@ -55,6 +55,24 @@ class Loop(NamedTuple):
     scheduler: Scheduler
     rows: SlotRows
     in_flight: deque[InFlight]
+
+
+class Inputs(Protocol):
+    """The part of jaxengine.requests.inputs.InputProcessor that extensions use."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model; None if it has none."""
+        ...
+
+    @property
+    def media(self) -> Any:
+        """Processor of images, videos and sounds; None for a text model."""
+        ...
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the token ids that end a text."""
+        ...
 
 
 class LoopExtension:

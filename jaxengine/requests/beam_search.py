@@ -82,6 +82,7 @@ class BeamSearchParams:
             temperature=temperature,
             seed=0,
             logprobs=2 * self.beam_width,
+            return_sampling_mask=False,
             ignore_eos=True,
             detokenize=False,
         )

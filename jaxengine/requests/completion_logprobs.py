@@ -109,9 +109,9 @@ class KnownCompletions:
             raise RequestError(problem, param="completions", value=len(own))
         salted = {} if salt is None else {"cache_salt": salt}
         read = [] if self._decode else own[:-1]
-        wanted: dict[str, Any] = {"max_tokens": 1, "logprob_token_ids": own[-1:]}
+        wanted: dict[str, Any] = {"max_tokens": 1, "logprob_token_ids": own[-1:], "return_sampling_mask": False}
         if self._decode:
-            wanted = {"max_tokens": None, "logprobs": 0, "trace_decode_token_ids": own}
+            wanted = {"return_sampling_mask": False, "max_tokens": None, "logprobs": 0, "trace_decode_token_ids": own}
         elif read:
             wanted |= {"prompt_logprobs": 0, "prompt_logprob_start": len(prompt_ids) - 1}
         self.prompts.append({"prompt_token_ids": [*prompt_ids, *read], **salted})

@@ -40,6 +40,7 @@ from jaxengine.requests.params.prepared import PROMPT_KEYS, PreparedRequest, Pro
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.pooling_texts import text_ids
+from jaxengine.requests.sampling_mask import decide_sampling_mask
 from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
 from jaxengine.scheduler.base.logits_processor import LogitsProcessor
 from jaxengine.scheduler.base.request import Request
@@ -175,6 +176,8 @@ class InputProcessor:
             problem = f"sampling_params must be a SamplingParams, got {type(params).__name__}"
             raise RequestError(problem, param="sampling_params")
         params = params.checked()
+        if (has_option := self.config.return_sampling_mask) or params.return_sampling_mask:
+            decide_sampling_mask(params, has_option)
         options = options or RequestOptions()
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         prompt = self.make_ready(prompt)
@@ -192,11 +195,7 @@ class InputProcessor:
         if not 1 <= len(token_ids) < longest:
             raise prompt_length_error("prompt", len(token_ids), longest - 1, longest)
         params.verify_against(
-            self.model_config.vocab_size,
-            self.config.max_logprobs,
-            longest,
-            self.tokenizer is not None,
-            len(token_ids),
+            self.model_config.vocab_size, self.config.max_logprobs, longest, self.tokenizer is not None, len(token_ids)
         )
         bad_words = self._tokenize_bad_words(params)
         index = self._count_request()
@@ -451,10 +450,10 @@ def make_processor(inputs: InputProcessor) -> Processor:
 
 def follows_every_step(params: SamplingParams) -> bool:
     """Whether a request's tokens are needed as soon as they are generated, for a stream, stop strings, repetition
-    detection or logprobs.
+    detection, logprobs or what truncation kept.
     """
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
-    return streamed or ends_by_output(params) or params.num_logprobs is not None
+    return streamed or ends_by_output(params) or params.num_logprobs is not None or bool(params.return_sampling_mask)
 
 
 def ends_by_output(params: SamplingParams) -> bool:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.sampling.fixed_order import row_counts, row_sums
+from jaxengine.sampling.fixed_order import VOCAB, row_counts, row_sums
 from jaxengine.sampling.top_tokens import row_extreme, take_tokens, top_tokens, vocab_size
-from jaxengine.sharding.collectives import any_device
+from jaxengine.sharding.collectives import any_device, gather_parts
 
 # Rows of logits alive at once while prompts are scored: 32 x 150k x 4 bytes = 19 MB, and enough rows to feed a matmul.
 PROMPT_BLOCK_ROWS = 32
@@ -34,6 +34,7 @@ class TokenLogprobs(NamedTuple):
     top_ids: jax.Array  # i32[S, Kl], best first, equal values by ascending id
     top_logprobs: jax.Array  # f32[S, Kl]
     given_logprobs: jax.Array  # f32[S, G], of the tokens that a row names, -inf where it names none
+    support: jax.Array | None = None  # u32[S, W], see `support_words`; None in an engine that does not report it
 
 
 def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprobs:
@@ -100,6 +101,17 @@ def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token
     share = jnp.minimum(left - whole, 0.0)
     scores = [take_tokens(logits, ids) - raw, take_tokens(kept, ids) - left, share]
     return jnp.where(valid[:, None], jnp.concatenate(scores, axis=1), -jnp.inf)
+
+
+def support_words(kept: jax.Array) -> jax.Array:
+    """Return which tokens each row could get, u32[S, W], W = ceil(V / 32): bit t % 32 of word t / 32 stands for token
+    t. These are the tokens of `kept` f32[S, V / n], the logits that are sampled from, that are not -inf.
+
+    If n devices share the vocabulary, each has a multiple of 32 columns, and all return the same.
+    """
+    columns = jnp.pad(kept > -jnp.inf, ((0, 0), (0, -kept.shape[1] % 32)))
+    bits = columns.reshape(len(columns), -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    return gather_parts(jnp.sum(bits, axis=2, dtype=jnp.uint32), VOCAB, dimension=1)
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:

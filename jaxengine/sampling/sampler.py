@@ -35,16 +35,34 @@ Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class MoreScores(NamedTuple):
-    """Additional numbers that are reported for rows with logprobs.
+    """What is reported in addition for rows with logprobs.
 
     Attributes:
-      count: number of them for each row.
+      count: number of scores for each row.
       score: (logits, adjusted, kept, token_ids) -> f32[S, count]. The arguments are the given logits, those before
-        truncation, those sampled from, f32[S, V / n] each, and the sampled tokens, i32[S].
+        truncation, those sampled from, f32[S, V / n] each, and the sampled tokens, i32[S]. None if count is 0.
+      support: kept -> u32[S, ceil(V / 32)], the support of each row's draw; None to report none.
     """
 
-    count: int
-    score: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    count: int = 0
+    score: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+    support: Callable[[jax.Array], jax.Array] | None = None
+
+    def add(
+        self, found: TokenLogprobs, logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token_ids: jax.Array
+    ) -> TokenLogprobs:
+        """Return the logprobs with what this adds to them, from the arguments of `score`."""
+        if self.score is not None:
+            own = self.score(logits, adjusted, kept, token_ids)
+            found = found._replace(given_logprobs=jnp.concatenate([found.given_logprobs, own], axis=1))
+        return found if self.support is None else found._replace(support=self.support(kept))
+
+    def none(self, logits: jax.Array, num_top: int, num_given: int) -> TokenLogprobs:
+        """Return what `add` returns for rows that no request needs: `no_logprobs`, and a support of no token."""
+        rows = no_logprobs(logits.shape[0], num_top, num_given + self.count)
+        if self.support is None:
+            return rows
+        return rows._replace(support=jnp.zeros((logits.shape[0], -(-vocab_size(logits) // 32)), jnp.uint32))
 
 
 class SamplerFlags(NamedTuple):
@@ -88,8 +106,8 @@ def flags_of(features: jax.Array) -> SamplerFlags:
 
 
 class SampleOutput(NamedTuple):
-    """Output of the sampler for S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last five fields hold
-    (-inf, 0, 0, -inf, -inf).
+    """Output of the sampler for S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last six fields hold
+    (-inf, 0, 0, -inf, -inf, 0).
     """
 
     token_ids: jax.Array  # i32[S]; -1: the row's logits hold NaN or +inf, or every token is forbidden
@@ -98,6 +116,7 @@ class SampleOutput(NamedTuple):
     top_ids: jax.Array  # i32[S, Kl]
     top_logprobs: jax.Array  # f32[S, Kl]
     given_logprobs: jax.Array  # f32[S, G], of the row's `SamplingState.logprob_ids`, then those of MoreScores
+    support: jax.Array | None = None  # u32[S, ceil(V / 32)], that of MoreScores; None if it has none
 
 
 def sample(
@@ -151,21 +170,18 @@ def sample(
     num_top = min(max_logprobs, vocab_size(logits))
 
     def score(
-        scored: Callable[[], jax.Array], token_ids: jax.Array, besides: Callable[[], jax.Array] | None = None
+        scored: Callable[[], jax.Array], token_ids: jax.Array, add: Callable[[TokenLogprobs], TokenLogprobs]
     ) -> TokenLogprobs:
-        """Return the log-probabilities of token_ids i32[S] and of each row's `logprob_ids` under `scored()`, with the
-        columns of `besides()` appended to the given ones; no_logprobs if flags.any_logprobs is False.
+        """Return the log-probabilities of token_ids i32[S] and of each row's `logprob_ids` under `scored()`, with what
+        `add` adds to them; MoreScores.none if flags.any_logprobs is False.
         """
 
         def scores() -> TokenLogprobs:
             given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
-            found = token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
-            if besides is None:
-                return found
-            return found._replace(given_logprobs=jnp.concatenate([found.given_logprobs, besides()], axis=1))
+            return add(token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize))
 
-        num_given = state.logprob_ids.shape[1] + (0 if besides is None or more is None else more.count)
-        return lax.cond(flags.any_logprobs, scores, lambda: no_logprobs(logits.shape[0], num_top, num_given))
+        num_given = state.logprob_ids.shape[1]
+        return lax.cond(flags.any_logprobs, scores, lambda: (more or MoreScores()).none(logits, num_top, num_given))
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
         """Sample token ids i32[S] from the adjusted logits. Return them with TokenLogprobs if the mode reports
@@ -184,12 +200,12 @@ def sample(
             return jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf)
 
         if more is None:
-            return token_ids, score(kept, token_ids)
-        own = more.score
+            return token_ids, score(kept, token_ids, lambda found: found)
+        own = more.add
         return token_ids, score(
             kept if processed else lambda: logits,
             token_ids,
-            lambda: own(logits, adjusted / temperature, kept(), token_ids),
+            lambda found: own(found, logits, adjusted / temperature, kept(), token_ids),
         )
 
     def draw_none(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -239,7 +255,8 @@ def sample(
     adjusts = changes() | flags.any_mask
     # Greedy steps read the logits once: a conditional that gives [S, V] copies them even where nothing is adjusted.
     token_ids, scores = lax.cond(adjusts | flags.any_random, choose_any, lambda: choose(allowed(), draw_none))
-    return SampleOutput(token_ids, *(score(lambda: logits, token_ids) if scores is None else scores))
+    found = score(lambda: logits, token_ids, lambda own: own) if scores is None else scores
+    return SampleOutput(token_ids, *found[:5], support=found.support)
 
 
 def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:

@@ -95,7 +95,7 @@ class TokenParams(SamplingFields):
       prompt_logprob_start: prompt tokens up to this index have no entries; only with prompt_logprobs.
       logprob_token_ids: tokens to report in addition, only with logprobs.
       prompt_logprob_token_ids: tokens to report in addition for prompt tokens, only with prompt_logprobs.
-      return_sampling_mass: see SamplingParams; only with logprobs.
+      return_sampling_mass, return_sampling_mask: see SamplingParams; only with logprobs.
       trace_decode_token_ids: tokens that replace the sampled ones; empty to sample.
       routed_experts_prompt_start: prompt tokens up to this index are returned without their experts.
       logit_bias: values added to the logits of tokens, by id.
@@ -121,6 +121,7 @@ class TokenParams(SamplingFields):
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_token_ids: tuple[int, ...] = ()
     return_sampling_mass: bool = False
+    return_sampling_mask: bool | None = None
     trace_decode_token_ids: tuple[int, ...] = ()
     routed_experts_prompt_start: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)

@@ -31,7 +31,7 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.views.parts import tensor_name
 from jaxengine.runner.weights.weight_names import WeightUpdateError
-from tests.sharding.parallel_cases import OPTIONS, answers, differences, open_engine, write_tokenizer
+from tests.sharding.parallel_cases import NO_MASKS, OPTIONS, answers, differences, open_engine, write_tokenizer
 from tests.sharding.parallel_models import MODELS
 
 NORM = "model.norm.weight"
@@ -46,6 +46,7 @@ def say(**content: Any) -> None:
 def compare(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:
     """Also log-probabilities, activations, with new weights, and after sleeps."""
     scored = {"enable_trace_replay": True, "enable_sampling_mass": True, "capture": TAPS, "capture_layers": [-1]}
+    scored["return_sampling_mask"] = True
     if "pipeline_parallel_size" not in options:
         scored["steer"] = "residual:1"
     if model == "moe":
@@ -64,13 +65,14 @@ def wrong_scores(llm: LLM, alone: LLM) -> list[str]:
     names = ("logprobs_raw", "logprobs_processed", "sampling_log_mass")
     asked = {"return_sampling_mass": True, "logprob_token_ids": [5], "prompt_logprob_token_ids": [7]}
     params = SamplingParams(
-        temperature=0.7, top_p=0.9, seed=3, max_tokens=6, ignore_eos=True, detokenize=False, **asked
+        temperature=0.7, top_k=60, top_p=0.9, seed=3, max_tokens=6, ignore_eos=True, detokenize=False, **asked
     )
 
     def scores(each: LLM) -> dict[str, list[float]]:
         outputs = each.generate(PROMPTS, params, use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         found = {name: [value for answer in answers for value in getattr(answer, name)] for name in names}
+        found["masks"] = [token for answer in answers for row in answer.sampling_mask.token_ids for token in (-1, *row)]
         found["tokens"] = completions = [token for answer in answers for token in answer.token_ids]
         found["logprob_token_ids"] = [position[5].logprob for answer in answers for position in answer.logprobs]
         found["prompt"] = [position[7].logprob for output in outputs for position in output.prompt_logprobs[1:]]
@@ -93,7 +95,7 @@ def wrong_activations(llm: LLM, alone: LLM) -> list[str]:
     vector = np.random.default_rng(0).standard_normal(size).astype(np.float32)
 
     def captured(each: LLM, **more: Any) -> dict[str, np.ndarray]:
-        asked = {"capture": TAPS, "return_hidden_states": True, **more}
+        asked = {"capture": TAPS, "return_hidden_states": True, **NO_MASKS, **more}
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False, **asked)
         found = [output.outputs[0] for output in each.generate(PROMPTS, params, use_tqdm=False)]
         arrays = {name: np.concatenate([answer.captured[name] for answer in found]) for name in found[0].captured}
@@ -110,7 +112,7 @@ def wrong_activations(llm: LLM, alone: LLM) -> list[str]:
 def wrong_experts(llm: LLM, alone: LLM) -> list[str]:
     """Prompts whose tokens, found in the prefix cache or not, have other experts in one engine than in the other."""
     prompts = [{"prompt_token_ids": [*range(start, start + 20)]} for start in range(3, 60, 8)]
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, **NO_MASKS)
     rounds = [[each.generate(prompts, params, use_tqdm=False) for each in (llm, alone)] for _ in range(2)]
     pairs = [pair for both in rounds for pair in zip(*both, strict=True)]
     found = [tuple(output.outputs[0].routed_experts for output in pair) for pair in pairs]
@@ -196,7 +198,7 @@ def tensors_of(path: Path, seed: int) -> dict[str, np.ndarray]:
 
 
 def tokens(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, **NO_MASKS)
     return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 

@@ -26,7 +26,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (
         "llama-3.1-8b:2",
         {TENSOR: 2, DATA: 2, "pipeline_parallel_size": 2, "logprobs_mode": "processed_logprobs", "enable_lora": True}
-        | {"speculative_config": {"method": "ngram"} | DRAFTS},
+        | {"speculative_config": {"method": "ngram"} | DRAFTS, "return_sampling_mask": True},
     ),
     ("deepseek-v3:1", {TENSOR: 2, DATA: 2, EXPERT: True, "speculative_config": {"method": "mtp"} | DRAFTS}),
     ("qwen3-moe-30b-a3b:1", {TENSOR: 8, EXPERT: True, "all2all_backend": "ragged_all_to_all"}),

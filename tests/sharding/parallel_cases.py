@@ -206,6 +206,10 @@ MORE_PAGES: dict[str, dict[str, Any]] = dict.fromkeys(
 MORE_PAGES |= dict.fromkeys(("gemma3n", "gemma4"), {"num_gpu_blocks_override": 96})
 
 
+# Of requests that also run in engines with return_sampling_mask.
+NO_MASKS = {"return_sampling_mask": False}
+
+
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
     """Greedy and seeded requests, some with a common prefix, with what is computed over the split vocabulary."""
     rng = np.random.default_rng(3)
@@ -214,7 +218,7 @@ def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
     for index in range(20):
         own = rng.integers(0, 300, int(rng.integers(1, 30))).tolist()
         prompts.append({"prompt_token_ids": prefix + own if index % 3 == 0 else own})
-        chosen: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "detokenize": False}
+        chosen: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "detokenize": False} | NO_MASKS
         if index >= 16:
             chosen |= {"seed": index, "structured_outputs": {"regex": "[a-z]{2,20}( [0-9]+)+"}, "max_tokens": 20}
         elif index % 4 == 0:
@@ -234,9 +238,8 @@ def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
         params.append(SamplingParams(**chosen))
     # Alone in the end, when every width of drafts is tried, and sure to repeat itself: its drafts are right.
     prompts.append({"prompt_token_ids": [7, 7, 7, 7]})
-    params.append(
-        SamplingParams(temperature=0.0, logit_bias={7: 100.0}, max_tokens=40, ignore_eos=True, detokenize=False)
-    )
+    chosen = {"temperature": 0.0, "logit_bias": {7: 100.0}, "max_tokens": 40, "ignore_eos": True, "detokenize": False}
+    params.append(SamplingParams(**chosen | NO_MASKS))
     return prompts, params
 
 

@@ -17,7 +17,7 @@ GROUPS: dict[str, str] = {
         override_generation_config hf_token hf_overrides
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
         capture capture_layers steer steering_vectors enable_trace_replay enable_sampling_mass
-        enable_return_routed_experts rl_exact plugins
+        enable_return_routed_experts return_sampling_mask rl_exact plugins
         sleep_idle_seconds fit enable_prompt_embeds
     """,
     "LoadConfig": "load_format download_dir",

@@ -24,11 +24,14 @@ class TrainingOptions:
         max_model_len more numbers on the devices.
       enable_sampling_mass: let requests ask for raw and processed log-probabilities at once, and for the log of the
         probability that truncation kept (return_sampling_mass).
+      return_sampling_mask: return, for each token, which tokens could have been sampled (sampling_mask). Requests may
+        leave it out; the others need a temperature above 0 and a top_k.
       enable_return_routed_experts: return the experts that each token of a request was sent to (routed_experts).
     """
 
     enable_trace_replay: bool = False
     enable_sampling_mass: bool = False
+    return_sampling_mask: bool = False
     enable_return_routed_experts: bool = False
 
 
@@ -38,7 +41,7 @@ def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
 
     options: options of the engine, by name.
     """
-    for name in ("enable_trace_replay", "enable_sampling_mass", EXPERTS):
+    for name in ("enable_trace_replay", "enable_sampling_mass", "return_sampling_mask", EXPERTS):
         if options[name] and model.pooler is not None:
             problem = f"{name} is given, but {model.architecture} pools and generates nothing"
             raise ConfigError.because(name, problem, "leave it False")

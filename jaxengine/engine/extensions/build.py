@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxengine.config.features.capture import check_captured
-from jaxengine.engine.extension import Hooks, Loop, LoopExtension
+from jaxengine.engine.extension import Hooks, Inputs, Loop, LoopExtension
 from jaxengine.engine.weight_types import WEIGHT_UTILITIES
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.base.config import SchedulerConfig
@@ -27,24 +27,6 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
     from jaxengine.engine.extensions.weights.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
-
-
-class Inputs(Protocol):
-    """The part of jaxengine.requests.inputs.InputProcessor that extensions use."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Tokenizer of the model; None if it has none."""
-        ...
-
-    @property
-    def media(self) -> Any:
-        """Processor of images, videos and sounds; None for a text model."""
-        ...
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the token ids that end a text."""
-        ...
 
 
 class Extensions:
@@ -153,6 +135,8 @@ class Extensions:
             self.require("trace")
         if request.params.alignment is not None:
             self.require("alignment")
+        if request.params.return_sampling_mask:
+            self.require("mass")
         if request.params.routed_experts_prompt_start:
             self.require("routed_experts")
         if request.params.token_results:
@@ -339,6 +323,18 @@ def _scores(_: Extensions) -> LoopExtension:
     return Scores()
 
 
+def _mass(extensions: Extensions) -> LoopExtension:
+    """Make the extension for sampling masks. Raises RequestError if the engine was started without
+    return_sampling_mask.
+    """
+    if not extensions._runner.config.return_sampling_mask:
+        problem = "return_sampling_mask: the engine was started without return_sampling_mask"
+        raise RequestError(problem, param="return_sampling_mask")
+    from jaxengine.engine.extensions.mass import SamplingMasks
+
+    return SamplingMasks()
+
+
 def _trace(extensions: Extensions) -> LoopExtension:
     """Make the extension for trace replay. Raises RequestError if the engine was started without
     enable_trace_replay.
@@ -482,6 +478,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "kv_events": _kv_events,
     "kv_transfer": _kv_transfer,
     "logits_processors": _logits_processors,
+    "mass": _mass,
     "offload": Extensions._offload,
     "page_ages": _page_ages,
     "pictures": Extensions._pictures,

@@ -55,7 +55,7 @@ class Scores(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         """Raise RequestError for return_sampling_mass in an engine without enable_sampling_mass."""
-        if request.params.return_sampling_mass and "mass" not in self.loop.runner.extensions:
+        if request.params.return_sampling_mass and not self.loop.runner.config.enable_sampling_mass:
             problem = "return_sampling_mass: the engine was started without enable_sampling_mass"
             raise RequestError(problem, param="return_sampling_mass")
 

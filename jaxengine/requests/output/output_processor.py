@@ -30,6 +30,7 @@ from jaxengine.requests.output.outputs import (
 )
 from jaxengine.requests.output.repetition_detector import STOP_REASON as REPETITION
 from jaxengine.requests.output.repetition_detector import RepetitionDetector
+from jaxengine.requests.output.sampling_mask import MaskRows
 from jaxengine.requests.params.repetition import RepetitionDetectionParams
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.request import FinishReason, Request
@@ -67,7 +68,7 @@ class _Sequence:
     masses: list[np.ndarray] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_sent: int = 0
-    found: dict[str, FoundRows] = field(default_factory=dict)
+    found: dict[str, FoundRows | MaskRows] = field(default_factory=dict)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -121,8 +122,9 @@ class _Sequence:
         if self.detokenizer is not None:
             text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
         scored = self.group.params.num_logprobs is not None
-        num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
-        skipped = {"routed_experts": self.group.params.routed_experts_prompt_start}
+        num_prompt = len(self.group.prompt_token_ids)
+        num_fed = num_prompt + len(self.token_ids) - 1
+        skipped = {"routed_experts": self.group.params.routed_experts_prompt_start, "sampling_mask": num_prompt - 1}
         versions, masses = self.request.weight_versions, self.group.params.return_sampling_mass
         columns: dict[str, Any] = sampling_columns(self.masses[first:]) if masses else {}
         for name, rows in self.found.items():
@@ -269,7 +271,8 @@ class OutputProcessor:
                 metrics.first_token_time = metrics.first_token_time or now
         for each in step.found:
             if (sequence := self._sequences.get(each.request.tag)) is not None:
-                sequence.found.setdefault(each.name, FoundRows()).add(each.rows)
+                kind = MaskRows if each.name == "sampling_mask" else FoundRows
+                sequence.found.setdefault(each.name, kind()).add(each.rows)
         for prompt_scores in step.prompt_scores:
             self._score_prompt(prompt_scores)
         for emitted in step.emitted:
@@ -384,7 +387,8 @@ class OutputProcessor:
         """
         params = sequence.group.params
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
-        assert count is not None
+        if count is None:  # only the engine needed them
+            return
         given = list(zip(given_ids, scores.given_logprobs[row, : len(given_ids)].tolist(), strict=True))
         sequence.logprobs.append(self._position(params, token_id, scores, row, count, given))
         sequence.cumulative_logprob += float(scores.logprobs[row])

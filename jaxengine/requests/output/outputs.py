@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxengine.requests.output.sampling_mask import SamplingMask
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 
 
@@ -155,6 +156,7 @@ class CompletionOutput:
       logprobs_raw, logprobs_processed, sampling_log_mass: f32[tokens], for each of token_ids: its log-probability under
         the model's own logits, its log-probability under the distribution that it was drawn from, and the log of the
         probability that truncation kept, 0 if it kept all; None unless requested.
+      sampling_mask: which tokens could have been sampled in place of each of token_ids; None unless requested.
       weight_versions: which weights computed which tokens, for all tokens so far and every output kind; None while the
         weights are those that the engine started with.
     """
@@ -172,6 +174,7 @@ class CompletionOutput:
     logprobs_raw: np.ndarray | None = None
     logprobs_processed: np.ndarray | None = None
     sampling_log_mass: np.ndarray | None = None
+    sampling_mask: SamplingMask | None = None
     routed_experts: np.ndarray | None = None
     alignment: np.ndarray | None = None
 
@@ -193,6 +196,8 @@ class CompletionOutput:
         for name in ("hidden_states", "routed_experts", "alignment", *SAMPLING_FIELDS):
             parts = [each for each in (getattr(self, name), getattr(later, name)) if each is not None]
             setattr(self, name, np.concatenate(parts) if parts else None)
+        if later.sampling_mask is not None:
+            self.sampling_mask = (self.sampling_mask or SamplingMask()) + later.sampling_mask
         if later.captured is not None:
             earlier = self.captured or {name: rows[:0] for name, rows in later.captured.items()}
             self.captured = {name: np.concatenate([earlier[name], rows]) for name, rows in later.captured.items()}

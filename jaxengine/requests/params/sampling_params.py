@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Fields that are passed to a step unchanged.
-_TOKEN_FIELDS = (*ROWS, "min_tokens", "return_sampling_mass", "routed_experts_prompt_start")
+_TOKEN_FIELDS = (*ROWS, "min_tokens", "return_sampling_mass", "return_sampling_mask", "routed_experts_prompt_start")
 
 # Fields that hold token ids.
 _ID_FIELDS = (
@@ -138,11 +138,6 @@ def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
     return ids
 
 
-def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    """Return at most MAX_LOGPROB_TOKEN_IDS ids without repeats, None for none; otherwise raise RequestError."""
-    return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
-
-
 def _trace(name: str, value: Any) -> tuple[int, ...]:
     """Return 1 to MAX_TOKEN_IDS token ids as a tuple, which keeps repeats; raise RequestError for other values."""
     ids = value.tolist() if hasattr(value, "tolist") else value
@@ -173,6 +168,7 @@ def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
 
 
 _flag = _of(bool, "True or False")
+_logprob_token_ids: Rule = _optional(lambda name, value: _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None)
 _BUDGET = "an int >= 0, or None or -1 for no limit"
 _SEED = "None or an int of 64 bits (-1 means None)"
 _RULES: dict[str, Rule] = {
@@ -189,9 +185,10 @@ _RULES: dict[str, Rule] = {
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
     "prompt_logprob_start": _optional(_int(0, INT32_MAX, "None or an int >= 0")),
-    "logprob_token_ids": _optional(_logprob_token_ids),
-    "prompt_logprob_token_ids": _optional(_logprob_token_ids),
+    "logprob_token_ids": _logprob_token_ids,
+    "prompt_logprob_token_ids": _logprob_token_ids,
     "return_sampling_mass": _flag,
+    "return_sampling_mask": _optional(_flag),
     "trace_decode_token_ids": _optional(_trace),
     "routed_experts_prompt_start": _int(0, INT32_MAX, "an int >= 0"),
     "detokenize": _flag,
@@ -247,6 +244,8 @@ class SamplingParams(SamplingFields):
         logprob_token_ids.
       return_sampling_mass: return each token's raw and processed log-probability, and the log of the probability mass
         that truncation kept; `logprobs` is then 0 if it is None. Needs enable_sampling_mass.
+      return_sampling_mask: return which tokens could have been sampled in place of each token; None: in an engine with
+        the option return_sampling_mask, which True needs. Needs temperature > 0 and top_k.
       trace_decode_token_ids: tokens to decode one after the other instead of sampling. The output ends after the last
         one; end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
       routed_experts_prompt_start: index of the prompt token after which routed_experts begins. Needs
@@ -293,6 +292,7 @@ class SamplingParams(SamplingFields):
     logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     return_sampling_mass: bool = False
+    return_sampling_mask: bool | None = None
     trace_decode_token_ids: Sequence[int] | None = None
     routed_experts_prompt_start: int = 0
     detokenize: bool = True
@@ -414,7 +414,7 @@ class SamplingParams(SamplingFields):
         more |= captured_fields(self.return_hidden_states, self.capture) if self._captures else {}
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
-            logprobs=self.num_logprobs,
+            logprobs=0 if self.num_logprobs is None and self.return_sampling_mask else self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
             prompt_logprob_start=self.prompt_logprob_start or 0,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),

@@ -83,7 +83,8 @@ class Epilogue:
       arguments: names of the arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or
         sections of Forwarded.
       changes: those arguments, which are fields of DeviceState, that are donated and returned with new values.
-      output: class of the output, a NamedTuple of arrays [replicas, ...] for the host.
+      output: class of the output, a NamedTuple of arrays [replicas, ...] for the host. Its field `support`, if any, is
+        None unless an extension reports one in samplers.
       size_of: maps (buckets, bucket) to the size of the program for this bucket, that is the number of rows in its
         arguments from Forwarded; None for a bucket that it does not support.
       width: tokens of a row in the steps that it supports; logits have size * width positions.
@@ -99,6 +100,12 @@ class Epilogue:
     width: int = 1
     ends: bool = False
     of_model: bool = True
+
+    def outputs(self, spec: EpilogueSpec) -> list[str]:
+        """Return the names of the output's fields that are not None."""
+        more = spec.more_scores if self.ends else None
+        has_support = more is not None and more.support is not None
+        return [name for name in self.output._fields if has_support or name != "support"]
 
     def sizes(self, buckets: Buckets) -> list[int]:
         """Return the sizes for which it is compiled, ascending."""
@@ -139,11 +146,10 @@ class EpilogueSpec:
 
     @property
     def more_scores(self) -> MoreScores | None:
-        """Scores of sampled tokens that an extension computes in addition to logprobs. They are those of the first
-        extension that has any; None if none has.
+        """What an extension reports of sampled tokens in addition to logprobs. It is that of the first extension that
+        reports anything; None if none does.
         """
-        found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
-        return found[0] if found else None
+        return next((each.more_scores for each in self.extensions if each.more_scores is not None), None)
 
 
 @dataclass(frozen=True)
@@ -227,7 +233,7 @@ class DeviceExtension:
       description: static facts that its shapes do not show; part of the key of stored programs.
       process: function called in samplers, (TokenState, logits, slots, counts, features) -> logits; None for none.
       replace: function called in samplers, (TokenState, token_ids, slots, positions) -> token ids; None for none.
-      num_scores, score: `count` and `score` of jaxengine.sampling.sampler.MoreScores; None for none.
+      more_scores: what samplers report for rows with logprobs in addition; None for nothing.
     """
 
     name: ClassVar[str]
@@ -239,8 +245,7 @@ class DeviceExtension:
     description: str = ""
     process: Callable[..., jax.Array] | None = None
     replace: Callable[..., jax.Array] | None = None
-    num_scores = 0
-    score: Callable[..., jax.Array] | None = None
+    more_scores: MoreScores | None = None
 
     def __init__(self, shape: StageShape):
         """Store the shape of the stage."""
@@ -358,8 +363,8 @@ class DeviceExtension:
 
 
 def is_in_samplers(extension: DeviceExtension) -> bool:
-    """Whether samplers run code of the extension: `process`, `replace`, `score` or an overridden `remember`."""
-    hooks = extension.process, extension.replace, extension.score
+    """Whether samplers run code of the extension: `process`, `replace`, `more_scores` or an overridden `remember`."""
+    hooks = extension.process, extension.replace, extension.more_scores
     return any(each is not None for each in hooks) or type(extension).remember is not DeviceExtension.remember
 
 

@@ -68,7 +68,7 @@ def _of_options(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.trace import TraceExtension
 
         yield TraceExtension(shape)
-    if config.enable_sampling_mass and shape.samples:
+    if (config.enable_sampling_mass or config.return_sampling_mask) and shape.samples:
         from jaxengine.runner.extensions.mass import MassExtension
 
         yield MassExtension(shape)

@@ -117,7 +117,7 @@ def make_score(spec: EpilogueSpec) -> Callable:
                 given_ids=sampling.logprob_ids,
             )
         with jax.named_scope("results"):
-            return (TokenLogprobs(*map(stack_ranks, scores)),)
+            return (jax.tree.map(stack_ranks, scores),)
 
     return score_prompts
 

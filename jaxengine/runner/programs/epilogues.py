@@ -123,8 +123,8 @@ def stack_results(results: Any, chosen: SampleOutput, flags: SamplerFlags) -> tu
         return jax.tree.map(stack_ranks, (results, scores))
 
     def without() -> tuple[Any, TokenLogprobs]:
-        nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
-        return jax.tree.map(stack_ranks, results), TokenLogprobs(*nothing)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros((ranks, *leaf.shape), leaf.dtype), scores)
+        return jax.tree.map(stack_ranks, results), nothing
 
     return lax.cond(flags.any_logprobs, lambda: jax.tree.map(stack_ranks, (results, scores)), without)
 

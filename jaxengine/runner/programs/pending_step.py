@@ -70,12 +70,12 @@ class PendingStep:
 
     def logprobs(self, given: bool) -> Any:
         """Wait for the last epilogue's output (of type Epilogue.output), which includes logprobs, and return it as
-        numpy arrays [replicas, ...]. If rows have several positions, these follow each other.
+        numpy arrays [replicas, ...], without its `support`. If rows have several positions, these follow each other.
 
         given: whether to fetch also the logprobs of the token ids that requests name; if not, `given_logprobs` has no
         columns.
         """
-        output = self.sampled
+        output = self.sampled._replace(support=None)
         if not given:
             output = output._replace(given_logprobs=np.empty((*output.rank.shape, 0), np.float32))
         return jax.tree.map(self._fetch, output)

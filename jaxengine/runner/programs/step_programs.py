@@ -199,7 +199,7 @@ class StepPrograms:
         shapes = {"params": abstract_params(params), **self.state_shapes._asdict()}
         shapes |= self._forwarded(size, size, epilogue.width, self.extensions).fields()
         everywhere = self.shape.shape((), np.int32)  # only its sharding matters
-        output = epilogue.output(*[everywhere] * len(epilogue.output._fields))
+        output = epilogue.output(**dict.fromkeys(epilogue.outputs(self._epilogue_spec), everywhere))
         results = (*(shapes[change] for change in epilogue.changes), output)
         donate = tuple(epilogue.arguments.index(change) for change in epilogue.changes)
         arguments = tuple(shapes[argument] for argument in epilogue.arguments)

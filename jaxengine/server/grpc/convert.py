@@ -137,6 +137,7 @@ class RequestReader:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
+            return_sampling_mask=False,
             prompt_logprobs=_num_candidates(request.candidates, "candidates") if asked else 0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -296,7 +297,7 @@ class RequestReader:
         # Stop strings are searched in the text, even if it is not returned.
         values["detokenize"] = wanted.text or bool(values.get("stop"))
         values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        return limited(SamplingParams(**values), self._inputs)
+        return limited(SamplingParams(**{"return_sampling_mask": False, **values}), self._inputs)
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
@@ -77,6 +77,7 @@ class GenerateSampling(_Numbers, ClosedModel):
     logprob_token_ids: TokenIds | None = None
     prompt_logprob_token_ids: TokenIds | None = None
     return_sampling_mass: bool | None = None
+    return_sampling_mask: bool | None = None
     routed_experts_prompt_start: int | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
@@ -191,13 +192,13 @@ class GenerateChunkChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    sampling_mask: list[list[int]] | None = ABSENT
 
 
 class GenerateChoice(GenerateChunkChoice):
     finish_reason: Literal["stop", "length", "abort", "error", "repetition"]
     stop_reason: int | str | None
     routed_experts: str | None
-    sampling_mask: None
 
 
 class Generated(Answer):
@@ -240,8 +241,8 @@ class _Writer:
         """Return the complete answer, with choices sorted by index. output: the request's only output. Call it once."""
         choices = []
         for each in output.outputs:
-            more = {"stop_reason": each.stop_reason, "routed_experts": encoded_experts(each), "sampling_mask": None}
-            choices.append({**self._choice(each), **more})
+            more = {"stop_reason": each.stop_reason, "routed_experts": encoded_experts(each)}
+            choices.append({"sampling_mask": None, **self._choice(each), **more})
         self._count(output)
         asked = self._body.sampling_params
         scored = asked.prompt_logprobs is not None or bool(asked.prompt_logprob_token_ids)
@@ -324,6 +325,17 @@ def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
     return {"token": f"token_id:{token_id}", "token_id": token_id, **logprob}
 
 
+async def last_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """Return the last output of a request, and close it. Raises RuntimeError if there is none."""
+    last: RequestOutput | None = None
+    async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+        async for output in outputs:
+            last = output
+    if last is None:
+        raise RuntimeError("a request ended without an output")
+    return last
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     """Return the route /inference/v1/generate."""
     routes = APIRouter(tags=["generate"], route_class=JsonRoute)
@@ -342,15 +354,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         writer = _Writer(body, config, name, model, len(prompt["prompt_token_ids"]))
 
         async def whole() -> Response:
-            """Run the request and return the complete response. Raises RuntimeError if the engine yields nothing."""
-            last: RequestOutput | None = None
-            outputs = engine.stream(prompt, params, name, options)
-            async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
-                async for output in outputs:
-                    last = output
-            if last is None:
-                raise RuntimeError(f"{name} ended without an output")
-            return writer.whole(last)
+            """Run the request and return the complete response."""
+            return writer.whole(await last_output(engine.stream(prompt, params, name, options)))
 
         async def events() -> AsyncGenerator[bytes, None]:
             """Run the request and yield its events, then the event with the token counts, b"" if none are requested."""

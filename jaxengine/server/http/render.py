@@ -36,7 +36,7 @@ from jaxengine.server.http.responses.protocol import ResponsesRequest, as_respon
 
 # Fields of SamplingParams that /inference/v1/generate sets itself.
 _ITS_OWN = frozenset(("detokenize", "output_kind"))
-_DEFAULTS = SamplingParams()
+_DEFAULTS = SamplingParams(return_sampling_mask=False)  # that of requests for text
 
 
 class Rendered(Answer):

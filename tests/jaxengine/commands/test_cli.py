@@ -120,6 +120,7 @@ def test_every_supported_sampling_option_is_a_flag():
     """A field that SamplingParams takes and the command line does not know would be missing from `generate`."""
     unreachable = {"seed", "detokenize", "output_kind", "return_hidden_states", "capture", "steer"}
     unreachable |= {"trace_decode_token_ids", "return_sampling_mass", "prompt_logprob_start"}  # for trainers
+    unreachable |= {"return_sampling_mask"}
     unreachable |= {"routed_experts_prompt_start", "prompt_logprob_token_ids"}
     unreachable |= {"stream_interval", "flat_logprobs", "skip_reading_prefix_cache", "repetition_detection"}
     for field in dataclasses.fields(SamplingParams):

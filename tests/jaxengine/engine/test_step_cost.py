@@ -21,7 +21,7 @@ LARGEST = largest(VOCAB)
 # What only the detokenizer and the maker of outputs see; n, which becomes as many requests; bad_words, whose tokens are
 # below; grammars and limits of reasoning, which need a tokenizer; and what an engine must have been started with.
 ELSEWHERE = {
-    *("trace_decode_token_ids", "return_sampling_mass", "prompt_logprob_start"),
+    *("trace_decode_token_ids", "return_sampling_mass", "return_sampling_mask", "prompt_logprob_start"),
     *("routed_experts_prompt_start", "prompt_logprob_token_ids"),
     *("stop_after", "thinking_token_budget", "thinking_words"),
     *("stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),

@@ -76,6 +76,7 @@ WRONG = {
     "prompt_logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
     "routed_experts_prompt_start": st.one_of(NO_INTS, st.none(), ints_outside(0, 2**31 - 1)),
     "return_sampling_mass": NO_FLAGS,
+    "return_sampling_mask": NO_FLAGS.filter(lambda value: value is not None),
     "trace_decode_token_ids": NO_IDS.filter(lambda value: value is not None),
     "detokenize": NO_FLAGS,
     "skip_special_tokens": NO_FLAGS,

@@ -231,7 +231,7 @@ def test_token_does_not_depend_on_the_crowd(num_rows):
         positions = rng.integers(0, 1000, num_rows)
         positions[-1] = position
         together = jit_sample(logits, crowd, crowd_counts, slots, positions, ALL_ON)
-        for mine_alone, mine_together in zip(single, together, strict=True):
+        for mine_alone, mine_together in zip(*map(jax.tree.leaves, (single, together)), strict=True):
             np.testing.assert_array_equal(mine_together[-1], mine_alone[0])
 
 
@@ -338,7 +338,7 @@ def test_number_of_reported_tokens(max_logprobs, width):
     settings = {"max_logprobs": max_logprobs, "logprobs_mode": "raw_logprobs"}
     logits = jax.ShapeDtypeStruct((2, 7), jnp.float32)
     got = jax.eval_shape(partial(sampler.sample, **settings), logits, state, counts, rows, rows, ALL_ON)
-    assert [(leaf.shape, leaf.dtype.name) for leaf in got] == [
+    assert [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(got)] == [
         ((2,), "int32"),
         ((2,), "float32"),
         ((2,), "int32"),

@@ -22,8 +22,8 @@ from jax import lax
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.sampling import sampler
 from jaxengine.sampling import state as sampling_state
-from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS, TokenLogprobs, prompt_logprobs
-from jaxengine.sampling.sampler import SamplerFlags
+from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS, TokenLogprobs, prompt_logprobs, support_words
+from jaxengine.sampling.sampler import MoreScores, SamplerFlags
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import NUM_CANDIDATES
 from jaxengine.sampling.top_tokens import best_token, take_tokens, top_tokens, top_values
@@ -179,8 +179,9 @@ def rows_of(arrays, rows: np.ndarray):
 
 
 def check_same(got, expected, context) -> None:
-    for name, one, other in zip(expected._fields, got, expected, strict=True):
-        one, other = (np.asarray(part) for part in (one, other))
+    assert [part is None for part in got] == [part is None for part in expected], context
+    for name in (name for name, part in zip(expected._fields, expected, strict=True) if part is not None):
+        one, other = (np.asarray(getattr(part, name)) for part in (got, expected))
         assert (one.shape, one.dtype) == (other.shape, other.dtype), (context, name)
         differ = np.flatnonzero((one.view(np.int32) != other.view(np.int32)).reshape(len(one), -1).any(axis=1))
         assert not differ.size, (context, name, differ, one[differ], other[differ])
@@ -193,12 +194,13 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
 
     def sample(logits, state, counts, slots, positions, only, flags):
         chosen = {"max_logprobs": NUM_TOP, "logprobs_mode": mode, "only": only}
+        chosen["more"] = MoreScores(support=support_words)
         chosen["suppressed_tokens"] = tuple(BORDERS[::3]) if mode.startswith("processed") else ()
         return sampler.sample(logits, state, counts, slots, positions, flags, **chosen)
 
     alone = jax.jit(sample)
     specs = (TABLE, STATE, TABLE, ROWS, ROWS, ROWS, FLAGS)
-    together = on_mesh(layout, sample, specs, sampler.SampleOutput(*[ROWS] * 6))
+    together = on_mesh(layout, sample, specs, sampler.SampleOutput(*[ROWS] * 7))
     state = joined(states, layout)
     wide_counts = np.concatenate([widen(own, layout, 0) for own in counts])
     slots = [rng.permutation(NUM_ROWS).astype(np.int32) for _ in states]
@@ -215,6 +217,9 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
         got = together(wide, state, wide_counts, *map(np.concatenate, (slots, positions, only)), flags)
         parts = [alone(*own, flags) for own in zip(logits, states, counts, slots, positions, only, strict=True)]
         expected = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        num_words = expected.support.shape[1]
+        assert expected.support.any() and not got.support[:, num_words:].any()
+        got = got._replace(support=got.support[:, :num_words])
         # Which tokens are the best of a row with NaN is nobody's business.
         defined = ~np.isnan(wide).any(axis=1)
         assert (np.asarray(got.token_ids)[~defined] == -1).all() and (~defined).any() == (kind == "poisoned")

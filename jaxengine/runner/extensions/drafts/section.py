@@ -63,13 +63,14 @@ class VerifyOutput(NamedTuple):
     """
 
     token_ids: jax.Array  # i32[replicas, S * W]
-    logprob: jax.Array  # this and the next four: [replicas, S * W, ...], see SampleOutput
+    logprob: jax.Array  # this, the next four and `support`: [replicas, S * W, ...], see SampleOutput
     rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
     given_logprobs: jax.Array
     counts: jax.Array  # i32[replicas, S], number of tokens that each row got, from its first position on
     num_drafts: jax.Array  # i32[replicas, S], number of drafts that each row had
+    support: jax.Array | None = None
 
 
 class DraftsExtension(DeviceExtension):
@@ -303,7 +304,7 @@ def make_verify(spec: EpilogueSpec) -> Callable:
             tokens = remember(spec, tokens, target, found.last, slot, position, *kept)
         with jax.named_scope("results"):
             (token_ids, *counts), scores = stack_results((own.token_ids, found.counts, num_drafts), own, flags)
-            output = VerifyOutput(token_ids, *scores, *counts)
+            output = VerifyOutput(token_ids, *scores[:-1], *counts, support=scores.support)
         return slots._replace(num_computed=num_computed), tokens, output
 
     return verify_rows

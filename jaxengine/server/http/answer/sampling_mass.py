@@ -1,5 +1,5 @@
-"""Sampling mass of an answer's tokens: their raw and processed log-probabilities and what truncation kept, for the
-field `return_sampling_mass`.
+"""What sampling made of an answer's tokens: their raw and processed log-probabilities and the mass that truncation kept
+(field `return_sampling_mass`), and the tokens that could have been sampled (`return_sampling_mask`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from typing import Any
 from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput
 from jaxengine.server.http.request.json_logprobs import json_logprob
 
+# The fields of CompletionOutput without any of this.
+NO_SAMPLING = dict.fromkeys((*SAMPLING_FIELDS, "sampling_mask"))
+
 
 def sampling_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Return the sampling-mass fields (SAMPLING_FIELDS) of a choice, each a list with a number for each token of the
-    output, at least -9999.0; {} if none were requested.
+    """Return the fields of a choice, those of them that were requested: the numbers (SAMPLING_FIELDS) as lists with one
+    for each token of the output, at least -9999.0, and `sampling_mask`, in vLLM's form, a list of token ids for each.
     """
-    if output.sampling_log_mass is None:
-        return {}
-    return {name: [*map(json_logprob, getattr(output, name).tolist())] for name in SAMPLING_FIELDS}
+    found: dict[str, Any] = {}
+    if output.sampling_log_mass is not None:
+        found = {name: [*map(json_logprob, getattr(output, name).tolist())] for name in SAMPLING_FIELDS}
+    return found if output.sampling_mask is None else {**found, "sampling_mask": output.sampling_mask.token_ids}

@@ -50,6 +50,8 @@ from jaxengine.server.http.request.form import FILE, read_form
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 # Limit of overlapping windows, as a multiple of those that cover the sound: a window may advance by only 0.02 seconds.
 _MOST_WINDOWS = 20
+# Parameters of the requests of one token by which languages and times of words are found.
+_ONE_TOKEN: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "detokenize": False, "return_sampling_mask": False}
 
 
 class _Transcript(Transcript):
@@ -112,7 +114,7 @@ class _Transcript(Transcript):
         Raises the errors of `last`.
         """
         ids = self._processor.languages
-        params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(ids.values()), detokenize=False)
+        params = SamplingParams(**_ONE_TOKEN, allowed_token_ids=list(ids.values()))
         prompt = {"prompt_token_ids": [self._processor.start], **self._recording.window(0, self._processor.num_frames)}
         output = await self.last(prompt, params)
         return next(code for code, token in ids.items() if token == output.outputs[0].token_ids[0])
@@ -160,9 +162,7 @@ class _Transcript(Transcript):
         positions = self._recording.num_positions(seek, self._processor.num_frames)
         alignment = np.zeros((0, positions), np.float32)
         if len(tokens) > 1:
-            asked = SamplingParams(
-                temperature=0, max_tokens=1, detokenize=False, extra_args={ALIGNMENT: [first, positions]}
-            )
+            asked = SamplingParams(**_ONE_TOKEN, extra_args={ALIGNMENT: [first, positions]})
             text = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *tokens[:-1]]}
             alignment = (await self.last(text, asked)).outputs[0].alignment
             assert alignment is not None

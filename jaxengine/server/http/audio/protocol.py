@@ -95,7 +95,7 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         Raises RequestError for a value that is not allowed.
         """
         given = {name: getattr(self, name) for name in (*NUMBERS, "seed") if getattr(self, name) is not None}
-        usual = {"temperature": 0.0, "max_tokens": self.max_completion_tokens}
+        usual = {"temperature": 0.0, "return_sampling_mask": False, "max_tokens": self.max_completion_tokens}
         kind = RequestOutputKind.FINAL_ONLY
         values = {**usual, **given, "output_kind": kind, "detokenize": False, **changes}
         return limited(SamplingParams(**values), inputs)

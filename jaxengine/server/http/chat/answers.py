@@ -56,6 +56,7 @@ class ChatChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
     routed_experts: str | None
 
@@ -103,6 +104,7 @@ class ChatChunkChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 

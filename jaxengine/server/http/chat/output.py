@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.parsers.scan.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
-from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jaxengine.server.base.captured import captured_fields
 from jaxengine.server.http.answer.routed_experts import encoded_experts
-from jaxengine.server.http.answer.sampling_mass import sampling_fields
+from jaxengine.server.http.answer.sampling_mass import NO_SAMPLING, sampling_fields
 from jaxengine.server.http.answer.weight_spans import SpanWriter
 from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
 from jaxengine.server.http.request.protocol import NULL_CHOICE
@@ -99,7 +99,8 @@ class ChatChoiceWriter:
         ends = output.finish_reason is not None
         if not deltas or (ends and "tool_calls" in deltas[-1]):
             deltas.append({})
-        shown = self._with_token_ids or self._logprobs is not None or output.sampling_log_mass is not None
+        sampled = any(getattr(output, name) is not None for name in NO_SAMPLING)
+        shown = self._with_token_ids or self._logprobs is not None or sampled
         rows = captured_fields(output)
         tokens = bool(rows) or (bool(output.token_ids) and shown)
         if deltas == [{}] and not tokens and not ends:
@@ -107,7 +108,7 @@ class ChatChoiceWriter:
         choices = [self._choice(output, "delta", deltas[0])]
         choices[0] |= rows
         # Tokens and their logprobs are in the first chunk, the finish reason is in the last one.
-        rest = dataclasses.replace(output, token_ids=[], logprobs=None, **dict.fromkeys(SAMPLING_FIELDS))
+        rest = dataclasses.replace(output, token_ids=[], logprobs=None, **NO_SAMPLING)
         choices += [self._choice(rest, "delta", delta) for delta in deltas[1:]]
         for choice in choices[:-1]:
             choice |= {"finish_reason": None, "stop_reason": None}

@@ -322,7 +322,7 @@ class ChatRun:
             "logprobs": asked if body.logprobs else None,
         }
         if self.hides_tokens:
-            changes["return_sampling_mass"] = False
+            changes |= {"return_sampling_mass": False, "return_sampling_mask": False}
         if body.echo and body.logprobs and body.prompt_logprobs is None and not body.stream:
             changes["prompt_logprobs"] = asked
         if self._tools.structure is not None:

@@ -29,6 +29,7 @@ class CompletionChunkChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 
@@ -46,6 +47,7 @@ class CompletionChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxengine.requests.output.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.base.captured import captured_fields
-from jaxengine.server.http.answer.sampling_mass import sampling_fields
+from jaxengine.server.http.answer.sampling_mass import NO_SAMPLING, sampling_fields
 from jaxengine.server.http.answer.weight_spans import SpanWriter
 from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
 from jaxengine.server.http.request.json_logprobs import json_logprob, json_position
@@ -74,7 +74,7 @@ class ChoiceWriter:
         """Whether a chunk's choice has text, a finish reason, scores, token ids or activations. It has none of them
         while a partial character or the beginning of a stop string is held back.
         """
-        names = ("text", "finish_reason", "logprobs", "token_ids", "sampling_log_mass", "captured")
+        names = ("text", "finish_reason", "logprobs", "token_ids", "captured", *NO_SAMPLING)
         return any(choice.get(name) for name in names)
 
     def _prompt_text(self, output: RequestOutput) -> str:

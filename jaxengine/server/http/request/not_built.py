@@ -62,7 +62,6 @@ NOT_BUILT: dict[str, str] = {
     "/release_memory_occupation": _SLEEP,
     "/reload_weights": _ONE_CALL,
     "/resume_memory_occupation": _SLEEP,
-    "/skyrl/v1/generate": _TOKENS,
     "/skyrl/v1/load_lora_adapter": _LORA,
     "/update_named_param": _ONE_CALL,
     "/update_weight_version": _ONE_CALL,

@@ -59,11 +59,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (),
     "prompt_logprob_token_ids": (),
     "repetition_detection": (),
-    "return_hidden_states": (False,),
+    **dict.fromkeys(("return_hidden_states", "return_sampling_mask", "return_sampling_mass"), (False,)),
     "return_mm_kwargs": (True,),
-    "return_sampling_mass": (False,),
-    "return_token_offsets": (False,),
-    "return_weight_versions": (False,),
+    **dict.fromkeys(("return_token_offsets", "return_weight_versions"), (False,)),
     "routed_experts_prompt_start": (0,),
     "steer": ([],),
     "stream_interval": (1,),
@@ -76,8 +74,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # Fields of REFUSED that text requests support.
 _OF_TEXT = {
     *("capture", "kv_transfer_params", "length_penalty", "logprob_token_ids", "prompt_logprob_start"),
-    *("prompt_logprob_token_ids", "repetition_detection", "return_hidden_states", "return_sampling_mass"),
-    *("return_weight_versions", "routed_experts_prompt_start", "steer", "stream_interval"),
+    *("prompt_logprob_token_ids", "repetition_detection", "return_hidden_states", "return_sampling_mask"),
+    *("return_sampling_mass", "return_weight_versions", "routed_experts_prompt_start", "steer", "stream_interval"),
     *("trace_decode_token_ids", "use_beam_search"),
 }
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
@@ -331,6 +329,7 @@ class TextRequest(GenerationRequest):
       prompt_logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the prompt
         that has any.
       return_sampling_mass: also return what sampling made of each token.
+      return_sampling_mask: also return which tokens could have been sampled in place of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       routed_experts_prompt_start: the prompt's tokens up to this one, from 0, are left out of routed_experts.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
@@ -361,6 +360,7 @@ class TextRequest(GenerationRequest):
     return_hidden_states: bool | None = None
     steer: Annotated[list[JsonObject], Field(fail_fast=True), at_most(MAX_STEER)] | None = None
     return_sampling_mass: bool | None = None
+    return_sampling_mask: bool | None = None
     trace_decode_token_ids: TokenIds | None = None
     routed_experts_prompt_start: int | None = None
     repetition_detection: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
@@ -457,6 +457,7 @@ class TextRequest(GenerationRequest):
         further = {name: value for name, value in (self.vllm_xargs or {}).items() if name != "session_id"} or None
         given["extra_args"] = with_kv_transfer(further, self.kv_transfer_params, bool(self.stream))
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        given["return_sampling_mask"] = bool(self.return_sampling_mask)
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:  # temperature 0 allows n > 1 here; beam_params checks it
             changes["temperature"] = 1.0

@@ -60,7 +60,7 @@ SAMPLING = {
 IN_OTHER_FIELDS = {"logprobs", "prompt_logprobs", "structured_outputs"}
 # A parser, fields of answers, and vectors.
 LACKING = {"thinking_token_budget", "return_sampling_mass", "prompt_logprob_start", "steer"}
-LACKING |= {"repetition_detection", "stream_interval"}
+LACKING |= {"repetition_detection", "stream_interval", "return_sampling_mask"}
 LACKING |= {"routed_experts_prompt_start", "prompt_logprob_token_ids"}
 
 

@@ -92,6 +92,7 @@ CHAT = {
     "logprob_token_ids": ([5, 6], {"logprobs": True}),
     "steer": [{"at": "residual:1", "vector": [1.0], "scale": 2}],
     "return_sampling_mass": True,
+    "return_sampling_mask": True,
     "trace_decode_token_ids": [5, 6, 5],
     "routed_experts_prompt_start": 2,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 2},
@@ -203,7 +204,7 @@ def test_options_of_a_stream_that_set_nothing_need_none():
 def test_what_completions_and_chats_alone_support_is_refused_elsewhere():
     own = {"logprob_token_ids", "prompt_logprob_start", "return_sampling_mass", "steer", "trace_decode_token_ids"}
     own |= {"routed_experts_prompt_start", "prompt_logprob_token_ids", "capture", "return_hidden_states"}
-    own |= {"repetition_detection", "stream_interval"}
+    own |= {"repetition_detection", "stream_interval", "return_sampling_mask"}
     for model in (CompletionRequest, ChatRequest):
         assert own <= model.model_fields.keys() and not own & model.refused.keys()
     for model in (MessagesRequest, ResponsesRequest):

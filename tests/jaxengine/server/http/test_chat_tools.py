@@ -261,6 +261,7 @@ async def test_reasoning_may_be_left_out(scripted):
     # Tokens, which would tell it, are left out too, as in vLLM.
     for include in (False, True):
         fields = {"include_reasoning": include, "return_token_ids": True, "return_sampling_mass": True}
+        fields["return_sampling_mask"] = True
         answer = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True, extra_body=fields)
         stream = await client.chat.completions.create(
             model="tiny", messages=HI, logprobs=True, stream=True, extra_body=fields
@@ -268,7 +269,7 @@ async def test_reasoning_may_be_left_out(scripted):
         choices = [answer.choices[0], *[choice async for chunk in stream for choice in chunk.choices]]
         assert any(getattr(each, "token_ids", None) or each.logprobs for each in choices) is include
         assert "Hm" not in "".join(str(each) for each in choices) or include
-        assert engine.calls[-1][1].return_sampling_mass is include
+        assert engine.calls[-1][1].return_sampling_mass is engine.calls[-1][1].return_sampling_mask is include
 
 
 async def test_reasoning_that_a_message_has_begun(scripted):

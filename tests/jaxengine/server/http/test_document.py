@@ -118,6 +118,7 @@ COMPUTED = [
         "/inference/v1/generate",
         {**TOKENS, "return_token_ids": True, **STREAM, "stream_options": {"include_usage": True}},
     ),
+    ("/skyrl/v1/generate", TOKENS),
     ("/v1/chat/completions/render", CHAT),
     ("/v1/chat/completions/derender", {"generate_response": GENERATED}),
     ("/v1/chat/completions/derender", {"generate_chunk": GENERATED, **STREAM}),

@@ -115,6 +115,7 @@ CASES: dict[str, Case] = {
             as_param("top_k", 7),
             as_param("top_p", 0.9),
             as_param("return_sampling_mass", True),
+            as_param("return_sampling_mask", True),
             as_param("trace_decode_token_ids", [7, 8, 7], (7, 8, 7)),
         ]
     ),

@@ -1,4 +1,4 @@
-"""Routed experts over HTTP: an .npy file in base64, as vLLM writes it, and on its way between processes."""
+"""Routed experts over HTTP, an .npy file in base64, as vLLM writes it; sampling masks; and both in SkyRL's form."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.requests.output.outputs import CompletionOutput
+from jaxengine.requests.output.sampling_mask import SamplingMask
 from jaxengine.requests.params.sampling_params import RequestOutputKind
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.output import ChatChoiceWriter
+from jaxengine.server.http.skyrl import packed_experts, packed_support
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_routed_experts import OPTIONS
 from tests.jaxengine.server.asgi_client import post
 
 IDS = [5, 6, 7, 8, 9, 10]
-SAMPLED = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "seed": 4}
+SAMPLED = {"temperature": 1.0, "top_k": 9, "max_tokens": 6, "ignore_eos": True, "seed": 4}
 
 
 @pytest.fixture(scope="module")
 def engine(executables_dir):
-    made = AsyncLLM(**OPTIONS | {"model": str(checkpoint("qwen3_moe")), "compile_cache_dir": executables_dir})
+    own = {"model": str(checkpoint("qwen3_moe")), "compile_cache_dir": executables_dir, "return_sampling_mask": True}
+    made = AsyncLLM(**OPTIONS | own)
     yield made
     made.shutdown()
 
@@ -54,6 +57,47 @@ async def test_choices_have_what_the_engine_returns(engine):
                 np.testing.assert_array_equal(found, own[start:])
     streamed = await post(app, "/v1/completions", prompt=IDS, stream=True, **SAMPLED)
     assert not any("routed_experts" in choice for event in streamed.events for choice in event["choices"])
+
+
+async def test_sampling_masks_are_where_vllm_and_skyrl_have_them(engine):
+    """In every answer of token ids, elsewhere where they are asked for."""
+    app = create_app(engine, ServerConfig())
+    tokens = {"token_ids": IDS, "sampling_params": SAMPLED}
+    (choice,) = (await post(app, "/inference/v1/generate", **tokens)).json["choices"]
+    mask = choice["sampling_mask"]
+    assert choice["logprobs"] is None and [len(row) for row in mask] == [9] * 6
+    assert all(token in row == sorted(row) for token, row in zip(choice["token_ids"], mask, strict=True))
+    asked = {"prompt": IDS, **SAMPLED, "return_sampling_mask": True}
+    events = (await post(app, "/inference/v1/generate", **tokens, stream=True)).events
+    more = (await post(app, "/v1/completions", **asked, stream=True)).events
+    for each in (events, more, [(await post(app, "/v1/completions", **asked)).json]):
+        assert [row for event in each for part in event["choices"] for row in part.get("sampling_mask", ())] == mask
+    without = await post(app, "/v1/completions", prompt=IDS, temperature=0, max_tokens=1)
+    assert without.status == 200 and "sampling_mask" not in without.json["choices"][0]
+    greedy = await post(app, "/inference/v1/generate", token_ids=IDS, sampling_params={"temperature": 0})
+    assert greedy.status == 400 and greedy.json["error"]["param"] == "temperature"
+
+    (plain,) = (await post(app, "/skyrl/v1/generate", **tokens)).json["choices"]
+    assert plain["rollout_sample_support"] is None and plain["token_ids"] == choice["token_ids"]
+    tokens["sampling_params"] = SAMPLED | {"logprobs": 1}
+    answer = await post(app, "/skyrl/v1/generate", **tokens, return_sample_support=True, cache_salt="7")
+    (packed,) = answer.json["choices"]
+    # SkyRL's client cuts the arrays out by these bytes.
+    assert b'"rollout_sample_support":{"data":"' in answer.body and b'"routed_experts":{"data":"' in answer.body
+    support, experts = (packed[name] for name in ("rollout_sample_support", "routed_experts"))
+    assert (support["dtype"], support["shape"], experts["dtype"]) == ("int32", [6, 9], "uint8")
+    assert np.frombuffer(base64.b64decode(support["data"]), np.int32).reshape(6, 9).tolist() == mask
+    assert base64.b64decode(experts["data"]) == decoded(choice["routed_experts"]).tobytes()
+    assert len(packed["logprobs"]["content"]) == 6 and packed["finish_reason"] == "length"
+    assert (await post(app, "/skyrl/v1/generate", **tokens, stream=True)).json["error"]["param"] == "stream"
+
+
+def test_what_a_token_has_beyond_top_k_makes_its_row_longer():
+    mask = SamplingMask([np.array(ids, np.int32) for ids in ([3], [4, 5, 6])])
+    found = packed_support(mask, 2)
+    assert np.frombuffer(base64.b64decode(found["data"]), np.int32).tolist() == [3, -1, -1, 4, 5, 6]
+    assert packed_experts(np.array([[[255]]], np.uint16))["dtype"] == "uint8"
+    assert packed_experts(np.array([[[256]]], np.uint16))["dtype"] == "int16"
 
 
 def test_a_chat_completion_has_them():
