@@ -30,7 +30,6 @@ from jaxengine.models.config.readers.hf import hf_architecture, with_usual_field
 from jaxengine.models.families import declared
 from jaxengine.models.model_classes import MODELS
 from jaxengine.models.registry import model_for_hf, read_hf
-from jaxengine.pallas_kernels.registry import is_kernel
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import _RULES, SamplingParams
@@ -41,7 +40,7 @@ from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.ray.options import RayConfig
-from scripts import first_hour
+from scripts import first_hour, kernel_tables
 from scripts.hub_ids import HUB_IDS
 from scripts.model_names import read_names
 
@@ -52,7 +51,6 @@ _MEASURED = DOCS.parent / "benchmarks" / "results" / "families.json"
 _RECORDED = DOCS.parent / "tests" / "fixtures" / "models"
 _FIELDS = dataclasses.fields(SamplingParams)
 # Columns of tables of kernels, and their platforms.
-_CHIPS = {"TPU": "tpu", "Hopper": "gpu", "Blackwell": "gpu_blackwell", "Ampere, Ada": "gpu_triton", "CPU": "cpu"}
 
 _OPTIONS = """# Options
 <!-- Written by scripts/write_docs.py from the code; change that. -->
@@ -215,13 +213,11 @@ Transcribe and Moonshine transcribe [sounds](audio.md); Qwen2-Audio, Voxtral, Qw
 Granite Speech, Gemma 4's small models and the thinkers of Qwen2.5-Omni and Qwen3-Omni take them in their prompts.
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
-keys that its indexer selects, and MiniMax M3's the blocks of keys. What runs as a kernel, by platform:
-
-{sparse}
-
-What a kernel does not take runs as plain XLA, too, and the log says so: pages whose size is no multiple of 8, blocks
-that share no such multiple with the pages, several KV heads whose rows do not begin at multiples of 128 elements,
-indexers with pooled keys or a number of heads that is no multiple of 8. GGUF files of these models are refused.
+keys that its indexer selects, and MiniMax M3's the blocks of keys, in [kernels](kernels.md) on TPUs and as plain XLA on
+GPUs and CPUs. What a kernel does not take runs as plain XLA, too, and the log says so: pages whose size is no multiple
+of 8, blocks that share no such multiple with the pages, several KV heads whose rows do not begin at multiples of 128
+elements, indexers with pooled keys or a number of heads that is no multiple of 8. GGUF files of these models are
+refused.
 
 **ALiBi** (BLOOM, MPT, Baichuan-13B, Falcon's `rw` models; Press et al. 2021, arXiv:2108.12409) takes the distance of a
 key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are float32:
@@ -353,8 +349,9 @@ def documents() -> dict[str, str]:
             structured=_table(StructuredOutputsParams, flags=False),
             options=_table(RequestOptions, flags=False, without=("arrival", "owner")),
         ),
-        "models.md": _SUPPORTED_MODELS.format(models="\n".join(_models()), sparse="\n".join(_sparse_kernels())),
+        "models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
         "model_names.md": _model_names(),
+        "kernels.md": kernel_tables.page(),
         "packages.md": _PACKAGES.format(packages="\n".join(package_rows(DOCS.parent))),
     }
 
@@ -411,15 +408,6 @@ def _models() -> Iterator[str]:
         measured = f"{recorded[name]} | {f'{max(found):.0e}' if found else ''}"
         repositories = "<br>".join(f"`{repository}`" for repository in HUB_IDS.get(name, ()))
         yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {repositories} | {measured} | {_cell(about)} |"
-
-
-def _sparse_kernels() -> Iterator[str]:
-    """Yield the rows of a table with the operations of sparse attention and, for each platform, what runs them."""
-    yield f"| operation | {' | '.join(_CHIPS)} |"
-    yield "|---" * (1 + len(_CHIPS)) + "|"
-    for op in ("select_keys", "selected_attention", "select_blocks", "block_attention"):
-        runs = ("kernel" if is_kernel(op, platform) else "XLA" for platform in _CHIPS.values())
-        yield f"| `{op}` | {' | '.join(runs)} |"
 
 
 def _model_names() -> str:

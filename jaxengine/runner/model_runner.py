@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.models.cache import product_platform_of
 from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.runner.base.extension import Epilogue
-from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory
+from jaxengine.runner.base.memory import CPU_HEAP_BYTES, MemoryPlan, StageNeeds, plan_stages, return_free_memory
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
@@ -103,7 +103,7 @@ class ModelRunner:
                 self.extensions[name] = on_host
         return_free_memory()
         before = self.memory_in_use()
-        plan = self._plan_memory(memory_needs(stages, config))
+        plan = self._plan_memory(memory_needs(stages, config, self._likely_pages()))
         facts = [(stage.programs.description, sorted(stage.executables.unused)) for stage in stages]
         programs = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
@@ -320,6 +320,16 @@ class ModelRunner:
         shared = jax.local_device_count() if self.on_cpu else 0
         return plan_stages(self.config, sizes, needs, windows=self.windows, shared=shared)
 
+    def _likely_pages(self) -> int | None:
+        """Return the pages of a replica's pool if memory does not limit them, so that they do not depend on what
+        programs need; None if it may.
+        """
+        try:
+            plan = self._plan_memory([StageNeeds(0, 0)] * len(self.stages))
+        except ConfigError:
+            return None
+        return plan.num_pages if plan.by_need and not self.config.enforce_eager else None
+
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
         """Return a copy of the plan with the actual memory of the compiled programs, of the stage that holds most. The
         number of pages is unchanged.
@@ -332,8 +342,9 @@ class ModelRunner:
             weights, workspace = stage.weight_bytes, stage.workspace_bytes
             if self.on_cpu:
                 process, programs = max(0, before - weights), max(0, stage.memory_in_use - before)
+                heap = CPU_HEAP_BYTES // jax.local_device_count()
             else:
-                process, programs = 0, stage.program_bytes
-            sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process}
+                process, programs, heap = 0, stage.program_bytes, 0
+            sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process, "heap": heap}
             plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory(stage.extensions.values())))
         return max(plans, key=lambda plan: plan.planned)

@@ -23,12 +23,13 @@ from jaxengine.runner.base.memory import (
     StageSizes,
     device_limit,
     device_memory,
+    give_back_zeros,
     memory_in_use,
     workspace_bytes,
 )
 from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache, Place
-from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
+from jaxengine.runner.executables.layer_chain import FEW_TOKENS, Executable
 from jaxengine.runner.programs.program_needs import estimate_needs, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.programs.step_programs import StepPrograms
@@ -83,6 +84,7 @@ class StageRunner:
         self._shared = ExecutableCache(cache_dir, devices)
         self._ranks = named_sharding(programs.mesh, ("batch",))
         self._forwards: dict[Bucket, Executable] = {}
+        self._made: dict[tuple[Bucket, int | None], Executable] = {}  # compiled for an estimate, by pages of the pool
         self._epilogues: dict[tuple[str, int], Executable] = {}
         self._programs: dict[tuple[str, str], Executable] = {}
         self._changes = {name: self.compiled(change) for name, change in programs.state_changes().items()}
@@ -144,17 +146,23 @@ class StageRunner:
         of_extensions = sum(each.program_bytes for each in self.extensions.values())
         return sum(forwards) + of_extensions + self._held_beside_forwards
 
-    def estimate_needs(self) -> StageNeeds:
+    def estimate_needs(self, num_pages: int | None = None) -> StageNeeds:
         """Return an upper estimate of the memory that programs will need, in bytes on one device, before the pool's
         size is known.
 
-        Compiles or loads epilogues and extensions' programs. The largest forward pass is compiled with a small pool
-        unless its needs are stored; the other forward passes are assumed to be as large.
+        Compiles or loads epilogues and extensions' programs. The largest forward pass is compiled unless its needs are
+        stored; the other forward passes are assumed to be as large. num_pages: the probable pages of a replica's pool,
+        with which it is compiled. If the pool gets them, it need not be compiled again. None for a small pool.
         """
         programs = self.programs
-        kv = programs.kv_shapes(programs.num_columns)
-        program = programs.forward(max(programs.packer.buckets), self.params, kv)
-        needs = estimate_needs(program, self.executables, programs.description, self._backend)
+        kv = programs.kv_shapes(num_pages or programs.num_columns)
+        bucket = max(programs.packer.buckets)
+
+        def keep(compiled: Executable) -> None:
+            self._made = {(bucket, num_pages): compiled}
+
+        program = programs.forward(bucket, self.params, kv)
+        needs = estimate_needs(program, self.executables, programs.description, self._backend, keep)
         of_extensions = [each.estimate(self.params) for each in self.extensions.values()]
         forward = max([needs.workspace, *(workspace for _, workspace in of_extensions)])
         for name, size in programs.epilogue_sizes():
@@ -162,13 +170,14 @@ class StageRunner:
         for name, program in self.own_programs():
             self.program(name, program)
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
-        held = sum(needs.held if size >= LEAST_TOKENS else needs.held_as_whole for size in sizes)
+        held = sum(needs.held if size >= FEW_TOKENS else needs.held_of_few for size in sizes)
         held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
         return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory(self.extensions.values()))
 
     def plan_pool(self, num_pages: int) -> None:
         """Store the pool's size in pages per layer and replica, on which the shapes of forward passes depend."""
         self._kv_shapes = self.programs.kv_shapes(num_pages)
+        self._made = {key: compiled for key, compiled in self._made.items() if key[1] == num_pages}
         for each in self.extensions.values():
             each.plan_pool(num_pages)
 
@@ -176,7 +185,8 @@ class StageRunner:
         """Compile or load a bucket's forward pass and the programs that extensions run before and after it."""
         for each in self.extensions.values():
             each.compile(bucket, self.params)
-        self._forwards[bucket] = self.compiled(self.programs.forward(bucket, self.params, self._kv_shapes))
+        made = next((self._made.pop(key) for key in list(self._made) if key[0] == bucket), None)
+        self._forwards[bucket] = self.compiled(self.programs.forward(bucket, self.params, self._kv_shapes), made)
 
     def compile_epilogue(self, name: str, size: int) -> None:
         """Compile or load an epilogue of this size, unless this has been done."""
@@ -224,6 +234,7 @@ class StageRunner:
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
         jax.block_until_ready(self._kv)  # so that a lack of memory is reported here
+        give_back_zeros(self._kv.data)
         if self._waiting is not None:
             empty = self.compiled(self.programs.state())().slots.sections
             self.slots = self.slots._replace(sections=jax.block_until_ready(empty | self.slots.sections))
@@ -385,12 +396,12 @@ class StageRunner:
         of_extensions = [workspace_bytes(program.memory_analysis()) for program in self._programs.values()]
         return self.programs.slot_bytes + max(epilogues, default=0) + max(of_extensions, default=0)
 
-    def compiled(self, program: Program) -> Executable:
+    def compiled(self, program: Program, made: Executable | None = None) -> Executable:
         """Compile or load a program of this stage, at every call, and return the executable. Raises the errors of
-        ExecutableCache.get.
+        ExecutableCache.get. made: as there.
         """
         cache, description = self._place(program)
-        how: dict[str, Any] = {"donate": program.donate, "description": description}
+        how: dict[str, Any] = {"donate": program.donate, "description": description, "made": made}
         return cache.get(program.name, program.function, program.arguments, program.results, **how)
 
     def _place(self, program: Program) -> tuple[ExecutableCache, str]:
@@ -402,15 +413,20 @@ class StageRunner:
         return self._shared, self.programs.shared_description
 
 
-def memory_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
+def memory_needs(
+    stages: Sequence[StageRunner], config: ResolvedConfig, num_pages: int | None = None
+) -> list[StageNeeds]:
     """Return the estimated memory needs of each stage's programs on a device, before the pools' sizes are known.
 
     If options fix the number of pages, and without enforce_eager, nothing is compiled and programs count as 0. The
-    needs are then only the memory of extensions.
+    needs are then only the memory of extensions. num_pages: as in StageRunner.estimate_needs.
     """
     skip = config.fixes_pages and not config.enforce_eager
     held = [stage.programs.memory(stage.extensions.values()) for stage in stages]
-    return [StageNeeds(0, 0, own) if skip else stage.estimate_needs() for stage, own in zip(stages, held, strict=True)]
+    return [
+        StageNeeds(0, 0, own) if skip else stage.estimate_needs(num_pages)
+        for stage, own in zip(stages, held, strict=True)
+    ]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:

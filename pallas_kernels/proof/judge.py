@@ -99,18 +99,19 @@ def lowered_trial(call: Call, *, thorough: bool) -> Trial:
     return Trial(call, "", case, mixes, _lowered(case, inputs, _kernel_rows(call)), _lowered(case, inputs, ()))
 
 
-def compiled_trial(trial: Trial, compile_lowered: Compiler) -> Trial:
+def compiled_trial(trial: Trial, compile_kernel: Compiler, compile_plain: Compiler) -> Trial:
     """Return the trial with its lowered programs compiled, or replaced by the exception that compiling raised. It may
-    run in any thread. compile_lowered: function from jax.stages.Lowered to jax.stages.Compiled. Never raises.
+    run in any thread. compile_kernel, compile_plain: functions from jax.stages.Lowered to jax.stages.Compiled for the
+    program with the kernel and the one in plain XLA. Never raises.
     """
 
-    def compiled(program: Any) -> Any:
+    def compiled(program: Any, compile_lowered: Compiler) -> Any:
         try:
             return compile_lowered(program) if isinstance(program, jax.stages.Lowered) else program
         except Exception as error:
             return error
 
-    return trial._replace(plain=compiled(trial.plain), kernel=compiled(trial.kernel))
+    return trial._replace(plain=compiled(trial.plain, compile_plain), kernel=compiled(trial.kernel, compile_kernel))
 
 
 def verdict_of(trial: Trial, *, timed: bool) -> Verdict:
@@ -145,9 +146,10 @@ def verdict_of(trial: Trial, *, timed: bool) -> Verdict:
 
 def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler) -> Verdict:
     """Lower, compile and run a call's programs on jax's default device, and return its verdict. Arguments are those of
-    `lowered_trial`, `compiled_trial` and `verdict_of`. Never raises.
+    `lowered_trial`, `compiled_trial` and `verdict_of`; both programs are compiled alike. Never raises.
     """
-    return verdict_of(compiled_trial(lowered_trial(call, thorough=thorough), compile_lowered), timed=timed)
+    trial = compiled_trial(lowered_trial(call, thorough=thorough), compile_lowered, compile_lowered)
+    return verdict_of(trial, timed=timed)
 
 
 def compare(got: Any, want: Any) -> tuple[float, str]:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.runner.base.card import card_bytes, usable
@@ -31,6 +35,11 @@ _CPU_BYTES_PER_STORED = 22
 # The interpreter, jax and a tokenizer; 200 MiB when measured. It is a constant because the number of pages is part of
 # what is compiled, and must be the same at every start.
 _CPU_PROCESS_BYTES = 256 << 20
+# What steps leave between their blocks of memory: about the same in engines of 0.5 to 2 GiB (`python -m benchmarks
+# memory`).
+CPU_HEAP_BYTES = 32 << 20
+# MADV_DONTNEED of Linux, and the bytes from which an array has a mapping of its own in the C library.
+_MADV_DONTNEED, _LEAST_GIVEN_BACK = 4, 64 << 20
 
 
 class StageNeeds(NamedTuple):
@@ -63,6 +72,7 @@ class MemoryPlan:
       programs: bytes that all compiled programs hold.
       workspace: temporary memory of the largest compiled step, including the slot state.
       process: on a CPU, other memory of the process, such as the interpreter and its libraries; elsewhere 0.
+      heap: on a CPU, memory between the blocks of steps that run, which the C library keeps for the next; elsewhere 0.
       page_bytes: bytes of a page. page_size: tokens of a page. num_pages: pages of the pool.
       pages_per_seq: the most pages that a request of max_model_len tokens holds at once, over all cache groups.
       max_model_len: that of the configuration.
@@ -85,6 +95,7 @@ class MemoryPlan:
     by_need: bool
     extensions: Mapping[str, int] = field(default_factory=dict)
     most_page_bytes: int | None = None
+    heap: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -94,7 +105,7 @@ class MemoryPlan:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes that the engine will hold on one device by purpose: "weights", "programs", "kv_pages", "workspace",
-        "process" and those of extensions.
+        "process", "heap" and those of extensions.
         """
         return {
             "weights": self.weights,
@@ -103,12 +114,18 @@ class MemoryPlan:
             **self.extensions,
             "workspace": self.workspace,
             "process": self.process,
+            "heap": self.heap,
         }
 
     @property
     def planned(self) -> int:
         """Bytes that the engine will hold on one device: the sum of `parts`."""
         return sum(self.parts.values())
+
+    @property
+    def at_work(self) -> int:
+        """Those bytes of `planned` that only steps need, so that an engine that has run none does not hold them."""
+        return self.workspace + self.heap
 
     @property
     def num_requests(self) -> float:
@@ -125,7 +142,7 @@ class MemoryPlan:
             ("KV pages", self.kv_bytes),
             *self.extensions.items(),
             ("workspace", self.workspace),
-            *([("process", self.process)] if self.process else []),
+            *((name, size) for name, size in (("process", self.process), ("heap", self.heap)) if size),
             ("free of budget", max(0, self.budget - self.planned)),
             ("budget", self.budget),
             ("device", self.total),
@@ -207,6 +224,41 @@ def trim_heap() -> None:
     """Return the C library's free memory to the system. Do nothing if the library has no malloc_trim (not glibc)."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def give_back_zeros(array: Any) -> None:
+    """Return the memory of an array of zeros on a CPU to the system, which gives zeros again, page by page, as they are
+    first read or written. A large pool then takes only what has been used of it. Do nothing on other devices, and on
+    systems other than Linux, where such memory may not read as zeros.
+
+    array: a jax.Array that has been computed, in memory of its own, with nothing but zeros.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    for first, size in _whole_pages(array):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_DONTNEED)
+
+
+def unused_bytes(array: Any) -> int:
+    """Return the bytes of an array on a CPU for which the system has not given memory yet, after `give_back_zeros`."""
+    found = 0
+    for first, size in _whole_pages(array):
+        given = np.zeros(size // mmap.PAGESIZE, np.uint8)
+        pointers = ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_void_p(given.ctypes.data)
+        if ctypes.CDLL(None).mincore(*pointers) == 0:
+            found += int((given & 1 == 0).sum()) * mmap.PAGESIZE
+    return found
+
+
+def _whole_pages(array: Any) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) of the whole pages of memory within each part of an array on this process's CPU devices;
+    nothing for other devices.
+    """
+    for part in array.addressable_shards:
+        if part.device.platform == "cpu" and part.data.nbytes >= _LEAST_GIVEN_BACK:
+            begin = part.data.unsafe_buffer_pointer()
+            first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+            yield first, (begin + part.data.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def workspace_bytes(analysis: Any) -> int:

@@ -55,6 +55,16 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
     }
 }
+# Of programs that run once or twice, which do not pay for being optimised: on CPUs, neither XLA's passes that optimise
+# and its fusion emitters, whose code LLVM is slow to compile, nor a split into parts for many cores.
+_OPTIONS_OF_ONCE: dict[str, dict[str, bool | int | str]] = {
+    "cpu": {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
+}
 
 # A part of the key of every trace that jax remembers, of functions within programs as well. A user's own layer or
 # sampler may jit or scan a function that reads a value, and another engine finds another value there.
@@ -63,14 +73,16 @@ _ENGINE = jax.make_user_context(None)
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
-def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
+def compile_program(lowered: jax.stages.Lowered, backend: str, *, once: bool = False) -> jax.stages.Compiled:
     """Compile a lowered program with the engine's compiler options for a backend; return the executable.
 
-    backend: name of the platform, as `jax.default_backend` returns it. An option that this compiler release does not
-    have is dropped for the rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the
-    compiler.
+    backend: name of the platform, as `jax.default_backend` returns it. once: whether the program runs only once or
+    twice, so that compiling it fast matters more than its speed. An option that this compiler release does not have is
+    dropped for the rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the compiler.
     """
-    wanted = _COMPILER_OPTIONS.get(backend, {})
+    wanted: dict[str, Any] = _COMPILER_OPTIONS.get(backend, {})
+    if once:
+        wanted = _OPTIONS_OF_ONCE.get(backend, wanted)
     while True:
         options = dict(wanted)
         try:
@@ -141,6 +153,7 @@ class ExecutableCache:
         *,
         donate: tuple[int, ...],
         description: str = "",
+        made: Executable | None = None,
     ) -> Executable:
         """Return the executable of a function: loaded if it is stored, else compiled and stored; counted in num_loaded
         or num_compiled. `on_compile` is called before it is compiled.
@@ -158,6 +171,7 @@ class ExecutableCache:
             right where they do not follow from the arguments.
           donate: indices of arguments whose memory the results may take.
           description: static facts, beyond our sources and the arguments, that decide the program; part of the key.
+          made: what `compile` has returned for this function and these arguments, if it has been called already.
         """
         file = self._file_name(name, arguments, results, donate, description)
         trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(results)
@@ -168,7 +182,7 @@ class ExecutableCache:
         self.on_compile()
         # Shardings of results follow from arguments, unless there are none.
         shardings = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
-        compiled = self.compile(function, arguments, donate=donate, shardings=shardings)
+        compiled = made or self.compile(function, arguments, donate=donate, shardings=shardings)
         self.num_compiled += 1
         self._store(name, file, compiled)
         if isinstance(self._bundle, NewBundle) and shardings is not None:

@@ -25,10 +25,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jaxengine.models.layers.decoder_step import LAYER
 
-# Models of fewer layers are compiled as one program. So are steps of fewer tokens, in which the calls would take a
-# noticeable share of the time.
+# Models of fewer layers are compiled as one program.
 _LEAST_LAYERS = 6
-LEAST_TOKENS = 32
+# What a call costs relative to a compiled layer, in steps of fewer than FEW_TOKENS tokens and in others. A call takes
+# 16 us: of a step of one token a thousandth or two, of others nothing that could be seen.
+FEW_TOKENS, _COST_OF_FEW, _COST_OF_MANY = 32, 1.0, 1 / 3
+# The most that groups of layers grow by for it.
+_MORE_OF_FEW = 2
 _MAGIC = b"parts"
 
 
@@ -128,14 +131,14 @@ def serialize(compiled: Executable) -> bytes:
 
 
 def serialized_bytes(compiled: Executable) -> tuple[int, int]:
-    """Return (bytes of all programs when serialised, estimate of these bytes if the chain were one program). They are
-    equal for a program that is not a chain. A program that cannot be serialised counts with the size of its machine
-    code, or 0 if that is unknown.
+    """Return (bytes of all programs when serialised, upper estimate of these bytes for the same step of fewer than
+    FEW_TOKENS tokens, whose groups of layers are larger). They are equal for a program that is not a chain. A program
+    that cannot be serialised counts with the size of its machine code, or 0 if that is unknown.
     """
     if not isinstance(compiled, InParts):
         return (size := _stored_size(compiled)), size
-    sizes = list(map(_stored_size, compiled.programs))
-    return sum(sizes), sum(sizes[call.program] for call in compiled.chain.calls)
+    total = sum(map(_stored_size, compiled.programs))
+    return total, _MORE_OF_FEW * total
 
 
 def _serialize_one(program: jax.stages.Compiled) -> bytes:
@@ -197,8 +200,7 @@ def compile_parts(
     compile_lowered: Callable[[Any], Any],
     device: Any,
 ) -> InParts | None:
-    """Compile a traced program as a chain of parts. If it has few layers or few tokens, return None without compiling
-    anything.
+    """Compile a traced program as a chain of parts. If it has few layers, return None without compiling anything.
 
     Args:
       traced: `jax.stages.Traced` for `arguments`, which are shapes.
@@ -220,21 +222,23 @@ def compile_parts(
 
 def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     """Split a trace into lists of operations: those before the layers, those of each group of layers, and those after
-    the layers. Return None for fewer than _LEAST_LAYERS layers or LEAST_TOKENS tokens.
+    the layers. Return None for fewer than _LEAST_LAYERS layers.
 
-    All groups except the last have the same size, for which the number of compiled layers plus the number of calls is
+    All groups except the last have the same size, for which the number of compiled layers plus the cost of the calls is
     smallest.
     """
     eqns = jaxpr.eqns
     layers = [index for index, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
-    if len(layers) < _LEAST_LAYERS or _shape_of(eqns[layers[0]].outvars[0]).shape[0] < LEAST_TOKENS:
+    if len(layers) < _LEAST_LAYERS:
         return None
+    num_tokens = _shape_of(eqns[layers[0]].outvars[0]).shape[0]
+    cost_of_call = _COST_OF_FEW if num_tokens < FEW_TOKENS else _COST_OF_MANY
     kinds = [id(eqns[index].params["jaxpr"]) for index in layers]
 
-    def cost(size: int) -> int:
-        """Return the number of compiled layers plus the number of calls for groups of `size` layers."""
+    def cost(size: int) -> float:
+        """Return the number of compiled layers plus the cost of the calls for groups of `size` layers."""
         groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
-        return sum(map(len, set(groups))) + len(groups)
+        return sum(map(len, set(groups))) + cost_of_call * len(groups)
 
     size = min(range(len(layers), 0, -1), key=cost)
     starts, end = layers[::size], layers[-1] + 1

@@ -6,6 +6,7 @@ The numbers are stored in the cache of executables, with the programs' files.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxengine.runner.base.memory import held_bytes, workspace_bytes
@@ -19,26 +20,35 @@ class ProgramNeeds(NamedTuple):
 
     Attributes:
       held: bytes that it will hold as long as it is loaded.
-      held_as_whole: the same if it is not split into parts (jaxengine.runner.executables.layer_chain).
+      held_of_few: the same for a step of fewer than FEW_TOKENS tokens (jaxengine.runner.executables.layer_chain).
       workspace: bytes that it needs while it runs, without its arguments.
     """
 
     held: int
-    held_as_whole: int
+    held_of_few: int
     workspace: int
 
 
-def estimate_needs(program: Program, executables: ExecutableCache, description: str, backend: str) -> ProgramNeeds:
+def estimate_needs(
+    program: Program,
+    executables: ExecutableCache,
+    description: str,
+    backend: str,
+    on_made: Callable[[Executable], None] = lambda compiled: None,
+) -> ProgramNeeds:
     """Return the estimated memory needs of a program. Unless the numbers are stored in the cache, the program is
-    compiled and discarded, and they are stored.
+    compiled, and they are stored, but not the program.
 
-    executables: the cache. description: as in ExecutableCache.get. backend: as `jax.default_backend` names it. Raises
-    the errors of `compile_program`, and AssertionError if the platform reports no sizes.
+    executables: the cache. description: as in ExecutableCache.get. backend: as `jax.default_backend` names it. on_made:
+    called with the executable if it was compiled. Raises the errors of `compile_program`, and AssertionError if the
+    platform reports no sizes.
     """
 
     @functools.cache
     def compiled() -> Executable:
-        return executables.compile(program.function, program.arguments, donate=program.donate)
+        made = executables.compile(program.function, program.arguments, donate=program.donate)
+        on_made(made)
+        return made
 
     def workspace() -> int:
         analysis = compiled().memory_analysis()
@@ -47,8 +57,8 @@ def estimate_needs(program: Program, executables: ExecutableCache, description: 
 
     key = program.arguments, description
     held = executables.get_number("held", *key, lambda: _held_bytes(compiled(), backend)[0])
-    whole = executables.get_number("held as a whole", *key, lambda: _held_bytes(compiled(), backend)[1])
-    return ProgramNeeds(held, whole, executables.get_number("workspace", *key, workspace))
+    of_few = executables.get_number("held of few", *key, lambda: _held_bytes(compiled(), backend)[1])
+    return ProgramNeeds(held, of_few, executables.get_number("workspace", *key, workspace))
 
 
 def held_by(
@@ -71,10 +81,10 @@ def held_by(
 
 
 def _held_bytes(compiled: Executable, backend: str, stored: int = 0) -> tuple[int, int]:
-    """Return (bytes that an executable holds, bytes that it would hold if it were not split into parts). stored: size
-    of its file, 0 if it has none.
+    """Return (bytes that an executable holds, bytes that it would hold for a step of few tokens). stored: size of its
+    file, 0 if it has none.
     """
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
-    split, whole = (stored, stored) if stored or code else serialized_bytes(compiled)
-    return held_bytes(code, split, backend), held_bytes(code, whole, backend)
+    size, of_few = (stored, stored) if stored or code else serialized_bytes(compiled)
+    return held_bytes(code, size, backend), held_bytes(code, of_few, backend)

@@ -157,7 +157,7 @@ def test_a_compiler_that_ends_the_process_is_found_one_by_one(make_llm, monkeypa
     def start(fault: BaseException | None) -> frozenset:
         threads.append(set())
 
-        def compiled(trial, _):
+        def compiled(trial, *_):
             threads[-1].add(threading.current_thread().name.partition("_")[0])
             if fault is not None and trial.call.op == "kv_cache_update":
                 raise fault

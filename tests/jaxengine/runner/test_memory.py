@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxengine import LLM
-from jaxengine.runner.base.memory import host_memory, memory_in_use, return_free_memory
+from jaxengine.runner.base.memory import (
+    StageNeeds,
+    give_back_zeros,
+    host_memory,
+    memory_in_use,
+    return_free_memory,
+    unused_bytes,
+)
+from jaxengine.runner.executables.cache import ExecutableCache
 from tests.tables import each_row
 
 
@@ -48,11 +60,41 @@ def test_the_estimate_is_enough(make_llm):
     assert estimated.workspace >= 0.98 * stage.workspace_bytes
 
 
+def test_what_was_compiled_for_the_estimate_is_used(make_llm, monkeypatch):
+    """If the pool gets the pages that it probably gets; else it is compiled again."""
+    runner = make_llm().core.engine.runner
+    (stage,) = runner.stages
+    assert runner._likely_pages() is None  # the options fix the pages
+    monkeypatch.setattr(runner, "config", replace(runner.config, num_gpu_blocks_override=None, default_seq_tokens=32))
+    assert runner._likely_pages() == runner._plan_memory([StageNeeds(1 << 20, 1 << 20)]).num_pages
+    bucket, pages = max(runner.buckets), runner.plan.num_pages
+    made: list[object] = []
+    monkeypatch.setattr(stage, "_forwards", dict(stage._forwards))
+    monkeypatch.setattr(stage, "executables", ExecutableCache("", stage.programs.mesh.local_devices))
+    monkeypatch.setattr(stage.executables, "compile", lambda *_, **__: made.append(runner) or stage._forwards[bucket])
+    for likely, count in ((pages, 1), (pages + 1, 2)):
+        made.clear()
+        stage.estimate_needs(likely)
+        stage.plan_pool(pages)
+        stage.compile_forward(bucket)
+        assert len(made) == count
+
+
+def test_a_pool_takes_memory_as_it_is_used():
+    zeros = jnp.zeros((96 << 20) // 4, jnp.float32).block_until_ready()
+    assert unused_bytes(zeros) == 0
+    give_back_zeros(zeros)
+    assert unused_bytes(zeros) > zeros.nbytes - (1 << 20)
+    changed = jax.jit(lambda x: x.at[: (32 << 20) // 4].add(1), donate_argnums=0)(zeros).block_until_ready()
+    assert (48 << 20) < unused_bytes(changed) < (65 << 20)
+    assert float(changed.sum()) == (32 << 20) // 4
+
+
 def test_a_plan_on_a_cpu_adds_up_to_what_the_process_held(make_llm):
     runner = make_llm().core.engine.runner
     plan, device = runner.plan, runner.stages[0].programs.mesh.devices.flat[0]
     assert plan.process > 0 and plan.planned == sum(
-        (plan.weights, plan.programs, plan.kv_bytes, plan.workspace, plan.process)
+        (plan.weights, plan.programs, plan.kv_bytes, plan.workspace, plan.process, plan.heap)
     )
     return_free_memory()
     before = memory_in_use(device)

@@ -100,7 +100,7 @@ class Drafter(StageExtension):
             for make in (self.programs.before, self.programs.after):
                 if (program := make(max(buckets), weights, kept)) is not None:
                     own = estimate_needs(program, self.executables, self.programs.description, self._backend)
-                    held, workspace = held + len(buckets) * own.held_as_whole, max(workspace, own.workspace)
+                    held, workspace = held + len(buckets) * own.held_of_few, max(workspace, own.workspace)
         return held, workspace
 
     def plan_pool(self, num_pages: int) -> None:

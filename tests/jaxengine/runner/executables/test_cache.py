@@ -215,3 +215,6 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, capl
     options["xla_cpu_enable_fast_math"] = "perhaps"
     with pytest.raises(jax.errors.JaxRuntimeError):
         cache.compile_program(lowered, "cpu")
+    known = dict(cache._OPTIONS_OF_ONCE["cpu"])  # of which the compiler knows all
+    assert cache.compile_program(lowered, "cpu", once=True)(jnp.ones(3)).tolist() == [2.0] * 3
+    assert known == cache._OPTIONS_OF_ONCE["cpu"]

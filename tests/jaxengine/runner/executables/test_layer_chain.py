@@ -61,7 +61,7 @@ def test_equal_layers_are_one_program_and_results_are_those_of_the_whole(tmp_pat
         cache, compiled = get(tmp_path, make_step())
         assert isinstance(compiled, InParts)
         # What comes before, groups of equal layers, and what comes after.
-        assert len(compiled.programs) == 3 and len(compiled.chain.calls) == 5
+        assert len(compiled.programs) == 3 and len(compiled.chain.calls) == 8
         assert (cache.num_compiled, cache.num_loaded) == ((1, 0) if made else (0, 1))
         for seed in (0, 0, 1):
             found = compiled(*arguments(seed))
@@ -74,9 +74,9 @@ def test_equal_layers_are_one_program_and_results_are_those_of_the_whole(tmp_pat
 @pytest.mark.parametrize(
     "kinds, num_programs, num_calls",
     [
-        ((1, 0) * 6, 3, 5),  # whose period a group keeps
-        ((0, 0) + (1,) * 10, 4, 6),
-        ((0,) * 6 + (1,) * 6, 4, 6),
+        ((1, 0) * 6, 3, 8),  # whose period a group keeps
+        ((0, 0) + (1,) * 10, 4, 8),
+        ((0,) * 6 + (1,) * 6, 4, 8),
     ],
     ids=["alternating", "first two", "halves"],
 )
@@ -154,10 +154,10 @@ def test_other_arguments_are_refused(tmp_path):
         compiled(*arguments()[:3])
 
 
-def test_few_layers_and_short_steps_stay_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_chain, "LEAST_TOKENS", TOKENS + 1)
-    assert not isinstance(get(tmp_path / "short", make_step())[1], InParts)
-    monkeypatch.setattr(layer_chain, "LEAST_TOKENS", TOKENS)
+def test_short_steps_have_fewer_calls_and_few_layers_stay_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_chain, "FEW_TOKENS", TOKENS + 1)
+    short = get(tmp_path / "short", make_step())[1]
+    assert isinstance(short, InParts) and len(short.chain.calls) == 5
     monkeypatch.setattr(layer_chain, "_LEAST_LAYERS", NUM_LAYERS + 1)
     assert not isinstance(get(tmp_path / "few", make_step())[1], InParts)
 
@@ -190,7 +190,6 @@ def test_models_give_the_same_tokens(tmp_path, monkeypatch, executables_dir, nam
     in_parts, tokens, logprobs, _ = run(executables_dir)
     assert not any(in_parts)
     monkeypatch.setattr(layer_chain, "_LEAST_LAYERS", 2)
-    monkeypatch.setattr(layer_chain, "LEAST_TOKENS", 1)
     for loaded in (False, True):
         in_parts, own_tokens, own_logprobs, num_compiled = run(tmp_path)
         assert all(in_parts) and (num_compiled == 0) == loaded
