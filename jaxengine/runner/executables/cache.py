@@ -53,7 +53,10 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "false",
         # Else tpu7x converts the tiling of an LM head of a gigabyte in every step, for the loop over prompt logprobs.
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
-    }
+    },
+    # Else each process times a part of the kernels and waits for the others' results, of which one that has loaded the
+    # program from its cache has none.
+    "gpu over processes": {"xla_gpu_shard_autotuning": False},
 }
 
 # A part of the key of every trace that jax remembers, of functions within programs as well. A user's own layer or
@@ -63,23 +66,24 @@ _ENGINE = jax.make_user_context(None)
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
-def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
+def compile_program(lowered: jax.stages.Lowered, backend: str, *, over_processes: bool = False) -> jax.stages.Compiled:
     """Compile a lowered program with the engine's compiler options for a backend; return the executable.
 
-    backend: name of the platform, as `jax.default_backend` returns it. An option that this compiler release does not
-    have is dropped for the rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the
-    compiler.
+    backend: name of the platform, as `jax.default_backend` returns it. over_processes: whether devices of several
+    processes run the program. An option that this compiler release does not have is dropped for the rest of the
+    process, with a warning. Raises jax's JaxRuntimeError for other errors of the compiler.
     """
-    wanted = _COMPILER_OPTIONS.get(backend, {})
+    names = (backend, f"{backend} over processes") if over_processes else (backend,)
+    wanted = [_COMPILER_OPTIONS.get(name, {}) for name in names]
     while True:
-        options = dict(wanted)
+        options = {name: value for each in wanted for name, value in each.items()}
         try:
             return lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
             unknown = _UNKNOWN_OPTION.search(str(error))
             if unknown is None or unknown[1] not in options:
                 raise
-            if wanted.pop(unknown[1], None) is not None:
+            if any(each.pop(unknown[1], None) is not None for each in wanted):
                 logger.warning("this compiler has no option %s: steps may take longer or more memory", unknown[1])
 
 
@@ -190,7 +194,8 @@ class ExecutableCache:
             if backend == "cpu" and len(self._devices) == 1:
                 one = functools.partial(compile_program, backend=backend)
                 in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
-            return in_parts or compile_program(traced.lower(), backend)
+            over_processes = len({device.process_index for device in self._devices}) > 1
+            return in_parts or compile_program(traced.lower(), backend, over_processes=over_processes)
 
     def _mesh_of(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a program is traced. For a new bundle on other devices than CPUs it sets the
