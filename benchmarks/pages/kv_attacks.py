@@ -40,7 +40,7 @@ _TIERS = {"kv_offloading_size": 0.0005, "kv_offloading_disk_size": 0.0015}
 
 def _options() -> dict[str, Any]:
     """Return the options of an engine without tiers."""
-    few = {"max_model_len": 64, "max_num_seqs": _AT_ONCE, "max_num_batched_tokens": 32, "block_size": 4}
+    few: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": _AT_ONCE, "max_num_batched_tokens": 32, "block_size": 4}
     return engine_options(dtype="float32", skip_tokenizer_init=True, **few) | {"model": str(checkpoint("llama"))}
 
 
@@ -131,7 +131,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
     """Attack the engines and add the row."""
     if args.tiny:
         args.seconds = 60.0
-    with fast_compile(), LLM(**_options() | {"num_gpu_blocks_override": 400}) as llm:
+    plain: dict[str, Any] = {**_options(), "num_gpu_blocks_override": 400}
+    with fast_compile(), LLM(**plain) as llm:
         params = [params_of(index) for index in range(_PROMPTS)]
         outputs = llm.generate([{"prompt_token_ids": each} for each in prompts_of(_PROMPTS)], params, use_tqdm=False)
     with tempfile.TemporaryDirectory() as name:
