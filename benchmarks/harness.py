@@ -50,6 +50,7 @@ BENCHMARKS = {
     "endurance": ("engine.endurance", "whether memory grows with the requests served"),
     "engine_gpu": ("engine.engine_gpu", "an 8B-shaped model end to end, and how long the device idles"),
     "first_layers": ("drafts.first_layers", "writes a draft model: the default model's first layers"),
+    "kv_attacks": ("pages.kv_attacks", "tokens of engines that are killed, on a folder of pages that are damaged"),
     "kv_codes": ("pages.kv_codes", "exactness and memory of each kv_cache_dtype"),
     "kv_gaps": ("pages.kv_gaps", "gaps of streams while pages of others leave the devices and come back"),
     "kv_swaps": ("pages.kv_swaps", "tokens while pages leave the devices and come back, beside pages that stay"),

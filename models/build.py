@@ -53,6 +53,13 @@ class Build:
     whole_parts: tuple[str, ...] = ()
     exact: bool = False
 
+    @property
+    def of_pages(self) -> Build:
+        """This build with only what decides the content of a replica's pages and their form: without the number of
+        replicas, the parallelism of experts, and room for adapters.
+        """
+        return replace(self, mesh=MeshLayout(model=self.mesh.model), lora=None)
+
     def weight(
         self,
         shape: tuple[int, ...],

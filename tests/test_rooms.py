@@ -208,7 +208,7 @@ ROOMS = {
     "records": "models",
     "tiers": "",
     "runner.base": "sharding models scheduler.batches scheduler.pages sampling config.base config",
-    "runner.executables": "models models.layers config.base config",
+    "runner.executables": "models models.layers config.base",
     "runner.programs": (
         "sharding models models.layers.attention scheduler.base scheduler.batches sampling runner.base "
         "runner.executables"

@@ -21,11 +21,12 @@ from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.input_source import InputSource
 from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
-from jaxengine.checkpoint.remote import RemoteFolder, is_url
+from jaxengine.checkpoint.remote import RemoteFolder
 from jaxengine.checkpoint.sentence_transformers import TOKENIZER
 from jaxengine.checkpoint.stored_head import with_stored_experts, with_stored_frequencies, with_stored_head
 from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
+from jaxengine.config.base.stores import is_url
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooling_model import PoolingModel
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES

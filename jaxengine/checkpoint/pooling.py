@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.remote import is_url
 from jaxengine.checkpoint.sentence_transformers import (
     MODULES,
     read_sentence_model,
@@ -24,6 +23,7 @@ from jaxengine.checkpoint.token_tasks import (
     with_token_labels,
     with_tokens,
 )
+from jaxengine.config.base.stores import is_url
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.features.pooling_model import (

@@ -8,41 +8,26 @@ are those that its package finds, such as AWS_ACCESS_KEY_ID; a URL with some is 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
-import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from errno import errorcode
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxengine.checkpoint.hub_model import OTHER_FILES
-from jaxengine.config.engine_config import ConfigError
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.stores import RangeError, brief, is_url, open_store, unreadable
 from jaxengine.models.config.readers.hf import CONFIG_FILE
 from jaxengine.models.config.readers.mistral import PARAMS_FILE
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import ADAPTER_CONFIG, ADAPTER_FILES
 from jaxengine.models.weights.formats.safetensors import CONSOLIDATED, INDEX_FILE, files_of
 
-# Scheme -> the package that its file system needs in addition to fsspec, and what installs it.
-SCHEMES = {
-    "s3": ("s3fs", "jaxengine[s3]"),
-    "gs": ("gcsfs", "jaxengine[gcs]"),
-    "https": ("aiohttp", "aiohttp"),
-    "http": ("aiohttp", "aiohttp"),
-    "memory": ("fsspec", "fsspec"),
-    "file": ("fsspec", "fsspec"),
-}
-# Options of file systems. The AWS client's own retries are switched off, because s3fs and this module retry as well: a
-# store that is gone is then an error after seconds.
-_OPTIONS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # File names that are requested from web servers, which do not list folders.
 _NAMES = (
     *ADAPTER_FILES,
@@ -63,41 +48,18 @@ _ATTEMPTS, _WAIT_SECONDS = 4, 0.5
 T = TypeVar("T")
 
 
-def is_url(name: str | None) -> bool:
-    """Whether a model's name is a URL."""
-    return name is not None and _URL.fullmatch(name) is not None
-
-
 class RemoteFolder:
     """Folder of a model at a URL, in an object store or on a web server."""
 
     def __init__(self, url: str, param: str = "model"):
         """Check the URL and make the file system of its scheme. No file is read yet.
 
-        url: scheme://address of the folder. param: the option that names it, for errors. Raises ConfigError for a URL
-        of another scheme, without an address, with credentials, a query or a fragment, and if a package is not
-        installed.
+        url: scheme://address of the folder. param: the option that names it, for errors. Raises the ConfigErrors of
+        `open_store`.
         """
-        found = _URL.fullmatch(url)
-        scheme, rest = (found[1].lower(), found[2]) if found else ("", url)
-        if scheme not in SCHEMES:
-            raise ConfigError(param, f"{scheme}://...", f"{', '.join(f'{each}://' for each in SCHEMES)}, or a folder")
-        if "@" in rest.partition("/")[0] or re.search(r"[?#\s\x00-\x1f]", rest):
-            problem = f"{param} is a URL of {scheme} with credentials, a query or a fragment"
-            advice = "give the address of the folder alone; credentials are read from the environment of the store"
-            raise ConfigError.because(param, problem, advice)
-        if not rest.strip("/"):
-            raise ConfigError(param, url, f"the address of a folder, as {scheme}://BUCKET/FOLDER")
-        package, install = SCHEMES[scheme]
-        if importlib.util.find_spec("fsspec") is None or importlib.util.find_spec(package) is None:
-            problem = f"{param} {url!r} needs the package {package}, which is not installed"
-            raise ConfigError.because(param, problem, f"pip install '{install}'")
-        import fsspec
-
-        self.url, self._param, self._lists = url.rstrip("/"), param, scheme not in ("http", "https")
-        self._fs: Any = self._read("", lambda: fsspec.filesystem(scheme, **_OPTIONS.get(scheme, {})))
-        self._fs.invalidate_cache()  # the process shares it, and it may have old listings
-        self._root = str(self._fs._strip_protocol(self.url)).rstrip("/")
+        self._fs, self._root = open_store(param, url)
+        self.url, self._param = url.rstrip("/"), param
+        self._lists = not self.url.lower().startswith(("http:", "https:"))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weights")
 
     def download(
@@ -144,7 +106,7 @@ class RemoteFolder:
         try:
             size = self._fs.size(path)
         except Exception as error:  # each file system has errors of its own
-            raise ModelFileError(f"{self.url}/{name}", f"cannot be read: {_brief(error)}") from None
+            raise ModelFileError(f"{self.url}/{name}", f"cannot be read: {brief(error)}") from None
         if not isinstance(size, int):
             raise ModelFileError(f"{self.url}/{name}", "the server does not report its size")
         return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
@@ -195,11 +157,7 @@ class RemoteFolder:
         try:
             return function()
         except Exception as error:  # each file system has errors of its own
-            place = f"{name} of " if name else ""
-            problem = f"{place}{self._param} {self.url!r} cannot be read ({_brief(error)})"
-            raise ConfigError.because(
-                self._param, problem, "check the address, and the credentials of the store"
-            ) from None
+            raise unreadable(self._param, self.url, error, name) from None
 
 
 def local_adapter(path: str) -> str:
@@ -266,19 +224,5 @@ class RemoteFile:
                 if len(data) == stop - start:
                     return data
             except Exception as error:  # each file system has errors of its own
-                problem = _brief(error)
+                problem = brief(error)
         raise RangeError(0, f"{problem}, {_ATTEMPTS} times")
-
-
-class RangeError(OSError):
-    """Error of a range that could not be fetched; its text has nothing from the store."""
-
-
-def _brief(error: Exception) -> str:
-    """Return the kind of an error and the system's text for its errno.
-
-    The error's own text is left out, unless it is a RangeError's, because a store's texts may repeat requests and keys.
-    """
-    number: Any = getattr(error, "errno", None)
-    said = error.strerror if isinstance(error, RangeError) else os.strerror(number) if number in errorcode else None
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__

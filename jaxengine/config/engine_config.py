@@ -173,8 +173,8 @@ class EngineConfig(
       compilation_config: step shapes to compile; a CompilationConfig or a dict of its fields.
       structured_outputs_config: how schemas are read unless a request overrides it; a dict of disable_any_whitespace,
         disable_additional_properties and lenient, with the same meaning as in a request's structured_outputs.
-      compile_cache_dir: folder for compiled steps. None uses $JAXENGINE_CACHE_DIR, or else jaxengine in XDG_CACHE_HOME
-        or ~/.cache; "" stores nothing. If the folder belongs to root, other users only read it.
+      compile_cache_dir: folder for compiled steps: yours, root's (read only then), or at s3:// or gs://. None uses
+        $JAXENGINE_CACHE_DIR, or else jaxengine in XDG_CACHE_HOME or ~/.cache; "" stores nothing.
       max_logprobs: limit of the logprobs per token that a request may ask for, at most 1024; -1 for the whole
         vocabulary, if that is not larger than 1024.
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".

@@ -23,6 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 from jaxengine.tiers.transport import MAX_KEYS, PATIENCE_SECONDS, Reader, Source, Transport, never
 
 _READ, _RELEASE = b"read", b"release"
+# First frame of an answer: whether the source's pages are of the reader's kind.
+_SAME, _OTHER = b"same", b"other"
 _MAX_FRAME_BYTES = 1024  # largest frame that a reader may send
 _LINGER_MS = 1000
 # Time for which no request is sent to a source that did not answer.
@@ -51,11 +53,13 @@ class _Waiting(NamedTuple):
       reader: ZeroMQ's identity of the reader's connection.
       keys: keys of the pages, in the order of the answer.
       until: time.monotonic() at which it is answered without the pages that are still missing.
+      kind: first frame of the answer.
     """
 
     reader: bytes
     keys: list[bytes]
     until: float
+    kind: bytes = _SAME
 
 
 class TcpTransport(Transport):
@@ -163,7 +167,8 @@ class TcpTransport(Transport):
     ) -> list[Any] | None:
         """Request at most MAX_KEYS pages from a source, and return the frames of its answer: one for each key, empty if
         the source lacks the page; None if `is_over` returned True first. If there is no answer in time
-        (1.5 * patience), or the connection fails, records that the source did not answer and raises ConnectionError.
+        (1.5 * patience), the connection fails, or the source's pages have another identity, records that the source
+        failed and raises ConnectionError.
         """
         socket.send_multipart([_READ, self._identity, *keys])
         monitor = socket.get_monitor_socket()  # that of `connect`
@@ -172,7 +177,12 @@ class TcpTransport(Transport):
             return None
         if socket not in events:
             raise self._failed(source)
-        return socket.recv_multipart(copy=False)
+        kind, *frames = socket.recv_multipart(copy=False)
+        if kind.bytes != _SAME:
+            self.rest(source)
+            text = "has pages of other weights, another page size, dtype, split of heads or draft model, or transport"
+            raise ConnectionError(f"{source.host}:{source.port} {text}")
+        return frames
 
     def _failed(self, source: Source) -> ConnectionError:
         """Record that a source has failed, and return the error that says so."""
@@ -215,11 +225,11 @@ class TcpTransport(Transport):
             waiting = [each for each in waiting if each not in due]
             for each in due:
                 frames = self.frames([self._pages.get(key) for key in each.keys])
-                self._socket.send_multipart([each.reader, *frames], copy=False)
+                self._socket.send_multipart([each.reader, each.kind, *frames], copy=False)
 
     def _read(self, frames: Sequence[bytes]) -> _Waiting | None:
         """Return the request in a message of a reader; None if no answer is needed. A released lease is recorded, and
-        an invalid message ignored. A request with another identity is answered without pages, at once.
+        an invalid message ignored. A request with another identity is answered at once, and without pages.
 
         frames: the reader's connection, the kind, and then either the identity and the keys of 1 to MAX_KEYS pages, or
         b"" and a lease.
@@ -232,7 +242,7 @@ class TcpTransport(Transport):
         if kind != _READ or not 1 <= len(keys) <= MAX_KEYS:
             return None
         if identity != self._identity:
-            return _Waiting(reader, [b""] * len(keys), 0.0)
+            return _Waiting(reader, [], 0.0, _OTHER)
         return _Waiting(reader, keys, time.monotonic() + self.patience)
 
     def _is_announced(self, key: bytes) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.quantization.base.plain import Plain
 from jaxengine.models.quantization.registry import PLAIN, SCHEMES
@@ -68,3 +69,11 @@ def test_a_build_is_told_by_its_text():
     assert len(set(builds)) == len({repr(build) for build in builds}) == len(builds)
     assert not any(" at 0x" in repr(build) for build in builds)
     assert PLAIN("anything") is SCHEMES["plain"]
+
+
+def test_pages_are_the_same_with_any_number_of_replicas():
+    lora = LoraSpec(2, 8)
+    many = Build("float32", MeshLayout(data=2, attn=2, model=2, expert_parallel=True), lora=lora)
+    assert many.of_pages == Build("float32", MeshLayout(model=2)).of_pages
+    for other in (Build("float32"), Build("bfloat16", MeshLayout(model=2))):
+        assert other.of_pages != many.of_pages

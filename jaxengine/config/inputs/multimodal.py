@@ -33,6 +33,8 @@ _KEYS = {
     VIDEO: ("count", "num_frames", "width", "height"),
     AUDIO: ("count", "length"),
 }
+# The value of media_proxy for the proxies that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name.
+PROXY_OF_ENVIRONMENT = "environment"
 _PROXY = re.compile(r"http://([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})/?")
 _WHITE = (255, 255, 255)
 
@@ -62,8 +64,9 @@ class MediaOptions:
       max_image_pixels: limit of an image, or frame of a video, in pixels.
       max_media_pixels: limit of all images and frames of a prompt, in pixels; each takes three bytes.
       media_fetch_timeout: seconds within which a file must arrive from another host.
-      media_proxy: an HTTP proxy through which hosts are reached, as http://HOST:PORT; "" for none. It is asked to
-        CONNECT to an address: as without a proxy, this process resolves names and refuses private addresses.
+      media_proxy: an HTTP proxy through which hosts are reached, as http://HOST:PORT; "environment" for that of
+        HTTP_PROXY, HTTPS_PROXY and NO_PROXY; "" for none. It is asked to CONNECT to an address: as without a proxy,
+        this process resolves names and refuses private addresses.
       max_audio_seconds: limit of all sounds of a prompt, or of one that is transcribed, in seconds; an hour takes 230
         MB.
     """
@@ -271,15 +274,15 @@ def _read_seconds(value: Any) -> float:
 
 
 def _read_proxy(value: Any) -> str:
-    """Return media_proxy without a final slash; "" for none.
+    """Return media_proxy without a final slash; "" for none, PROXY_OF_ENVIRONMENT for that of the environment.
 
     Raises ConfigError, whose message omits credentials, for anything but http://HOST:PORT with a port from 1 to 65535.
     """
-    allowed = "http://HOST:PORT, or '' for none"
+    allowed = "http://HOST:PORT, 'environment', or '' for none"
     if not isinstance(value, str):
         raise ConfigError("media_proxy", value, allowed)
     found = _PROXY.fullmatch(value)
-    if not value or found is not None and 0 < int(found[2]) <= 65535:
+    if value in ("", PROXY_OF_ENVIRONMENT) or found is not None and 0 < int(found[2]) <= 65535:
         return value.rstrip("/")
     raise ConfigError("media_proxy", "an address with credentials" if "@" in value else value, allowed)
 

@@ -23,6 +23,7 @@ from jaxengine.media.base.errors import MediaError
 from jaxengine.media.decoding.images import check_bytes, read_file
 from jaxengine.media.fetching import base64_pieces
 from jaxengine.media.fetching.addresses import is_address, is_public, look_up
+from jaxengine.media.fetching.proxies import proxy_of
 from jaxengine.version import __version__
 
 SCHEMES = "data:, http:, https: and file:"
@@ -169,7 +170,7 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
     until = time.monotonic() + options.media_fetch_timeout
     connection: http.client.HTTPConnection | None = None
     try:
-        sock = _connect(host, port, options, until)
+        sock = _connect(scheme, host, port, options, until)
         # The connection exists already: http.client must not open one.
         connection = http.client.HTTPConnection(host, port)
         connection.sock = sock
@@ -224,8 +225,9 @@ def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
     return bytes(data)
 
 
-def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
-    """Return a socket connected to the first of the host's addresses that answers, through options.media_proxy if set.
+def _connect(scheme: str, host: str, port: int, options: MediaOptions, until: float) -> _Socket:
+    """Return a socket connected to the first of the host's addresses that answers, through a proxy if there is one
+    (`proxy_of`) for addresses of `scheme`.
 
     All addresses must be public, unless options.allowed_media_domains lists the host and it is an IP address. until:
     deadline in time.monotonic seconds, also of later reads. Raises MediaError for a host that is unknown or not
@@ -237,18 +239,18 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
     if not named and not all(is_public(str(address[0])) for *_, address in found):
         raise MediaError("is on a host with a private address, which is not contacted")
     error: OSError | None = None
-    proxy = _proxy(options, until)
+    proxy = proxy_of(scheme, host, port, options, until)
     for family, kind, protocol, _, address in found:
         sock: _Socket | None = None
         try:
-            sock = _Socket(family, kind, protocol) if proxy is None else _Socket(*proxy[:3])
+            sock = _Socket(family, kind, protocol) if proxy is None else _Socket(*proxy.address[:3])
             sock.until = until
             sock.settimeout(sock.left())
             if proxy is None:
                 sock.connect(address)
             else:
-                sock.connect(proxy[4])
-                _tunnel(sock, str(address[0]), port)
+                sock.connect(proxy.address[4])
+                proxy.tunnel(sock, str(address[0]), port)
             return sock
         except (OSError, MediaError) as failure:
             if sock is not None:
@@ -257,39 +259,6 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
                 raise
             error = failure
     raise error or MediaError("is on an unknown host")
-
-
-def _proxy(options: MediaOptions, until: float) -> Any:
-    """Return the first address of options.media_proxy, as an entry of socket.getaddrinfo; None without a proxy.
-
-    until: deadline in time.monotonic seconds. Raises MediaError for an unknown host, TimeoutError after the deadline.
-    """
-    if not options.media_proxy:
-        return None
-    parts = urllib.parse.urlsplit(options.media_proxy)
-    try:
-        return look_up(parts.hostname or "", parts.port or _PORTS["http"], until)[0]
-    except MediaError:
-        raise MediaError("is reached through a proxy (media_proxy), which is on an unknown host") from None
-
-
-def _tunnel(sock: _Socket, address: str, port: int) -> None:
-    """Request a tunnel to an IP address and port from the proxy that the socket is connected to (CONNECT, RFC 9110,
-    9.3.6), and wait for the answer.
-
-    Raises MediaError for a status other than 200 and for an answer that is not HTTP; OSError for a broken connection,
-    and TimeoutError after the deadline of the socket.
-    """
-    target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
-    head, byte = bytearray(), bytearray(1)
-    while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows is the tunnel's
-        if len(head) > _MAX_URL_CHARS or not sock.recv_into(byte):
-            raise MediaError("is not reached: the proxy (media_proxy) gives no answer of HTTP")
-        head += byte
-    status = head.split(None, 2)[1:2]
-    if status != [b"200"]:
-        raise MediaError("is not reached: the proxy (media_proxy) refuses to connect")
 
 
 class _Timed:

@@ -23,7 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxengine.config.engine_config import ConfigError
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.stores import is_url
+from jaxengine.runner.executables.bucket import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -53,21 +55,27 @@ class ExecutableFiles:
         """Open the folders, and delete old files in the user's own.
 
         directory: None for the folder in JAXENGINE_CACHE_DIR or, if that is not set, the user's cache folder; "", in
-        either, stores and finds nothing. If it names a folder of root's, new files go to the user's cache folder. A
-        folder that cannot be opened or made is not an error: nothing is stored then (`can_keep`).
+        either, stores and finds nothing. A URL names a Bucket, which is then the only folder. If it names a folder of
+        root's, new files go to the user's cache folder. A folder that cannot be opened or made is not an error: nothing
+        is stored then (`can_keep`).
 
         Raises:
-          ConfigError: others may write to the named folder, or it is a URL.
+          ConfigError: others may write to the named folder, or Bucket refuses the URL.
         """
         named = os.environ.get("JAXENGINE_CACHE_DIR") if directory is None else directory
-        self._folders: list[_Folder] = []
-        self._own: _Folder | None = None
+        self._folders: list[_Folder | Bucket] = []
+        self._own: _Folder | Bucket | None = None
         # Why nothing can be stored; None if it can, or if storing is switched off.
         self._why_not: str | None = None
         if named == "":
             return
-        if named is not None and "://" in named:
-            raise ConfigError("compile_cache_dir", named, "a folder; mount a bucket as one")
+        if named is not None and named.lower().startswith("file://"):
+            named = named[len("file://") :]
+        if is_url(named):
+            assert named is not None
+            self._own = Bucket(named)
+            self._folders.append(self._own)
+            return
         try:
             if named is not None:
                 self._use(Path(named).expanduser())
@@ -79,8 +87,6 @@ class ExecutableFiles:
             if named is not None and not self._folders:
                 raise ConfigError("compile_cache_dir", named, f"a folder of your own, or of root's: {error}") from None
             self._why_not = str(error)
-        for folder in self._folders:
-            weakref.finalize(self, os.close, folder.descriptor)
 
     def read(self, name: str) -> bytes | None:
         """Return the payload stored under a name; None if there is none, if it is damaged, or if another user may have
@@ -93,7 +99,7 @@ class ExecutableFiles:
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of files with this prefix in all folders, sorted, each once. The files are not verified."""
-        found = (name for folder in self._folders for name in os.listdir(folder.descriptor))
+        found = (name for folder in self._folders for name in folder.names())
         return sorted({name for name in found if name.startswith(prefix)})
 
     def can_keep(self) -> bool:
@@ -129,6 +135,7 @@ class ExecutableFiles:
         """
         folder = _open_folder(path.absolute())
         self._folders.append(folder)
+        weakref.finalize(self, os.close, folder.descriptor)
         if folder.key is not None:
             self._own = folder
             folder.prune()
@@ -214,6 +221,10 @@ class _Folder(NamedTuple):
         temporary = self._write_temporary(digest + _code(self.key, name, digest) + payload, 0o644)
         with self._removing(temporary):
             os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def names(self) -> list[str]:
+        """Return the names of the folder's files, in any order."""
+        return os.listdir(self.descriptor)
 
     def make_key(self) -> bytes:
         """Return the folder's key, 32 bytes. A key that is missing, has a wrong length, or that others may read is

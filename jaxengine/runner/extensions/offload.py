@@ -355,7 +355,8 @@ class PageMover(HostExtension):
 
     def describe(self) -> str:
         """Return text that is equal for two engines if equal keys have equal content in both, given equal weights of
-        the model: page size, shapes, dtypes, scales, programs, meshes, and the weights of draft models, which are read.
+        the model: page size, shapes, dtypes, scales, the model's settings and how its heads are split, and the weights
+        of draft models, which are read. Replicas, samplers and room for adapters make no difference.
         """
         stages = [stage.programs for stage in self.runner.stages]
         more = [each.describe_pages() for each in self._holders()]
@@ -367,7 +368,8 @@ class PageMover(HostExtension):
         ]
         pools = [(pool, each.state_rows) for each in self._stages for pool in each.pools]
         shapes = [(pool.page_shape, str(pool.page_dtype), state_rows) for pool, state_rows in pools]
-        own = self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]
+        models = [(each.model.config, each.model.build.of_pages, each.groups, each.platform) for each in stages]
+        own = self.runner.config.block_size, shapes, scales, models
         return repr((*own, more) if more else own)
 
     def _holders(self) -> list[StageExtension]:

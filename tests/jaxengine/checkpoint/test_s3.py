@@ -1,4 +1,4 @@
-"""Models and adapters from an S3 server on this machine (moto), through a proxy that can fail as real ones do.
+"""Models, adapters and compiled steps at an S3 server on this machine (moto), through a proxy that fails as real ones.
 
 moto and s3fs are in no extra, for they are fifty packages: `pip install "moto[server]" s3fs`, then `--thorough`.
 """
@@ -28,6 +28,7 @@ from jaxengine.models.params.source import WHOLE
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
+from jaxengine.runner.executables.executable_files import ExecutableFiles
 
 pytestmark = pytest.mark.thorough
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -54,7 +55,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         inner = http.client.HTTPConnection("127.0.0.1", self.server.port)
-        inner.request(self.command, self.path, headers=dict(self.headers.items()))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        inner.request(self.command, self.path, body, dict(self.headers.items()))
         answer = inner.getresponse()
         data, status, is_data = answer.read(), answer.status, ".safetensors" in self.path and self.command == "GET"
         self.server.count += is_data
@@ -73,12 +75,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
         self.send_header("Content-Length", length or "0")
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(data[: len(data) // 2] if how == "cut" else data)
         if how == "cut":
             self.close_connection = True
 
-    do_HEAD = do_GET
+    do_HEAD = do_PUT = do_GET
 
     def log_message(self, format: str, *args: object) -> None: ...
 
@@ -161,3 +163,13 @@ def test_an_adapter_comes_whole_or_not_at_all(proxy, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"cannot be read \(.*; .*credentials of the store|cannot be read"):
         open_model(options(tmp_path))
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_compiled_steps_are_kept_in_a_bucket(proxy, caplog):
+    ExecutableFiles("s3://bucket/steps/own").write("name", b"code")
+    files = ExecutableFiles("s3://bucket/steps/own")
+    assert files.read("name") == b"code" and files.read("other") is None and files.names("n") == ["name"]
+    nowhere = ExecutableFiles("s3://nowhere/steps")
+    nowhere.write("name", b"code")
+    assert nowhere.read("name") is None and not nowhere.can_keep()
+    assert [record.levelname for record in caplog.records if record.name.startswith("jaxengine")] == ["WARNING"]

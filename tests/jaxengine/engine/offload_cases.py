@@ -132,6 +132,7 @@ def passes(llm: LLM) -> dict[str, Any]:
         "equal": [each == first for each in others],
         "hits": status["hits"],
         "compilations": llm.core.runner.compiles.count,
+        "content": llm.core.engine.extensions.by_name["offload"].mover.describe(),
     }
 
 

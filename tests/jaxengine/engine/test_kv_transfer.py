@@ -290,7 +290,8 @@ def test_a_head_gets_its_pages(executables_dir, tmp_path, method):
     """It is right by its keys and values alone."""
     prompts, params = head_load()
     options = head_options(method, tmp_path, executables_dir) | connector("kv_both", "tcp", tmp_path)
-    with LLM(**options) as llm:
+    # Room for all, or pages that came are pushed out before their request runs.
+    with LLM(**options | {"num_gpu_blocks_override": 240}) as llm:
         Poisoned(llm)
         force(llm, 1)
         expected = llm.generate(prompts, params, use_tqdm=False)  # without drafts
@@ -301,7 +302,7 @@ def test_a_head_gets_its_pages(executables_dir, tmp_path, method):
         orders = llm.core.engine.scheduler.extension("offload")
         before = orders.num_hits
         assert accepted_share(llm, prompts, params, expected) > 0.95
-        assert extension(llm).stats.num_received > 100 and orders.num_hits - before >= 12 * 40
+        assert extension(llm).stats.num_received > 100 and orders.num_hits - before == 12 * 40
         assert llm.core.runner.compiles.count == 0
 
 

@@ -148,7 +148,10 @@ def test_over_devices(executables_dir, thorough):
         cases |= {"states, pp 2": both | {"pipeline_parallel_size": 2}}
         cases |= {"states, tp 2, dp 2": states | {"tensor_parallel_size": 2, "data_parallel_size": 2}}
         cases |= {"windows, tp 2": options_of("gemma2", executables_dir) | {"tensor_parallel_size": 2}}
-    for case, found in over_devices(cases).items():
+        cases |= {"tp 2": llama | {"tensor_parallel_size": 2, "max_logprobs": 5}}
+    found_in = over_devices(cases)
+    assert not thorough or found_in["tp 2"]["content"] == found_in["tp 2, dp 2"]["content"]
+    for case, found in found_in.items():
         assert found["equal"] == [True, True], case
         assert found["hits"] > 100 and found["compilations"] == 0, case
 

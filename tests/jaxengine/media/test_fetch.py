@@ -354,7 +354,7 @@ def proxy_server(answer: bytes):
         yield listener.getsockname()[1], heads
 
 
-def test_a_proxy_connects_to_the_address_that_was_checked(server):
+def test_a_proxy_connects_to_the_address_that_was_checked(server, monkeypatch):
     named = {"allowed_media_domains": ("127.0.0.1",), "media_fetch_timeout": 5.0}
     with proxy_server(b"HTTP/1.1 200 Connection established\r\nVia: x\r\n\r\n") as (port, heads):
         options = MediaOptions(media_proxy=f"http://127.0.0.1:{port}/", **named)
@@ -367,6 +367,20 @@ def test_a_proxy_connects_to_the_address_that_was_checked(server):
     for answer, problem in ((b"HTTP/1.1 403 No\r\n\r\n", "refuses to connect"), (b"no", "no answer of HTTP")):
         with proxy_server(answer) as (port, _), pytest.raises(MediaError, match=problem):
             fetch(f"{server.url}/png", MediaOptions(media_proxy=f"http://127.0.0.1:{port}", **named))
+    with proxy_server(b"HTTP/1.1 200 OK\r\n\r\n") as (port, heads):
+        options = MediaOptions(media_proxy="environment", **named)
+        monkeypatch.setenv("http_proxy", f"http://us%20er:secret@127.0.0.1:{port}")
+        monkeypatch.setenv("no_proxy", "")
+        assert fetch(f"{server.url}/png", options) == PNG
+        assert heads[0].endswith(b"\r\nProxy-Authorization: Basic dXMgZXI6c2VjcmV0\r\n\r\n")
+        monkeypatch.setenv("no_proxy", "elsewhere,127.0.0.1")
+        assert fetch(f"{server.url}/png", options) == PNG and len(heads) == 1
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setenv("http_proxy", "socks5://us:secret@127.0.0.1")
+        with pytest.raises(MediaError, match="proxy .media_proxy. that is not http://HOST:PORT") as refused:
+            fetch(f"{server.url}/png", options)
+        assert "secret" not in str(refused.value)
+        assert fetch(f"{server.url}/png", MediaOptions(**named)) == PNG  # which only the option has read
     for wrong in ("http://key:secret@proxy:80", "https://proxy:80", "http://proxy", "http://proxy:99999", 7):
         with pytest.raises(ConfigError, match="media_proxy is .*; allowed: http://HOST:PORT") as error:
             EngineConfig(media_proxy=wrong)

@@ -232,11 +232,11 @@ def test_a_pooling_model_is_served(url, run, pooling_folder, pooling_options):
 
 @pytest.mark.thorough("test_routing.py compares the policies, and a test above finds prefixes over Ray")
 def test_prefixes_are_found_more_often_than_without_digests(url, run, report):
-    """Twelve prefixes, of which a replica has room for seven."""
+    """Twelve prefixes, of which a replica has room for eleven: a hash of Ray's names for them divides the prefixes."""
     start, *_ = run
     rates = {}
     for digests in (1 << 16, 0):
-        pool = {"num_gpu_blocks_override": 7 * 13 + 4, "max_num_seqs": 2, "routing_digest_bytes": digests}
+        pool = {"num_gpu_blocks_override": 11 * 13 + 4, "max_num_seqs": 2, "routing_digest_bytes": digests}
         start("routed", alone=True, min_replicas=2, max_replicas=2, routing_period=0.2, **pool)
         with httpx.Client(base_url=url, timeout=120) as client:
             rates[digests] = hit_rate(client, num_prefixes=12, rounds=8)

@@ -38,7 +38,8 @@ def test_pages_by_tcp():
     assert released == ["a lease"] and producer.released() == []
 
     foreign, stranger = TcpTransport(SECRET, "another model"), TcpTransport(SECRET[::-1], "model")
-    assert foreign.open(source).read([key(2)]) == {}
+    with pytest.raises(ConnectionError, match="has pages of other weights"):
+        foreign.open(source).read([key(2)])
     with pytest.raises(ConnectionError, match="has another key"):
         stranger.open(source).read([key(2)])
     reader = consumer.open(source)
@@ -92,8 +93,9 @@ def test_pages_by_jax(monkeypatch):
     by_tcp = TcpTransport(SECRET, "model", ("127.0.0.1", 0))  # the same key, but another form of answers
     by_tcp.offer(key(1), block(1))
     assert by_tcp.address is not None
-    assert TcpTransport(SECRET, "model").open(source).read([key(1)]) == {}
-    assert consumer.open(Source(*by_tcp.address, "")).read([key(1)]) == {}
+    for one, other in ((TcpTransport(SECRET, "model"), source), (consumer, Source(*by_tcp.address, ""))):
+        with pytest.raises(ConnectionError, match="or transport"):
+            one.open(other).read([key(1)])
 
     frames = JaxTransport.frames
 

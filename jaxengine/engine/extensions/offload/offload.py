@@ -213,7 +213,7 @@ class Offload(LoopExtension):
         """
         start = time.monotonic()
         weights = sorted(checksums(self._runner).items())
-        found = hashlib.sha256(repr((1, weights, self.mover.describe())).encode()).hexdigest()[:32]
+        found = hashlib.sha256(repr((2, weights, self.mover.describe())).encode()).hexdigest()[:32]
         logger.info("pages are those of %s; weights were read for this name in %.1f s", found, time.monotonic() - start)
         return found
 

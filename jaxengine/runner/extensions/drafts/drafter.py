@@ -121,13 +121,13 @@ class Drafter(StageExtension):
         self._kept = self.programs.with_pages(self._kept, pages)
 
     def describe_pages(self) -> str:
-        """Return the programs' description and the SHA-256, in hex, of the draft model's weights, all of which are
-        read.
+        """Return what the content of pages depends on: the programs' text of it, and the SHA-256, in hex, of the draft
+        model's weights, all of which are read.
         """
         weights = hashlib.sha256()
         for array in self.params:
             weights.update(np.ascontiguousarray(on_host(array)).tobytes())
-        return f"{self.programs.description} {weights.hexdigest()}"
+        return f"{self.programs.pages_description} {weights.hexdigest()}"
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
         """Compile or load the programs that run before and after a bucket's forward pass. params: the target model's

@@ -42,6 +42,7 @@ class DraftPrograms:
       model: the draft model, abstract.
       target: the programs of the target model.
       description: static facts that the shapes do not show; part of the key of a stored executable.
+      pages_description: those of them on which the content and form of a replica's pages depend.
       fills_after_sample: whether a step's keys and values are written by the program of `after`.
     """
 
@@ -58,7 +59,9 @@ class DraftPrograms:
         self._graph, params = nnx.split(model)
         self._params_tree = jax.tree.structure(params)
         settings = self._groups, self._group, target.packer.page_size, target.platform
-        self.description = repr((type(model).__name__, model.config, model.build, *settings))
+        about = type(model).__name__, model.config
+        self.description = repr((*about, model.build, *settings))
+        self.pages_description = repr((*about, model.build.of_pages, *settings))
 
     @property
     def page_bytes(self) -> int:

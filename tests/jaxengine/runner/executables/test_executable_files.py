@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import jaxengine
 from jaxengine.config.engine_config import ConfigError
@@ -305,6 +307,49 @@ def test_the_folder_follows_option_then_environment_then_home(home, tmp_path, mo
     assert "option" in kept(str(tmp_path / "option"))
     monkeypatch.setenv("JAXENGINE_CACHE_DIR", "")
     assert not ExecutableFiles(None).can_keep() and not ExecutableFiles("").can_keep()
+
+
+def test_a_bucket_is_a_folder(caplog, monkeypatch):
+    """Of fsspec's memory; tests/jaxengine/checkpoint/test_s3.py has one of S3."""
+    store, url = fsspec.filesystem("memory"), "memory://steps/folder"
+    write(url)
+    ExecutableFiles(url).write("other", b"")
+    assert read(url) == b"code" and ExecutableFiles(f"{url}/").read("other") == b""
+    assert ExecutableFiles(url).names("0") == [NAME] and ExecutableFiles("memory://nothing/there").names("") == []
+    assert ExecutableFiles(url).read("missing") is None and not caplog.records
+    path = f"/steps/folder/{NAME}"
+    store.pipe_file(path, store.cat_file(path)[:-1] + b"x")
+    assert read(url) is None and "is damaged and is made again" in caplog.text
+    calls = []
+
+    def failing(self, path, *_, **__):
+        calls.append(path)
+        raise errors[len(calls) - 1]
+
+    # A store that may not be listed refuses what is missing; one that is gone is asked once.
+    errors = [PermissionError("hunter2"), ConnectionError(errno.ECONNREFUSED, "hunter2")]
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", failing)
+    files = ExecutableFiles(url)
+    assert [files.read(NAME) for _ in range(4)] == [None] * 4 and len(calls) == 2 and files.names("") == []
+    calls.clear()
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing)
+    for _ in range(3):
+        files.write(NAME, b"code")
+    assert len(calls) == 1 and not files.can_keep()
+    assert "the next start compiles again: memory://steps/folder: PermissionError" in caplog.text
+    assert "hunter2" not in caplog.text
+    store.rm("/steps", recursive=True)
+
+
+def test_a_file_url_is_the_folder(folder):
+    write(f"file://{folder}")
+    assert read(folder) == b"code"
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="mode 777"):
+        ExecutableFiles(f"file://{folder}")
+    for url in ("https://host/steps", "az://bucket/steps"):
+        with pytest.raises(ConfigError, match=r"compile_cache_dir is .*; allowed: s3://, gs://, memory://, or a fo"):
+            ExecutableFiles(url)
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "read-only", "no home"])
