@@ -9,7 +9,7 @@ jaxengine.models.layers.base.lora, as each row here has a product per head.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ class LatentPools(LoraPools):
     """Pools with all adapters' matrices for a latent's expansion, [C, N * (H + Hv)], made of two sources: the rows of
     keys, N * H, and those of values, N * Hv.
     """
+
+    may_group: ClassVar[bool] = False
 
     def __init__(self, spec: LoraSpec, latent: Latent, sources: tuple[Source, Source], *, dtype: jnp.dtype):
         super().__init__(spec, latent.kv_lora_rank, sources, axes=("latent", "heads"), dtype=dtype)
