@@ -145,7 +145,7 @@ def test_adapters_of_the_matrix_that_expands(monkeypatch):
     rng, lora = np.random.default_rng(0), LoraSpec(2, 3)
     layer = LatentAttention(ATTENTION, 16, source="a", build=Build("float32", layer=0, lora=lora))
     weights, pools = (layer.w_uk, layer.w_uv), layer.lora
-    assert pools is not None
+    assert pools is not None and isinstance(weights[0], PlainWeight) and isinstance(weights[1], PlainWeight)
     for array in (*(weight.values for weight in weights), pools.a, *pools.b):
         array[...] = jnp.asarray(rng.standard_normal(array.shape, np.float32) / 3)
     batch, keys, pages = drawn(rng, MIXED)
@@ -155,7 +155,7 @@ def test_adapters_of_the_matrix_that_expands(monkeypatch):
     spec, sizes = attention_spec(ATTENTION), {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": "cpu"}
     pool = alloc(KVSpec(NUM_PAGES, PAGE_SIZE, 1, 34, 32, "float32", values_in_keys=True), platform="cpu")
     kv = import_pages(pool, jnp.arange(NUM_PAGES), jnp.asarray(pages))
-    q = tuple(jnp.asarray(rng.standard_normal((NUM_TOKENS, 4, width), np.float32)) for width in (3, 2))
+    of_keys, rotated = (jnp.asarray(rng.standard_normal((NUM_TOKENS, 4, width), np.float32)) for width in (3, 2))
 
     @partial(jax.jit, static_argnames="expands")
     def attend(state, adapters, *, expands: bool):
@@ -163,7 +163,7 @@ def test_adapters_of_the_matrix_that_expands(monkeypatch):
         step = StepInputs(rows, None, attention_schedule(batch, spec, **sizes))
         if expands:
             step = step._replace(expanded=mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS))
-        return nnx.merge(graph, state)._attend(q, jnp.asarray(keys), kv, batch, step)
+        return nnx.merge(graph, state)._attend((of_keys, rotated), jnp.asarray(keys), kv, batch, step)
 
     adapters, (graph, state) = Adapters(jnp.asarray(slots), jnp.int32(1)), nnx.split(layer)
     found = [np.asarray(attend(state, adapters, expands=expands)) for expands in (False, True)]
