@@ -144,8 +144,9 @@ def test_adapters_of_the_matrix_that_expands(monkeypatch):
         monkeypatch.setattr(mla_expanded, name, value)
     rng, lora = np.random.default_rng(0), LoraSpec(2, 3)
     layer = LatentAttention(ATTENTION, 16, source="a", build=Build("float32", layer=0, lora=lora))
-    weights, pools = (layer.w_uk, layer.w_uv), layer.lora
-    assert pools is not None and isinstance(weights[0], PlainWeight) and isinstance(weights[1], PlainWeight)
+    of_keys, of_values, pools = layer.w_uk, layer.w_uv, layer.lora
+    assert pools is not None and isinstance(of_keys, PlainWeight) and isinstance(of_values, PlainWeight)
+    weights = of_keys, of_values
     for array in (*(weight.values for weight in weights), pools.a, *pools.b):
         array[...] = jnp.asarray(rng.standard_normal(array.shape, np.float32) / 3)
     batch, keys, pages = drawn(rng, MIXED)
@@ -155,7 +156,7 @@ def test_adapters_of_the_matrix_that_expands(monkeypatch):
     spec, sizes = attention_spec(ATTENTION), {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": "cpu"}
     pool = alloc(KVSpec(NUM_PAGES, PAGE_SIZE, 1, 34, 32, "float32", values_in_keys=True), platform="cpu")
     kv = import_pages(pool, jnp.arange(NUM_PAGES), jnp.asarray(pages))
-    of_keys, rotated = (jnp.asarray(rng.standard_normal((NUM_TOKENS, 4, width), np.float32)) for width in (3, 2))
+    plain, rotated = (jnp.asarray(rng.standard_normal((NUM_TOKENS, 4, width), np.float32)) for width in (3, 2))
 
     @partial(jax.jit, static_argnames="expands")
     def attend(state, adapters, *, expands: bool):
@@ -163,15 +164,15 @@ def test_adapters_of_the_matrix_that_expands(monkeypatch):
         step = StepInputs(rows, None, attention_schedule(batch, spec, **sizes))
         if expands:
             step = step._replace(expanded=mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS))
-        return nnx.merge(graph, state)._attend((of_keys, rotated), jnp.asarray(keys), kv, batch, step)
+        return nnx.merge(graph, state)._attend((plain, rotated), jnp.asarray(keys), kv, batch, step)
 
     adapters, (graph, state) = Adapters(jnp.asarray(slots), jnp.int32(1)), nnx.split(layer)
     found = [np.asarray(attend(state, adapters, expands=expands)) for expands in (False, True)]
     before = [weight.values[...] for weight in weights]
     for slot in (-1, 0, 1):
         own = slice(slot * 3, slot * 3 + 3)
-        for weight, plain, b in zip(weights, before, pools.b, strict=True):
-            weight.values[...] = plain if slot < 0 else plain + b[...][own].T @ pools.a[...][own]
+        for weight, start, b in zip(weights, before, pools.b, strict=True):
+            weight.values[...] = start if slot < 0 else start + b[...][own].T @ pools.a[...][own]
         wanted = np.asarray(attend(nnx.state(layer), None, expands=False))
         for each in found:
             np.testing.assert_allclose(each[slots == slot], wanted[slots == slot], rtol=1e-4, atol=1e-4)
