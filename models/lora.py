@@ -35,12 +35,14 @@ class PoolDecl:
       part: for b, the index of its source; None for a.
       num_experts: number of matrices of a stack, one per expert, with "{expert}" in the sources' names; None for a
         single matrix.
+      may_group: whether the product of a single matrix has the grouped form where the platform has one.
     """
 
     axes: tuple[str | None, ...]
     sources: tuple[Source, ...]
     part: int | None
     num_experts: int | None = None
+    may_group: bool = True
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec, tempered
+from jaxengine.models.layers.attention.mla_adapters import LatentAdapters, LatentPools
 from jaxengine.models.layers.attention.mla_expanded import attend_expanded, most_short
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -74,6 +75,8 @@ class LatentAttention(nnx.Module):
         of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **interleaved)
         self.w_uk = build.weight((heads * nope, rank), (of_keys,), ("heads", "latent"), table=True)
         self.w_uv = build.weight((heads * value, rank), (of_values,), ("heads", "latent"), table=True)
+        spec = None if build.layer is None else build.lora
+        self.lora = None if spec is None else LatentPools(spec, latent, (of_keys, of_values), dtype=build.dtype)
         out = (Source(f"{source}.o_proj", hidden_size),)
         self.out = Linear(heads * value, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
 
@@ -154,14 +157,14 @@ class LatentAttention(nnx.Module):
         # transposes them in float32 if the next product rounds them. Large results are transposed before their barrier,
         # which also keeps later operations out of the branches; small ones after it, on the chip.
         if (expanded := step.expanded) is None:
-            return lax.optimization_barrier(self._absorbed(q, kv, ragged, step.schedule)).reshape(num_tokens, -1)
+            return lax.optimization_barrier(self._absorbed(q, kv, ragged, step)).reshape(num_tokens, -1)
 
         def no_rows():
             return jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype)
 
         def of_first(count: int, schedule: Any):
             short = ragged._replace(num_seqs=expanded.num_short, slot_mapping=ragged.slot_mapping[:count])
-            o = self._absorbed((q[0][:count], q[1][:count]), kv, short, schedule)
+            o = self._absorbed((q[0][:count], q[1][:count]), kv, short, step._replace(schedule=schedule))
             return jnp.pad(o, ((0, num_tokens - count), (0, 0), (0, 0)))
 
         def both():
@@ -171,20 +174,38 @@ class LatentAttention(nnx.Module):
                 o = lax.switch(expanded.short_form, (no_rows, decodes, few))
             with jax.named_scope("expanded_rows"):
                 weights, sizes = (self.w_uk, self.w_uv), {"latent": self.latent, "spec": self.spec}
+                sizes["adapters"] = self._adapters(step)
                 return attend_expanded(o, q, keys, weights, kv, ragged.page_table, expanded, **sizes)
 
-        o = lax.cond(expanded.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step.schedule))
+        o = lax.cond(expanded.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step))
         return lax.optimization_barrier(o.reshape(num_tokens, -1))
 
-    def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
-        """Return the attention output [T, N, Hv] of all rows of `ragged` in the absorbed form, that is by attention
+    def _absorbed(
+        self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, step: StepInputs
+    ) -> jax.Array:
+        """Return the attention output [R, N, Hv] of all rows of `ragged` in the absorbed form, that is by attention
         over the latents in the pool `kv`.
 
-        q: parts [T, N, .] without and with rope. schedule: attention schedule of these rows.
+        q: parts [R, N, .] without and with rope, of the step's first tokens. step: with the attention schedule of these
+        rows.
         """
-        with jax.named_scope("absorb"):
-            latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)
+        latent_q = self.absorbed(q[0], step)
         with jax.named_scope("ragged_paged_attention"):
-            o = ragged_paged_attention(latent_q, kv, ragged, spec=self.spec, q_rest=q[1], schedule=schedule)
+            o = ragged_paged_attention(latent_q, kv, ragged, spec=self.spec, q_rest=q[1], schedule=step.schedule)
+        return self.values(cast(jax.Array, o), step).astype(latent_q.dtype)
+
+    def absorbed(self, q: jax.Array, step: StepInputs) -> jax.Array:
+        """Return queries without rope q [R, N, H], of the step's first tokens, in the latent's space: [R, N, C]."""
+        with jax.named_scope("absorb"):
+            latent_q, adapters = self.w_uk.batched_matmul(q, contract=0), self._adapters(step)
+            return (latent_q if adapters is None else adapters.add_to_queries(latent_q, q)).astype(q.dtype)
+
+    def values(self, o: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the values f32[R, N, Hv] of attention's results o [R, N, C] for the step's first tokens."""
         with jax.named_scope("values"):
-            return self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(latent_q.dtype)
+            values, adapters = self.w_uv.batched_matmul(o, contract=1), self._adapters(step)
+            return values if adapters is None else adapters.add_to_values(values, o)
+
+    def _adapters(self, step: StepInputs) -> LatentAdapters | None:
+        """Return the adapters of the step's tokens for the expansion of latents, None if no token can have one."""
+        return None if self.lora is None else self.lora.of_rows(step.rows)

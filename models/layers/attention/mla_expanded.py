@@ -21,6 +21,7 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import Latent, LayerAttention
 from jaxengine.models.layers.attention.attention import attention_spec
+from jaxengine.models.layers.attention.mla_adapters import LatentAdapters
 from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
 from jaxengine.models.quantization.base.scheme import Weight
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
@@ -247,18 +248,20 @@ def attend_expanded(
     *,
     latent: Latent,
     spec: AttentionSpec,
+    adapters: LatentAdapters | None = None,
 ) -> jax.Array:
     """Return o [T, N, Hv] in which the results for tokens of expanded rows are replaced.
 
     q: the queries' parts without and with rope, each [T, N, .]. keys: this step's latents and their rotated parts,
     [T, C + R]. weights: W^UK and W^UV, which expand keys and values. kv: the pool of latents. page_table: i32[S, W],
     page table of all rows of the step. expanded: result of `expanded_rows`. spec: the spec of attention over latents.
+    adapters: those of the step's tokens for W^UK and W^UV; None if no token can have one.
     """
     own_spec, piece_spec = (expanded_spec(latent, spec, causal=causal) for causal in (True, False))
     heads, dtype = own_spec.num_q_heads, o.dtype
     most = expanded.num_before.shape[0]
-    slots = expanded.slot_tokens[:, None]
-    own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[jnp.maximum(expanded.slot_tokens, 0)], 0)
+    slots, own_tokens = expanded.slot_tokens[:, None], jnp.maximum(expanded.slot_tokens, 0)
+    own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[own_tokens], 0)
     columns = BLOCK // kv.page_size
     table = jnp.pad(page_table, ((0, most), (0, -page_table.shape[1] % columns)))
     table = lax.dynamic_slice_in_dim(table, expanded.num_short, most)
@@ -275,8 +278,11 @@ def attend_expanded(
         q_group = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, heads, axis=1) for part in q], axis=-1)
         joined = _joined(weights, first, latent, heads)
 
-        def expand(latents: jax.Array) -> jax.Array:
-            return jnp.matmul(latents, joined, preferred_element_type=jnp.float32).astype(dtype)
+        def expand(latents: jax.Array, tokens: jax.Array) -> jax.Array:
+            made = jnp.matmul(latents, joined, preferred_element_type=jnp.float32)
+            if adapters is not None:
+                made = adapters.add_to_expanded(made, latents, adapters.slots_of(tokens), first, heads)
+            return made.astype(dtype)
 
         def attend(rows: jax.Array, batch: RaggedBatch, spec: AttentionSpec, schedule: Any):
             pool = pages_of(rows.reshape(len(rows), heads, -1), spec.head_dim, PAGE, kv.platform)
@@ -296,7 +302,7 @@ def attend_expanded(
                 ids = lax.dynamic_slice(table, (row, index * (PIECE // kv.page_size) + block * columns), (1, columns))
                 latents = export_pages(kv, ids[0]).reshape(BLOCK, -1)
                 there = block * BLOCK + jnp.arange(BLOCK)[:, None] < count
-                new = expand(jnp.where(there, latents.astype(dtype), 0))
+                new = expand(jnp.where(there, latents.astype(dtype), 0), jnp.full(BLOCK, expanded.rows.cu_q_lens[row]))
                 return lax.dynamic_update_slice_in_dim(rows, new, block * BLOCK, axis=0)
 
             rows = lax.fori_loop(0, -(-count // BLOCK), expand_block, rows)
@@ -305,7 +311,7 @@ def attend_expanded(
             part = attend(rows, _piece(expanded.rows, row, count), piece_spec, schedule)
             return number + 1, *_merged((total, lse), part, (expanded.token_row == row)[:, None]), rows
 
-        total, lse = attend(expand(own_keys), expanded.rows, own_spec, expanded.own_schedule)
+        total, lse = attend(expand(own_keys, own_tokens), expanded.rows, own_spec, expanded.own_schedule)
         start = jnp.int32(0), total, lse, rows
         _, total, _, rows = lax.while_loop(lambda carry: carry[0] < ends[-1], piece, start)
         before = lax.dynamic_slice_in_dim(o, first, heads, axis=1)

@@ -63,7 +63,7 @@ class Indexer(nnx.Module):
         # Stored plain in all checkpoints and multiplied in float32: the result ranks keys.
         plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
         weights = (Source(f"{source}.weights_proj", index.num_heads),)
-        self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
+        self.weights = Linear(hidden_size, weights, axes=("embed", "latent"), build=plain)
 
         self.pooling = None if index.pool is None else KeyPooling(index, hidden_size, source=source, build=build)
 
@@ -79,7 +79,7 @@ class Indexer(nnx.Module):
             q, k = (self._rotated(part, step.rope) for part in (q, k))
         if self.pooling is not None:
             k = jnp.concatenate([k, self.pooling.gate.matmul(x).astype(k.dtype)[:, None]], axis=-1)
-        weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
+        weights = self.weights(x.astype(jnp.float32), step.rows)
         return q, weights * (self.num_heads * self.head_dim) ** -0.5, k
 
     def _rotated(self, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -155,12 +155,10 @@ class SparseLatentAttention(LatentAttention):
                 selected = selected if pooling is None else positions_of_groups(selected, ragged, size)
         if self.notes:
             self.selected = SelectedKeys(selected)
-        with jax.named_scope("absorb"):
-            latent_q = self.w_uk.batched_matmul(q, contract=0).astype(q.dtype)
+        latent_q = self.absorbed(q, step)
         with jax.named_scope("selected_attention"):
             sinks = None if self.sinks is None else self.sinks[...]
             o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec, sinks=sinks)
-        with jax.named_scope("values"):
-            o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
+        o = self.values(o, step).astype(x.dtype)
         with jax.named_scope("o_proj"):
             return self.out(self.gated(o.reshape(x.shape[0], -1), x, q_latent, step), step.rows), kv

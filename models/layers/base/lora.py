@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ class LoraPools(nnx.Module):
     (in, out). They are zeros at first.
     """
 
+    may_group: ClassVar[bool] = True  # whether the product has the grouped form where the platform has one
+
     def __init__(
         self,
         spec: LoraSpec,
@@ -50,7 +52,9 @@ class LoraPools(nnx.Module):
         # For each source, the index of its module.
         self.module = tuple(modules.index(source.name) for source in sources)
         shape = len(modules) * spec.columns, in_size
-        self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl((None, axes[0]), sources, None))
+        self.a = PoolArray(
+            jnp.zeros(shape, dtype), decl=PoolDecl((None, axes[0]), sources, None, may_group=self.may_group)
+        )
         self.b = nnx.List(
             [
                 PoolArray(
@@ -148,7 +152,7 @@ def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
             if names in rows:
                 continue
             rows[names] = "flat" if a.decl.num_experts is None else "grouped by expert, xla"
-            if a.decl.num_experts is None and groups_on(spec, platform):
+            if a.decl.num_experts is None and a.decl.may_group and groups_on(spec, platform):
                 of_b = [pool for pool in pools if pool.decl.part is not None and pool.decl.sources == a.decl.sources]
                 widths = [_own_columns(b, model.mesh) for b in of_b]
                 own = grouped_form(platform, _own_columns(a, model.mesh), widths, spec.max_lora_rank, a.dtype)

@@ -50,12 +50,20 @@ class JoinedExperts:
     size: int
     out: int
 
-    def shapes(self, rank: int, transposed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    def count(self, tensors: AdapterTensors, rank: int) -> int:
+        """Return the number of experts that the pair is for: those of the layer, or all that its router chooses from if
+        A has so many rows.
+        """
+        own, routed = self.experts.num_experts, self.experts.num_routed
+        return routed if tensors.shapes(self.name)[0][:1] == (routed * rank,) else own
+
+    def shapes(self, tensors: AdapterTensors, rank: int, transposed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B in a file, for the parameter's matrices or, if `transposed`, for their
         transposes.
         """
         size, out = (self.out, self.size) if transposed else (self.size, self.out)
-        return (self.experts.num_experts * rank, size), (out, rank * self.experts.num_experts)
+        count = self.count(tensors, rank)
+        return (count * rank, size), (out, rank * count)
 
     def read(
         self, tensors: AdapterTensors, rank: int, scale: float, transposed: bool | None
@@ -66,7 +74,7 @@ class JoinedExperts:
         matrices if their shapes do not decide it; None if it is unknown. Raises ModelFileError for other shapes, for
         numbers that are not finite, and for an unknown orientation.
         """
-        shapes, wanted = tensors.shapes(self.name), [self.shapes(rank, each) for each in (False, True)]
+        shapes, wanted = tensors.shapes(self.name), [self.shapes(tensors, rank, each) for each in (False, True)]
         if shapes not in wanted:
             fits = [each for each in wanted if each[0] == shapes[0]]
             allowed = " or ".join(str(each[bool(fits)]) for each in dict.fromkeys(fits or wanted))
@@ -77,7 +85,7 @@ class JoinedExperts:
         elif transposed is None:
             text = f"the matrices of {self.key} are square, and no others tell which of their sides are inputs"
             raise ModelFileError(tensors.path, f"{text}: save the adapter with those of single experts", self.name)
-        count = self.experts.num_experts
+        count = self.count(tensors, rank)
         a, b = tensors.read(self.name, *shapes, scale)
         a, b = a.reshape(count, rank, -1), np.moveaxis(b.reshape(-1, rank, count), 2, 0)
         if transposed:
@@ -87,7 +95,7 @@ class JoinedExperts:
         return {
             module.replace("{expert}", str(expert)): (a[expert], b[expert, own])
             for module, own in zip(modules, self.experts.rows_of_parts(len(modules), self.out), strict=True)
-            for expert in range(count)
+            for expert in range(self.experts.num_experts)
         }
 
 
@@ -139,10 +147,9 @@ def is_transposed(tensors: AdapterTensors, joined: Iterable[JoinedExperts], rank
     Only matrices that are not square decide; None if there are none, or if they disagree. joined: the pairs of the
     file. ranks: LoRA ranks by JoinedExperts.key.
     """
-    tells = {
-        tensors.shapes(each.name) == each.shapes(ranks[each.key], True)
-        for each in joined
-        if each.size != each.out
-        and tensors.shapes(each.name) in [each.shapes(ranks[each.key], transposed) for transposed in (False, True)]
-    }
+    tells = set()
+    for each in (pair for pair in joined if pair.size != pair.out):
+        straight, turned = (each.shapes(tensors, ranks[each.key], transposed) for transposed in (False, True))
+        if (found := tensors.shapes(each.name)) in (straight, turned):
+            tells.add(found == turned)
     return tells.pop() if len(tells) == 1 else None

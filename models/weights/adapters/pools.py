@@ -15,7 +15,7 @@ from jaxengine.models.config.altup import SharedBlocks
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.lora import DeclaredPool, PoolArray, declared_pools
 from jaxengine.models.params.declare import declared_params
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.weights.views.parts import format_of, source_row, tensor_name
 from jaxengine.models.weights.views.stacked import DOWN, GATE_UP, UP
 from jaxengine.sharding.rules import named_sharding
@@ -33,12 +33,14 @@ class ExpertTargets:
 
     Attributes:
       num_experts: number of experts of the layer.
+      num_routed: the same with those that have no weights, which transformers' first stack of LongCat has all the same.
       joined: for GATE_UP, or UP of experts without a gate, and for DOWN (transformers' names of the stacks), the
         modules in each, with "{expert}" in their names.
       interleaved: whether rows of gate and up alternate in the stack.
     """
 
     num_experts: int
+    num_routed: int
     joined: Mapping[str, tuple[str, ...]]
     interleaved: bool
 
@@ -149,7 +151,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
         unused = frozenset(f"model.layers.{each}.self_attn.{part}_proj" for each in taking for part in "kv")
         for pool in declared_pools(model):
             if pool.decl.num_experts is not None:
-                shapes |= _of_experts(pool, names.stacked_experts, experts)
+                shapes |= _of_experts(pool, model, experts)
             elif pool.decl.part is None:
                 for source in pool.decl.sources:
                     shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows
@@ -189,9 +191,7 @@ def _divided(pool: DeclaredPool, names: CheckpointNames) -> dict[str, tuple[str,
     }
 
 
-def _of_experts(
-    pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
-) -> dict[str, tuple[int, int]]:
+def _of_experts(pool: DeclaredPool, model: Any, found: dict[str, ExpertTargets]) -> dict[str, tuple[int, int]]:
     """Return (inputs, outputs) of the modules of an `a` pool of experts by name, for each expert; {} for a `b` pool.
     Adds the ExpertTargets of its layer to `found`.
     """
@@ -202,7 +202,8 @@ def _of_experts(
     before = found[prefix].joined if prefix in found else {}
     part = DOWN if pool.decl.axes[-1] != "embed" else UP if len(sources) == 1 else GATE_UP
     joined = {**before, part: pool.decl.modules}
-    found[prefix] = ExpertTargets(count, joined, stacked.interleaved)
+    num_routed = count + model.config.experts.num_zero_experts
+    found[prefix] = ExpertTargets(count, num_routed, joined, model.checkpoint_names.stacked_experts.interleaved)
     sizes = {source: (pool.shape[-1], source.tensor_rows or source.rows) for source in sources}
     return {tensor_name(source, expert): size for source, size in sizes.items() for expert in range(count)}
 

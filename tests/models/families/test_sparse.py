@@ -82,7 +82,11 @@ def test_blocks_of_fp8(tmp_path):
     source.close()
     for layer, own in enumerate(model.layers):
         indexer = own.attention.indexer
-        for name, weight in (("wq_b", indexer.q.weight), ("wk", indexer.k.weight), ("weights_proj", indexer.weights)):
+        for name, weight in (
+            ("wq_b", indexer.q.weight),
+            ("wk", indexer.k.weight),
+            ("weights_proj", indexer.weights.weight),
+        ):
             stored = values[f"model.layers.{layer}.self_attn.indexer.{name}.weight"]
             assert isinstance(weight, PlainWeight if name == "weights_proj" else QuantizedWeight)
             held = weight.matmul(jnp.eye(stored.shape[1]), out_dtype=jnp.float32)

@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.check.model.programs import open_stages
 from jaxengine.check.model.shapes import model_config
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import Latent, LayerAttention
+from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.layers.attention import mla, mla_expanded
 from jaxengine.models.layers.attention.attention import StepInputs, attention_spec
 from jaxengine.models.layers.attention.mla import LatentAttention
@@ -132,6 +135,47 @@ def test_expanded_rows_equal_absorbed_ones(platform):
         np.testing.assert_allclose(both, absorbed, rtol=2e-5, atol=2e-5)
         num_tokens = sum(new for new, _ in rows)
         assert np.abs(absorbed[:num_tokens]).max() > 0.1 and not np.any(both[num_tokens:])
+
+
+def test_adapters_of_the_matrix_that_expands(monkeypatch):
+    """Rows with one have what merged weights give, in both forms and in one batch with rows that have none."""
+    monkeypatch.setattr(mla_expanded, "PLATFORMS", ("cpu",))
+    for name, value in {"PIECE": 32, "BLOCK": 16, "HEADS": 2}.items():
+        monkeypatch.setattr(mla_expanded, name, value)
+    rng, lora = np.random.default_rng(0), LoraSpec(2, 3)
+    layer = LatentAttention(ATTENTION, 16, source="a", build=Build("float32", layer=0, lora=lora))
+    of_keys, of_values, pools = layer.w_uk, layer.w_uv, layer.lora
+    assert pools is not None and isinstance(of_keys, PlainWeight) and isinstance(of_values, PlainWeight)
+    weights = of_keys, of_values
+    for array in (*(weight.values for weight in weights), pools.a, *pools.b):
+        array[...] = jnp.asarray(rng.standard_normal(array.shape, np.float32) / 3)
+    batch, keys, pages = drawn(rng, MIXED)
+    slots = np.full(NUM_TOKENS, -1, np.int32)
+    for row in range(len(MIXED)):
+        slots[int(batch.cu_q_lens[row]) : int(batch.cu_q_lens[row + 1])] = row % 3 - 1
+    spec, sizes = attention_spec(ATTENTION), {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": "cpu"}
+    pool = alloc(KVSpec(NUM_PAGES, PAGE_SIZE, 1, 34, 32, "float32", values_in_keys=True), platform="cpu")
+    kv = import_pages(pool, jnp.arange(NUM_PAGES), jnp.asarray(pages))
+    plain, rotated = (jnp.asarray(rng.standard_normal((NUM_TOKENS, 4, width), np.float32)) for width in (3, 2))
+
+    @partial(jax.jit, static_argnames="expands")
+    def attend(state, adapters, *, expands: bool):
+        rows = Rows(batch.slot_mapping >= 0, adapters)
+        step = StepInputs(rows, None, attention_schedule(batch, spec, **sizes))
+        if expands:
+            step = step._replace(expanded=mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS))
+        return nnx.merge(graph, state)._attend((plain, rotated), jnp.asarray(keys), kv, batch, step)
+
+    adapters, (graph, state) = Adapters(jnp.asarray(slots), jnp.int32(1)), nnx.split(layer)
+    found = [np.asarray(attend(state, adapters, expands=expands)) for expands in (False, True)]
+    before = [weight.values[...] for weight in weights]
+    for slot in (-1, 0, 1):
+        own = slice(slot * 3, slot * 3 + 3)
+        for weight, start, b in zip(weights, before, pools.b, strict=True):
+            weight.values[...] = start if slot < 0 else start + b[...][own].T @ pools.a[...][own]
+        wanted = np.asarray(attend(nnx.state(layer), None, expands=False))
+        for each in found:
+            np.testing.assert_allclose(each[slots == slot], wanted[slots == slot], rtol=1e-4, atol=1e-4)
 
 
 def drawn(rng: np.random.Generator, rows: list[tuple[int, int]]) -> tuple[RaggedBatch, np.ndarray, np.ndarray]:

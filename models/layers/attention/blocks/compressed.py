@@ -98,7 +98,7 @@ class BlockIndexer(nnx.Module):
         # Stored plain and multiplied in float32: the result ranks blocks.
         plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
         weights = (Source(f"{source}.weights_proj", index.num_heads),)
-        self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
+        self.weights = Linear(hidden_size, weights, axes=("embed", "latent"), build=plain)
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         """Return rotated queries [T, I, J] and the weights of their heads f32[T, I], for hidden states x [T, D] and the
@@ -111,7 +111,7 @@ class BlockIndexer(nnx.Module):
     def queries(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         """Return queries [T, I, J] before rope and the weights of their heads f32[T, I], divided by sqrt(I * J)."""
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
-        weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
+        weights = self.weights(x.astype(jnp.float32), step.rows)
         return q, weights * (self.num_heads * self.head_dim) ** -0.5
 
 

@@ -91,6 +91,16 @@ def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
     write_adapter(tmp_path, shapes, seed=1, r=4, target_modules=["q_b_proj"])
     assert set(read(tmp_path, targets).matrices) == set(names)
     assert set(targets.experts) == {f"model.layers.{pair}.mlp.experts" for pair in range(2)}
+    # One of transformers' stacks has matrices of experts without weights, too, and nobody multiplies by them.
+    experts = targets.experts[layer := "model.layers.0.mlp.experts"]
+    size, width = targets.shapes[f"{layer}.0.gate_proj"]
+    stacks = {"gate_up_proj": (experts.num_routed, size, 2 * width), "down_proj": (experts.num_experts, width, size)}
+    together(tmp_path / "stacks", stacks, list(targets.experts))
+    found = read(tmp_path / "stacks", targets).matrices
+    assert experts.num_routed > experts.num_experts and len(found) == 6 * experts.num_experts
+    change = joined_changes(tmp_path / "stacks", layer, stacks)["gate_up_proj"]
+    a, b = found[f"{layer}.{experts.num_experts - 1}.up_proj"]
+    np.testing.assert_allclose(b @ a, change[experts.num_experts - 1, width:], rtol=1e-5, atol=1e-6)
 
 
 @each_row(
