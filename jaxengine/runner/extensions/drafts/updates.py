@@ -39,26 +39,28 @@ class HeadTensors:
         """Return a source with the head's tensors of `source` under the names that the head declares.
 
         Raises ModelFileError if an EAGLE-3 head drafts other tokens than the loaded one, or has embeddings that differ
-        from the model's although the engine's head has none of its own.
+        from the model's, or cannot be compared with them, although the engine's head has none of its own.
         """
         if not self._is_eagle3:
             return NextTokenSource(source, self._model.config.num_layers)
         config = self._head.sizes
-        found = Eagle3Source(source, config, self._embedding(source), partial=self._partial)
+        model = self._embedding(source)
+        found = Eagle3Source(source, config, model, partial=self._partial)
         if found.config.own_embedding != config.own_embedding:
             text = "differs from the model's, and the engine's head was started without one of its own"
+            if model is None:
+                text = "cannot be compared with the model's, of which the sleeping engine has no copy: leave it out"
             raise ModelFileError(source.path, text, EMBEDDING)
         return found
 
     def _embedding(self, source: WeightSource) -> WeightSource | None:
         """Return a source of the model's current embedding in host memory, for comparison; None if the head has its own
-        embedding, `source` has none, or the engine sleeps.
+        embedding, `source` has none, or the engine sleeps without a copy of it.
         """
         paths = [param.path for param in declared_params(self._model) if param.decl.sources[0].name == EMBEDDING]
         if self._head.sizes.own_embedding or not paths or not any(EMBEDDING.endswith(name) for name in source.names()):
             return None
         index = [path for path, _ in nnx.to_flat_state(nnx.state(self._model))].index(paths[0])
         array = self._params[index]
-        if not isinstance(array, jax.Array):
-            return None
-        return ArraySource({EMBEDDING: on_host(array)[: self._head.sizes.vocab_size]})
+        whole = on_host(array) if isinstance(array, jax.Array) else array.whole()
+        return None if whole is None else ArraySource({EMBEDDING: whole[: self._head.sizes.vocab_size]})
