@@ -34,7 +34,8 @@ def _widened(values: Any) -> Any:
 
 
 def _constant(literal: Literal) -> Any:
-    number, dtype = np.asarray(literal.val), literal.aval.dtype
+    aval: Any = literal.aval
+    number, dtype = np.asarray(literal.val), aval.dtype
     if dtype != jnp.float32:
         return np.asarray(number, dtype)
     return _SCALES.get(float(number), np.float64(str(np.float32(number))))
