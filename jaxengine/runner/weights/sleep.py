@@ -38,6 +38,17 @@ class Absent(NamedTuple):
         array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=self.dtype)
         return array if array.format == self.format else jax.device_put(array, self.format)
 
+    def whole(self) -> np.ndarray | None:
+        """Return the array in host memory, put together from its copies; None if it has none, or other processes have
+        some of its parts.
+        """
+        if self.host is None or not self.sharding.is_fully_addressable:
+            return None
+        found, places = np.empty(self.shape, self.dtype), self.sharding.devices_indices_map(self.shape)
+        for device, part in self.host:
+            found[places[device]] = part
+        return found
+
 
 def release_weights(runner: ModelRunner, *, keep: bool) -> None:
     """Free the weights' memory on the devices: replace each leaf of the stages by an Absent, and return free memory to

@@ -197,6 +197,17 @@ def assert_updated(llm: LLM, model: str, head: str, share: Callable[[], float]) 
     without = {each: tensors[each] for each in tensors if each != "d2t"}
     with pytest.raises(WeightUpdateError, match="d2t: is missing"):
         llm.update_weights(without, target="draft")
+    # Asleep, the embedding is compared with the copy in host memory, if there is one.
+    llm.sleep(1)
+    llm.update_weights(tensors | {"embed_tokens.weight": table}, target="draft")
+    with pytest.raises(WeightUpdateError, match=r"embed_tokens.weight: differs from the model's"):
+        llm.update_weights(tensors | {"embed_tokens.weight": 2 * table}, target="draft")
+    llm.sleep(2)
+    with pytest.raises(WeightUpdateError, match=r"embed_tokens.weight: cannot be compared .* leave it out"):
+        llm.update_weights(tensors | {"embed_tokens.weight": table}, target="draft")
+    llm.update_weights(head, target="draft")
+    llm.update_weights(model)
+    llm.wake_up()
     assert share() > 0.95 and llm.core.runner.compiles.count == 0
 
 

@@ -66,7 +66,10 @@ def compare(name: str) -> None:
 FURTHER = pytest.mark.thorough("further kinds of layers")
 NAMES = [
     pytest.param(["gemma2"]),
-    pytest.param(["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2"], marks=FURTHER),
+    pytest.param(
+        ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2", "zaya", "inkling", "dory"],
+        marks=FURTHER,
+    ),
 ]
 
 

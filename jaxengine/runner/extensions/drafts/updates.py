@@ -38,28 +38,30 @@ class HeadTensors:
         """Return a source with the head's tensors of `source` under the names that the head declares.
 
         Raises ModelFileError if a head drafts other tokens than the loaded one, or has an LM head, or embeddings that
-        differ from the model's, although the engine's head has none of its own.
+        differ from the model's or cannot be compared with them, although the engine's head has none of its own.
         """
         if self._kind is None:
             return NextTokenSource(source, self._model.config.num_layers)
         config = self._head.sizes
-        found = self._kind.source(source, config, self._embedding(source), partial=self._partial)
+        model = self._embedding(source)
+        found = self._kind.source(source, config, model, partial=self._partial)
         if found.config.own_head != config.own_head:
             raise ModelFileError(source.path, "is new: the engine's head was started without one of its own", LM_HEAD)
         if found.config.own_embedding != config.own_embedding:
             text = "differs from the model's, and the engine's head was started without one of its own"
+            if model is None:
+                text = "cannot be compared with the model's, of which the sleeping engine has no copy: leave it out"
             raise ModelFileError(source.path, text, EMBEDDING)
         return found
 
     def _embedding(self, source: WeightSource) -> WeightSource | None:
         """Return a source of the model's current embedding in host memory, for comparison; None if the head has its own
-        embedding, `source` has none, or the engine sleeps.
+        embedding, `source` has none, or the engine sleeps without a copy of it.
         """
         paths = [param.path for param in declared_params(self._model) if param.decl.sources[0].name == EMBEDDING]
         if self._head.sizes.own_embedding or not paths or not any(EMBEDDING.endswith(name) for name in source.names()):
             return None
         index = [path for path, _ in nnx.to_flat_state(nnx.state(self._model))].index(paths[0])
         array = self._params[index]
-        if not isinstance(array, jax.Array):
-            return None
-        return ArraySource({EMBEDDING: on_host(array)[: self._head.sizes.vocab_size]})
+        whole = on_host(array) if isinstance(array, jax.Array) else array.whole()
+        return None if whole is None else ArraySource({EMBEDDING: whole[: self._head.sizes.vocab_size]})
