@@ -68,11 +68,13 @@ def _declared() -> dict[str, type[CausalLM]]:
     from jaxengine.models.families.declared_experts import EXPERT_ROWS
     from jaxengine.models.families.declared_hub import HUB_ROWS
     from jaxengine.models.families.declared_kinds import KIND_ROWS
+    from jaxengine.models.families.declared_loops import LOOP_ROWS
     from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
     from jaxengine.models.families.declared_rows import ROWS_BY_NAME
     from jaxengine.models.families.declared_states import STATE_ROWS
 
     tables = (ROWS_BY_NAME, DENSE_ROWS, EXPERT_ROWS, KIND_ROWS, MIXTURE_ROWS, HUB_ROWS, STATE_ROWS, ALIBI_ROWS)
+    tables = (*tables, LOOP_ROWS)
     return {name: declared_class(name, row) for rows in tables for name, row in rows.items()}
 
 

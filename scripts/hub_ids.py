@@ -230,4 +230,6 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "MiniCPMV4_7ForConditionalGeneration": ("openbmb/MiniCPM-V-4.7-1B",),
     "MiniCPMOcrForConditionalGeneration": ("openbmb/MiniCPM-OCR-1.0",),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
+    "NanbeigeForCausalLM": ("Nanbeige/Nanbeige4.2-3B",),
+    "OuroForCausalLM": ("ByteDance/Ouro-1.4B", "ByteDance/Ouro-2.6B-Thinking"),
 }
