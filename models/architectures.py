@@ -83,6 +83,7 @@ _OTHER_NAMES = {
     "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+    "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
     "AquilaForCausalLM": "LlamaForCausalLM",
     "AquilaModel": "LlamaForCausalLM",  # of models that generate, too
     "BaiChuanForCausalLM": "BaichuanForCausalLM",

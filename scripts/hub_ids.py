@@ -126,7 +126,11 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "ZambaForCausalLM": ("Zyphra/Zamba-7B-v1",),
     "Zamba2ForCausalLM": ("Zyphra/Zamba2-1.2B-instruct", "Zyphra/Zamba2-2.7B", "Zyphra/Zamba2-7B-Instruct"),
     "NemotronH_Omni_Reasoning_V3": ("nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16",),
-    "NemotronHForCausalLM": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+    "NemotronHForCausalLM": (
+        "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16",
+    ),
     "KimiLinearForCausalLM": ("moonshotai/Kimi-Linear-48B-A3B-Instruct",),
     "OlmoHybridForCausalLM": ("allenai/Olmo-Hybrid-7B",),
     "MambaForCausalLM": ("state-spaces/mamba-130m-hf", "state-spaces/mamba-2.8b-hf"),
