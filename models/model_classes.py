@@ -98,6 +98,7 @@ _MODULES = {
     "MiniCPMForCausalLM": "minicpm",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Rnj1ForCausalLM": "rnj1",
     "Gemma3nForCausalLM": "gemma3n",
     "Gemma3nForConditionalGeneration": "gemma3n",
     "Gemma4ForCausalLM": "gemma4",

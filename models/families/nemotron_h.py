@@ -172,6 +172,8 @@ def _read_blocks(fields: ConfigFields) -> tuple[ConfigFields, tuple[tuple[int, i
                 raise own.fail(name, f"{found[name]!r} as in the blocks before it")
         sizes.append(tuple(own.integer(name) for name in _SIZES) if with_experts else (1, 1))
     found |= {name: max(each[place] for each in sizes) for place, name in enumerate(_SIZES)}
+    if not fields.has("num_hidden_layers"):  # null in published files
+        found["num_hidden_layers"] = len(blocks)
     return ConfigFields({**fields.raw, **found}), tuple((count, size) for count, size in sizes)
 
 
