@@ -182,6 +182,7 @@ _MODULES = {
     "NemotronHForCausalLM": "nemotron_h",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "KimiLinearForCausalLM": "kimi_linear",
+    "AliceAIForCausalLM": "alice_ai",
     "BailingHybridForCausalLM": "bailing_hybrid",
     "BailingMoeV3ForCausalLM": "bailing_hybrid",
     "BailingMoeV2_5ForCausalLM": "bailing_moe_linear",

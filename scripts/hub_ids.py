@@ -235,6 +235,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "MiniCPMOcrForConditionalGeneration": ("openbmb/MiniCPM-OCR-1.0",),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
     "NanbeigeForCausalLM": ("Nanbeige/Nanbeige4.2-3B",),
+    "AliceAIForCausalLM": ("yandex/AliceAI-Foundation-80B-A3B-Base",),
     "JAISLMHeadModel": ("inceptionai/jais-family-6p7b-chat", "inceptionai/jais-family-13b-chat"),
     "Rnj1ForCausalLM": ("EssentialAI/rnj-1.5-instruct",),
     "OuroForCausalLM": ("ByteDance/Ouro-1.4B", "ByteDance/Ouro-2.6B-Thinking"),

