@@ -99,11 +99,13 @@ _OTHER_NAMES = {
     "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+    "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
     "AquilaForCausalLM": "LlamaForCausalLM",
     "AquilaModel": "LlamaForCausalLM",  # of models that generate, too
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
     "Ernie4_5_VL_MoeForConditionalGeneration": "Ernie4_5_VLMoeForConditionalGeneration",
+    "Glm5NextForCausalLM": "Glm5NextForConditionalGeneration",
     "Glm46VForConditionalGeneration": "Glm4vForConditionalGeneration",
     "HCXVisionV2ForCausalLM": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
@@ -113,6 +115,8 @@ _OTHER_NAMES = {
     "InternS1ForConditionalGeneration": "InternVLForConditionalGeneration",
     "InternVLChatModel": "InternVLForConditionalGeneration",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",  # as K-EXAONE's own file has it
+    "TeleChatForCausalLM": "TeleChat2ForCausalLM",
+    "TelechatForCausalLM": "TeleChat2ForCausalLM",
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
     "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",

@@ -68,11 +68,13 @@ def _declared() -> dict[str, type[CausalLM]]:
     from jaxengine.models.families.declared_experts import EXPERT_ROWS
     from jaxengine.models.families.declared_hub import HUB_ROWS
     from jaxengine.models.families.declared_kinds import KIND_ROWS
+    from jaxengine.models.families.declared_loops import LOOP_ROWS
     from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
     from jaxengine.models.families.declared_rows import ROWS_BY_NAME
     from jaxengine.models.families.declared_states import STATE_ROWS
 
     tables = (ROWS_BY_NAME, DENSE_ROWS, EXPERT_ROWS, KIND_ROWS, MIXTURE_ROWS, HUB_ROWS, STATE_ROWS, ALIBI_ROWS)
+    tables = (*tables, LOOP_ROWS)
     return {name: declared_class(name, row) for rows in tables for name, row in rows.items()}
 
 
@@ -96,6 +98,7 @@ _MODULES = {
     "MiniCPMForCausalLM": "minicpm",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Rnj1ForCausalLM": "rnj1",
     "Gemma3nForCausalLM": "gemma3n",
     "Gemma3nForConditionalGeneration": "gemma3n",
     "Gemma4ForCausalLM": "gemma4",
@@ -179,6 +182,7 @@ _MODULES = {
     "NemotronHForCausalLM": "nemotron_h",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "KimiLinearForCausalLM": "kimi_linear",
+    "AliceAIForCausalLM": "alice_ai",
     "BailingHybridForCausalLM": "bailing_hybrid",
     "BailingMoeV3ForCausalLM": "bailing_hybrid",
     "BailingMoeV2_5ForCausalLM": "bailing_moe_linear",

@@ -24,6 +24,7 @@ def ragged_paged_attention(
     causal: bool = True,
     window: int | None = None,
     chunk: int | None = None,
+    lookback: int = 0,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,  # [N]
     slopes: np.ndarray | None = None,  # [N]
@@ -51,7 +52,8 @@ def ragged_paged_attention(
         num_computed = int(kv_lens[seq]) - (end - first)
         for token in range(first, end):
             tree_row = None if tree_mask is None else tree_mask[token]
-            keys = visible_keys(num_computed, end - first, token - first, causal, window, chunk, tree_row)
+            limits = causal, window, chunk, lookback
+            keys = visible_keys(num_computed, end - first, token - first, *limits, tree_row)
             if kv_limits is not None:  # later keys, up to the token's limit
                 later = np.arange(token + 1, first - num_computed + min(kv_limits[token], kv_lens[seq]))
                 later = later[kv_limits[later] > 0] if mutual else later
@@ -81,13 +83,14 @@ def visible_keys(
     causal: bool,
     window: int | None,
     chunk: int | None,
+    lookback: int,
     tree_row: np.ndarray | None,
 ) -> np.ndarray:
     """Return the positions of the keys that new token `index` of a sequence sees, ascending.
 
-    num_computed, q_len: tokens of the sequence before the step, and its new tokens. causal, window, chunk: see
-    AttentionSpec. tree_row: u32, bit b says whether the token sees new token b of its sequence; it narrows the causal
-    range. None if there is no tree.
+    num_computed, q_len: tokens of the sequence before the step, and its new tokens. causal, window, chunk,
+    lookback: see AttentionSpec. tree_row: u32, bit b says whether the token sees new token b of its sequence; it
+    narrows the causal range. None if there is no tree.
     """
     position = num_computed + index
     keys = np.arange(position + 1 if causal else num_computed + q_len)
@@ -95,7 +98,7 @@ def visible_keys(
         new = np.maximum(keys - num_computed, 0)
         keys = keys[(keys < num_computed) | ((tree_row[new // 32] >> (new % 32).astype(np.uint32)) & 1).astype(bool)]
     if chunk is not None:
-        keys = keys[keys // chunk == position // chunk]
+        keys = keys[position // chunk - keys // chunk <= lookback]
     return keys if window is None else keys[np.abs(keys - position) < window]
 
 

@@ -126,7 +126,11 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "ZambaForCausalLM": ("Zyphra/Zamba-7B-v1",),
     "Zamba2ForCausalLM": ("Zyphra/Zamba2-1.2B-instruct", "Zyphra/Zamba2-2.7B", "Zyphra/Zamba2-7B-Instruct"),
     "NemotronH_Omni_Reasoning_V3": ("nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16",),
-    "NemotronHForCausalLM": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+    "NemotronHForCausalLM": (
+        "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16",
+    ),
     "KimiLinearForCausalLM": ("moonshotai/Kimi-Linear-48B-A3B-Instruct",),
     "OlmoHybridForCausalLM": ("allenai/Olmo-Hybrid-7B",),
     "MambaForCausalLM": ("state-spaces/mamba-130m-hf", "state-spaces/mamba-2.8b-hf"),
@@ -230,4 +234,9 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "MiniCPMV4_7ForConditionalGeneration": ("openbmb/MiniCPM-V-4.7-1B",),
     "MiniCPMOcrForConditionalGeneration": ("openbmb/MiniCPM-OCR-1.0",),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
+    "NanbeigeForCausalLM": ("Nanbeige/Nanbeige4.2-3B",),
+    "AliceAIForCausalLM": ("yandex/AliceAI-Foundation-80B-A3B-Base",),
+    "JAISLMHeadModel": ("inceptionai/jais-family-6p7b-chat", "inceptionai/jais-family-13b-chat"),
+    "Rnj1ForCausalLM": ("EssentialAI/rnj-1.5-instruct",),
+    "OuroForCausalLM": ("ByteDance/Ouro-1.4B", "ByteDance/Ouro-2.6B-Thinking"),
 }

@@ -219,13 +219,16 @@ of 8, blocks that share no such multiple with the pages, several KV heads whose 
 elements, indexers with pooled keys or a number of heads that is no multiple of 8. GGUF files of these models are
 refused.
 
-**ALiBi** (BLOOM, MPT, Baichuan-13B, Falcon's `rw` models; Press et al. 2021, arXiv:2108.12409) takes the distance of a
-key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are float32:
-transformers rounds Falcon's to bfloat16, and its "eager" attention, with which it is not compared, adds them twice.
+**ALiBi** (BLOOM, MPT, Baichuan-13B, Jais, Falcon's `rw` models; Press et al. 2021, arXiv:2108.12409) takes the distance
+of a key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are
+float32: transformers rounds Falcon's to bfloat16, and its "eager" attention, with which it is not compared, adds them
+twice.
 MPT with `multiquery_attention`, `qk_ln` or `alibi` false is refused, and so are Baichuan 2 and GGUF files. Slopes
 follow `alibi_bias_max` (16 in MPT-7B-StoryWriter), which transformers leaves at 8.
 Baichuan, which transformers lacks, is compared with its Llama, to which ALiBi is given as a mask
 (`tests/fixtures/recorders/baichuan.py`).
+
+**Rnj-1.5** attends in chunks, most of its layers to the chunk before a token's, too: as plain XLA on all platforms.
 
 **Inkling** adds numbers by distance to the logits of attention, as plain XLA on all platforms. In a step each token has
 one for every head and distance: 1 GiB for a layer in bfloat16 with 8,192 tokens, 64 heads and 1,024 distances, which a

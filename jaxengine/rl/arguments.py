@@ -108,11 +108,14 @@ def _check_params(model: CausalLM, params: Any) -> None:
 
 def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """Return (shape of routed_experts for tokens of this shape, number of routed experts). Raises ValueError for a
-    model without experts.
+    model without experts, or whose layers pick different numbers of them.
     """
     experts = model.config.experts
     if experts is None:
         raise ValueError(f"routed_experts must be None for {model.config.architecture}, which has no experts")
+    if experts.by_layer:
+        text = f"{model.config.architecture}, whose layers pick different numbers of experts"
+        raise ValueError(f"routed_experts must be None for {text}")
     return (*shape, len(_expert_layers(model)), experts.num_per_token), experts.num_routed
 
 

@@ -1,7 +1,8 @@
 """Fields of families with several hidden states of a token: Gemma 3n, whose layers predict and correct them (Baykal et
 al. 2023, arXiv:2301.13310), with other parts of its layers, Solar, whose layers keep and mix them, Zamba 2, whose
-layers with a shared block also read the embedding, Dory, which runs some layers several times, Kimi K3, whose layers
-read sums of the outputs of earlier blocks of layers, and ZAYA, whose hidden states have more digits than its dtype.
+layers with a shared block also read the embedding, Dory, which runs some layers several times, as families with one
+hidden state do, too, Kimi K3, whose layers read sums of the outputs of earlier blocks of layers, and ZAYA, whose hidden
+states have more digits than its dtype.
 """
 
 from __future__ import annotations
@@ -72,33 +73,30 @@ class BlockSkips:
 
 @dataclass(frozen=True)
 class LoopedLayers:
-    """Layers of Dory that run several times. Each run counts as a layer of the model, with keys and values of its own;
-    all runs of a layer have the weights of one layer of the checkpoint. Before each run of the first of them, the
-    output of the layers before the loop is added again, so that it is passed on with the hidden state.
+    """Layers that run several times. Each run counts as a layer of the model, with keys and values of its own; all runs
+    of a layer have the weights of one layer of the checkpoint.
 
     Attributes:
       first: number of layers before the loop, and so the number of the first layer in it.
       count: number of layers in the loop.
       num_loops: how often the loop runs.
       num_after: number of layers after it.
-      weight_scale: `initializer_range`: learned factors are stored as multiples of it.
-      rate: `ngpt_alpha_init`: the share of a part's output in the hidden state where the stored factor is weight_scale.
+      normed: whether the model's last norm is also the norm of the input of each loop but the first.
     """
 
     first: int
     count: int
     num_loops: int
-    num_after: int
-    weight_scale: float
-    rate: float
+    num_after: int = 0
+    normed: bool = False
 
     def __post_init__(self) -> None:
-        check_size("n_recurrent_loops", self.num_loops, MAX_LAYERS)
+        check_size("number of loops", self.num_loops, MAX_LAYERS)
 
     @property
     def num_streams(self) -> int:
-        """Number of hidden states of a token: the current one and the loop's input."""
-        return 2
+        """Number of hidden states of a token."""
+        return 1
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -112,6 +110,25 @@ class LoopedLayers:
         """
         loop, inside = divmod(layer - self.first, self.count)
         return loop if 0 <= loop < self.num_loops and inside == 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoryLoops(LoopedLayers):
+    """Looped layers of Dory. Before each run of the first of them, the output of the layers before the loop is added
+    again, so that it is passed on with the hidden state.
+
+    Attributes:
+      weight_scale: `initializer_range`: learned factors are stored as multiples of it.
+      rate: `ngpt_alpha_init`: the share of a part's output in the hidden state where the stored factor is weight_scale.
+    """
+
+    weight_scale: float
+    rate: float
+
+    @property
+    def num_streams(self) -> int:
+        """Number of hidden states of a token: the current one and the loop's input."""
+        return 2
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,7 @@ class LayerAttention:
       scale: factor of the products of queries and keys; None for head_dim ** -0.5.
       window: a token attends to keys less than this many positions away; None for all of them.
       chunk: a token attends to the keys from the last multiple of this position on; None for all of them.
+      lookback: chunks before it, to whose keys a token attends, too; 0 without chunk.
       causal: whether a token attends to itself and earlier tokens only; otherwise to its whole sequence, whose tokens
         are then in one step.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
@@ -265,6 +266,7 @@ class LayerAttention:
     scale: float | None = None
     window: int | None = None
     chunk: int | None = None
+    lookback: int = 0
     causal: bool = True
     soft_cap: float | None = None
     qk_norm: bool = False
@@ -298,6 +300,8 @@ class LayerAttention:
                 check_size(name, getattr(self, name), MAX_INTEGER)
         if self.window is not None and self.chunk is not None:
             raise ModelConfigError(f"window must be None where chunk is {self.chunk}, got {self.window}")
+        if self.lookback < 0 or (self.lookback and self.chunk is None):
+            raise ModelConfigError(f"lookback must be at least 0, and 0 without chunk, got {self.lookback}")
         if not self.causal and not (self.chunk is self.state is None):
             raise ModelConfigError("attention to later tokens takes no chunk and no state")
         for name in ("scale", "soft_cap"):
@@ -452,7 +456,9 @@ class LayerAttention:
         """Number of latest keys, its own included, that a token attends to and that a cache must keep; None for all, as
         in an encoder.
         """
-        return None if not self.causal else self.chunk if self.window is None else self.window
+        if not self.causal or self.chunk is None:
+            return self.window if self.causal else None
+        return self.chunk * (1 + self.lookback)
 
     @property
     def sm_scale(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxengine.models.config.fields import MAX_EXPERTS, MAX_HIDDEN, MAX_INTERMEDIATE, ModelConfigError, check_size
 
@@ -53,6 +53,8 @@ class ExpertsConfig:
       num_idle: scores of a router, after those of experts, that stand for no expert (ZAYA).
       latent_size: elements of an expert's input and output, which are projected from and to the hidden state; None if
         they are the hidden state itself.
+      by_layer: for each layer, its (num_per_token, intermediate_size), of any value in dense layers; () where all are
+        equal. Those outside of it are the largest of a layer with experts.
     """
 
     num_experts: int
@@ -84,6 +86,14 @@ class ExpertsConfig:
     latent_size: int | None = None
     num_sinks: int = 0
     num_idle: int = 0
+    by_layer: tuple[tuple[int, int], ...] = ()
+
+    def of_layer(self, layer: int) -> ExpertsConfig:
+        """Return the configuration with the numbers of layer number `layer`, which has experts."""
+        if not self.by_layer:
+            return self
+        count, size = self.by_layer[layer]
+        return replace(self, num_per_token=count, intermediate_size=size, by_layer=())
 
     @property
     def num_routed(self) -> int:

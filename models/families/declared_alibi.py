@@ -10,7 +10,16 @@ from jaxengine.models.config.attention import LayerAttention, alibi_slopes
 from jaxengine.models.config.declared import BEFORE, GROUPS, RMS, UNBIASED, WITHIN, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.declared_row import EPS, Row, no_rope
-from jaxengine.models.families.declared_rows import EPSILON, embedding_width, rope_unless_alibi, transformer_names
+from jaxengine.models.families.declared_rows import (
+    EPSILON,
+    GPT2_FORM,
+    GPT2_SPELLED,
+    MASKS,
+    embedding_width,
+    four_times,
+    rope_unless_alibi,
+    transformer_names,
+)
 
 _COUNTS = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 _MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
@@ -89,6 +98,41 @@ def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention)
     return _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
 
 
+def _jais_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `hidden_act`, `intermediate_size` (four times the hidden size by default) and the longest context, which
+    `train_seq_len` of alibi_scaling limits: published code changes slopes with a text's length beyond it. Raises
+    ModelConfigError for wrong fields, for another activation_function than swiglu, and for a `factor` of slopes.
+    """
+    if fields.text("activation_function", "gelu_new") != "swiglu":
+        raise fields.fail("activation_function", "swiglu")
+    scaling = ConfigFields({"alibi_scaling": fields.mapping("alibi_scaling") or {}}).part("alibi_scaling")
+    scaling.require(type="linear", factor=None)
+    longest = fields.integer("max_position_embeddings")
+    longest = min(longest, scaling.integer("train_seq_len", longest))
+    return {"hidden_act": "silu", "max_position_embeddings": longest, **four_times(fields)}
+
+
+def _jais_scales(fields: ConfigFields) -> dict[str, float]:
+    """Return the factor of embeddings, `embeddings_scale` or `mup_embeddings_scale`, and that of logits, `width_scale`
+    or `mup_output_alpha` times `mup_width_scale`; each is 1 by default. Raises ModelConfigError for wrong fields.
+    """
+    embeddings, alpha, width = (
+        fields.number(name, 1.0) for name in ("mup_embeddings_scale", "mup_output_alpha", "mup_width_scale")
+    )
+    return {
+        "embedding_multiplier": fields.number("embeddings_scale", embeddings),
+        "logit_scale": fields.number("width_scale", alpha * width),
+    }
+
+
+def _jais_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention with ALiBi slopes and, if `scale_qk_dot_by_d` or `mup_scale_qk_dot_by_d` is true,
+    products divided by a head's size instead of its root. Raises ModelConfigError for values that are not bools.
+    """
+    divided = fields.boolean("scale_qk_dot_by_d", fields.boolean("mup_scale_qk_dot_by_d", False))
+    return _sloped(fields, layer, replace(attention, scale=1 / attention.head_dim) if divided else attention)
+
+
 # Keys are the class names that config.json lists under "architectures".
 ALIBI_ROWS: dict[str, Row] = {
     "BloomForCausalLM": Row(
@@ -140,6 +184,29 @@ ALIBI_ROWS: dict[str, Row] = {
         adapt=_sizes,
         choose=_mpt_form,
         each_layer=_mpt_layer,
+    ),
+    "JAISLMHeadModel": Row(
+        "Jais (Sengupta et al. 2023, arXiv:2308.16149): GPT-2 with ALiBi, gated MLPs, and embeddings, products of "
+        "queries and keys, and logits scaled by widths.",
+        replace(GPT2_FORM, up=("mlp.c_fc2", "mlp.c_fc"), positions=None),
+        names=transformer_names(wte="embed_tokens"),
+        spelled={**GPT2_SPELLED, **EPSILON, "activation_function": "activation_function"},
+        defaults={EPS: 1e-5},
+        only={
+            "position_embedding_type": "alibi",
+            "add_cross_attention": False,
+            "scale_attn_by_inverse_layer_idx": False,
+            "scale_attn_weights": True,
+            "reorder_and_upcast_attn": False,
+        },
+        rope=no_rope,
+        tied=True,
+        adapt=_jais_fields,
+        each_layer=_jais_layer,
+        more=_jais_scales,
+        transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight", ".c_fc2.weight"),
+        unused=("transformer.relative_pe.", "relative_pe."),
+        unused_ends=MASKS,
     ),
     "BaichuanForCausalLM": Row(
         "Baichuan (Baichuan Inc. 2023): Llama with a joined projection, that of 13 billion parameters with ALiBi.",

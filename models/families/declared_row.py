@@ -218,6 +218,8 @@ class Row(NamedTuple):
         if experts is not None and activation not in SILU.values:
             raise fields.fail("hidden_act", f"{SILU.values[0]!r} for a model with experts")
         more = {} if self.more is None else self.more(fields)
+        if (loops := more.get("loops")) is not None:  # each run of a layer is one of the model
+            shared["attention"] = tuple(shared["attention"][stored] for stored in loops.stored)
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
 
     def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:

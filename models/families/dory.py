@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.altup import LoopedLayers
+from jaxengine.models.config.altup import DoryLoops
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import FULL, SLIDING, hf_fields, layer_kinds, ropes_by_kind, windows_by_kind
@@ -25,6 +25,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import UnitNorm, unit
 from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.looped import share_blocks
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -71,7 +72,7 @@ class DoryAttention(Attention):
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         own, size, loops, source = config.attention[layer], config.hidden_size, config.loops, f"{LAYER}.self_attn"
-        assert loops is not None
+        assert isinstance(loops, DoryLoops)
         norms = (UnitNorm(), UnitNorm())
         super().__init__(own, size, eps=_EPS, source=source, build=build, qk_norms=norms)
         width, dim = own.num_heads * own.head_dim, own.head_dim
@@ -114,7 +115,7 @@ class DoryBlock(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         loops, size, ffn = config.loops, config.hidden_size, config.intermediate_size
-        assert loops is not None
+        assert isinstance(loops, DoryLoops)
         self.attention = DoryAttention(config, layer, build)
         self.mlp = GatedMLP(
             size,
@@ -192,12 +193,9 @@ class DoryForCausalLM(Decoder):
 
     def __init__(self, config: ModelConfig, build: Build):
         super().__init__(config, build)
-        blocks: dict[int, DoryBlock] = {}
-        for number, layer in zip(self.stage.layers, self.layers, strict=True):
-            assert isinstance(layer, DoryLayer)
-            layer.block = blocks.setdefault(config.stored_layer(number), layer.block)
+        share_blocks(self)
         if self.stage.is_last and config.pooler is None:
-            assert config.loops is not None
+            assert isinstance(config.loops, DoryLoops)
             rows = vocab_source("lm_head.logit_scale", config.vocab_size, self.mesh, config.num_logits)
             decl = ParamDecl(("vocab",), (rows,), init_value=config.loops.weight_scale)
             self.logit_factors = declare((rows.num_contributed,), build.dtype, decl)
@@ -240,13 +238,13 @@ class DoryForCausalLM(Decoder):
         return jnp.concatenate([x, x], axis=-1)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        assert self.config.loops is not None
+        assert isinstance(self.config.loops, DoryLoops)
         return super().token_logits(hidden) * (
             self.logit_factors[...].astype(jnp.float32) / self.config.loops.weight_scale
         )
 
 
-def _read_loops(fields: ConfigFields) -> tuple[ConfigFields, LoopedLayers]:
+def _read_loops(fields: ConfigFields) -> tuple[ConfigFields, DoryLoops]:
     """Return the fields with the number and the kinds of the checkpoint's layers, and the loop over some of them.
 
     Where `layer_types` lists attention and "mlp" in turn, as published files do, each pair of them is a layer, and all
@@ -272,7 +270,7 @@ def _read_loops(fields: ConfigFields) -> tuple[ConfigFields, LoopedLayers]:
     if looped < 1 or first + looped + after != count:
         text = f"at least 1, and with n_input_layers, {first}, and n_output_layers, {after}, all {count} layers"
         raise own.fail("n_recurrent_layers", text)
-    return own, LoopedLayers(
+    return own, DoryLoops(
         first=first,
         count=looped,
         num_loops=own.integer("n_recurrent_loops", 2),

@@ -1,5 +1,6 @@
-"""Nemotron-H, Nemotron Nano 2 and 3, and Nemotron 3 Super (NVIDIA 2025, arXiv:2504.03624, arXiv:2508.14444): layers
-that each have one part, Mamba-2, attention without rope, an MLP or experts, in the order that the configuration lists.
+"""Nemotron-H, Nemotron Nano 2 and 3, Nemotron 3 Super and Nemotron 3 Puzzle (NVIDIA 2025, arXiv:2504.03624,
+arXiv:2508.14444): layers that each have one part, Mamba-2, attention without rope, an MLP or experts, in the order that
+the configuration lists. Puzzle's layers differ in their experts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ KINDS = {
     **dict.fromkeys(("moe", "E"), EXPERTS),
 }
 SOURCE = f"{LAYER}.mixer"
+# The field of Puzzle's files with a mapping for each layer, and the fields in these that differ between layers.
+_BLOCKS = "block_configs"
+_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
 
 
 class MixerLayer(nnx.Module):
@@ -74,6 +78,7 @@ class NemotronHForCausalLM(Decoder):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields, sizes = _read_blocks(fields)
         kinds = layer_kinds(fields)
         fields.require(
             attention_bias=False,
@@ -99,7 +104,7 @@ class NemotronHForCausalLM(Decoder):
         )
         if EXPERTS in kinds:
             dense = tuple(layer for layer, kind in enumerate(kinds) if kind != EXPERTS)
-            shared["experts"] = _experts(fields, dense)
+            shared["experts"] = replace(_experts(fields, dense), by_layer=sizes)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
@@ -110,14 +115,15 @@ class NemotronHForCausalLM(Decoder):
         if isinstance(own.state, StateSpace):
             return MixerLayer(config, Mamba2(own.state, size, eps=eps, source=SOURCE, build=build), MAMBA, build)
         if config.experts is not None and layer not in config.experts.dense_layers:
-            return MixerLayer(config, self._make_experts(build), EXPERTS, build)
+            return MixerLayer(config, self._make_experts(layer, build), EXPERTS, build)
         options: dict[str, Any] = {"activation": relu_squared, "bias": config.mlp_bias, "build": build}
         return MixerLayer(config, MLP(size, config.intermediate_size, source=SOURCE, **options), FEED_FORWARD, build)
 
-    def _make_experts(self, build: Build) -> LatentExperts:
+    def _make_experts(self, layer: int, build: Build) -> LatentExperts:
         """Return a new module of a layer's experts, which have no gates, and its shared MLP."""
-        config, experts, bias = self.config, self.config.experts, self.config.mlp_bias
-        assert experts is not None
+        assert self.config.experts is not None
+        experts, bias = self.config.experts.of_layer(layer), self.config.mlp_bias
+        config = replace(self.config, experts=experts)
         options: dict[str, Any] = {"activation": relu_squared, "bias": bias, "build": build}
         sizes = config.hidden_size, experts.shared_intermediate_size
         shared = MLP(*sizes, source=f"{SOURCE}.shared_experts", **options)
@@ -142,12 +148,41 @@ def layer_kinds(fields: ConfigFields) -> list[str]:
     return [KINDS[kind] for kind in listed]
 
 
+def _read_blocks(fields: ConfigFields) -> tuple[ConfigFields, tuple[tuple[int, int], ...]]:
+    """Return the fields with those of `block_configs`, which Puzzle's files have, and the number of experts of a token
+    and the size of an expert in each layer, any in a layer without experts; the fields as they are and () for files
+    without. A block's kind is its `block_type`. Raises ModelConfigError for wrong blocks, and for blocks that differ in
+    anything else.
+    """
+    if not fields.has(_BLOCKS):
+        return fields, ()
+    blocks = fields.value(_BLOCKS)
+    if not (isinstance(blocks, list) and blocks and all(isinstance(each, dict) for each in blocks)):
+        raise fields.fail(_BLOCKS, "a list of mappings, one for each layer")
+    found: dict[str, Any] = {"layers_block_type": [each.get("block_type") for each in blocks]}
+    sizes = []
+    for number, given in enumerate(blocks):
+        prefix = f"{_BLOCKS}.{number}."
+        own = ConfigFields({prefix + name: value for name, value in given.items()}, prefix)
+        with_experts = given.get("block_type") == EXPERTS
+        for name, value in given.items():
+            if name == "block_type" or value is None or (with_experts and name in _SIZES):
+                continue
+            if found.setdefault(name, value) != value:
+                raise own.fail(name, f"{found[name]!r} as in the blocks before it")
+        sizes.append(tuple(own.integer(name) for name in _SIZES) if with_experts else (1, 1))
+    found |= {name: max(each[place] for each in sizes) for place, name in enumerate(_SIZES)}
+    if not fields.has("num_hidden_layers"):  # null in published files
+        found["num_hidden_layers"] = len(blocks)
+    return ConfigFields({**fields.raw, **found}), tuple((count, size) for count, size in sizes)
+
+
 def _state(fields: ConfigFields) -> StateSpace:
     """Return the state of Mamba-2's layers. The bounds of time steps are `time_step_limit`; in a file that lists the
     kinds of layers, they are `time_step_min` (0.001 by default) and infinity. Raises ModelConfigError for wrong fields.
     """
     low, high = read_dt_limits(fields)
-    if fields.has("layers_block_type") or fields.has("layer_types"):
+    if (fields.has("layers_block_type") or fields.has("layer_types")) and not fields.has(_BLOCKS):
         # transformers bounds time steps by this field; NVIDIA's code, whose configurations spell a pattern, does not.
         low, high = fields.number("time_step_min", 0.001), float("inf")
     bias = fields.boolean("use_bias", False)

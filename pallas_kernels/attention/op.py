@@ -50,7 +50,7 @@ def attention_schedule(
         return build(batch, spec, **sizes)
     if kv_limits.shape != (num_tokens,) or kv_limits.dtype != jnp.int32:
         raise ValueError(f"kv_limits must be int32[{num_tokens}], got {kv_limits.dtype}{list(kv_limits.shape)}")
-    if not spec.causal or spec.chunk is not None or spec.by_distance is not None:
+    if not spec.causal or spec.chunk is not None or spec.xla_only is not None:
         text = "causal=True, chunk=None, has_slopes=False and bias_extent=0"
         raise ValueError(f"kv_limits needs {text}: it says which later keys a token sees")
     return build(batch, spec, **sizes, kv_limits=kv_limits)
@@ -80,9 +80,9 @@ def ragged_paged_attention(
 
     The step's keys and values must already be in the pool. Token i of a sequence has position kv_len - q_len + i. It
     attends to the keys up to its position (to all keys if not `spec.causal`), and of these only to those less than
-    `spec.window` positions away, or to those from the last multiple of `spec.chunk` on. For tokens without a sequence
-    or without keys, o is exactly 0 and lse is -inf; for a token of a sequence that has no keys, lse is the sink if
-    there are sinks, except on TPUs. Slots to which no token attends may hold NaN.
+    `spec.window` positions away, or to those from the last multiple of `spec.chunk` on and of `spec.lookback` chunks
+    before it. For tokens without a sequence or without keys, o is exactly 0 and lse is -inf; for a token of a sequence
+    that has no keys, lse is the sink if there are sinks, except on TPUs. Slots to which no token attends may hold NaN.
 
     schedule: result of `attention_schedule` for the same batch; None to build it here with `tuning`.
     sinks: f32 [N], an additional logit of each head in the softmax denominator, with value 0.

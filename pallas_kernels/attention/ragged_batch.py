@@ -50,6 +50,7 @@ class AttentionSpec:
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     causal: bool = True  # a token sees no key after its own
     chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
+    lookback: int = 0  # chunks before it, whose keys a token sees, too
     values_in_keys: bool = False  # a key begins with its value, which is read there
     has_slopes: bool = False  # logits fall with the distance of a key, by the slope of their head
     mutual: bool = False  # of later keys (kv_limits), a token sees only those of tokens that see later keys, too
@@ -89,6 +90,8 @@ class AttentionSpec:
             raise ValueError(
                 f"AttentionSpec.chunk must be at least 1 or None, with causal=True and window=None, got {self.chunk}"
             )
+        if self.lookback < 0 or (self.lookback and self.chunk is None):
+            raise ValueError(f"AttentionSpec.lookback must be at least 0, and 0 without chunk, got {self.lookback}")
         if self.has_slopes and self.values_in_keys:
             raise ValueError("AttentionSpec.has_slopes must be False where values lie in keys, got True")
         if self.bias_extent < 0 or (self.bias_extent and (self.values_in_keys or not self.causal)):
@@ -98,9 +101,12 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec.soft_cap must be positive or None, got {self.soft_cap}")
 
     @property
-    def by_distance(self) -> str | None:
-        """Name of what is added to logits by a key's distance, which only plain XLA computes; None for nothing."""
-        return "slopes by distance" if self.has_slopes else "biases by distance" if self.bias_extent else None
+    def xla_only(self) -> str | None:
+        """Name of what only plain XLA computes: what is added to logits by a key's distance, and chunks before a
+        token's own; None for nothing.
+        """
+        added = "slopes by distance" if self.has_slopes else "biases by distance" if self.bias_extent else None
+        return added or ("chunks before a token's own" if self.lookback else None)
 
     @property
     def group_size(self) -> int:

@@ -179,5 +179,5 @@ def visible_tokens(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) 
     if spec.window is not None:
         visible &= jnp.abs(offset - own_offset) < spec.window
     if spec.chunk is not None:
-        visible &= offset // spec.chunk == own_offset // spec.chunk
+        visible &= own_offset // spec.chunk - offset // spec.chunk <= spec.lookback
     return visible[:, None, None]

@@ -250,6 +250,7 @@ WIDE_WINDOWS = [
 CHUNKS = [
     Case("chunks of 16", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), chunk=16, dtypes=BOTH),
     Case("chunks of 45", (1, 40, 3, 1, 12), (180, 150, 137, 16, 300), chunk=45),
+    Case("chunks of 24 and one before", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), chunk=24, lookback=1),
     Case("chunks of 400", (1, 40, 3), (900, 815, 700), chunk=400, **_WIDE),
 ]
 

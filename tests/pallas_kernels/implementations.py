@@ -153,7 +153,8 @@ def _mosaic_gpu_refuses(case: Case, dtype: str) -> str | None:
 
 
 def _not_tpu(case: Case, dtype: str) -> str | None:
-    return "slopes by distance" if case.slopes else "biases by distance" if case.biases else None
+    added = "slopes by distance" if case.slopes else "biases by distance" if case.biases else None
+    return added or ("chunks before a token's own" if case.lookback else None)
 
 
 def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
@@ -171,6 +172,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
         "tree mask": case.tree is not None,
         "slopes": case.slopes,
         "biases": case.biases,
+        "lookback": case.lookback,
         "limits of keys": case.pictures,
         "a window on both sides": case.window is not None and not case.causal,
         "queries": dtype == "float32",
@@ -192,6 +194,7 @@ def _not_triton(case: Case, dtype: str) -> str | None:
         "tree mask": case.tree is not None,
         "slopes": case.slopes,
         "biases": case.biases,
+        "lookback": case.lookback,
         "limits of keys": case.pictures,
         "queries": dtype == "float32",
         "pool": pool_dtype in PER_TOKEN or (pool_dtype not in QUANTIZED and pool_dtype != dtype),

@@ -36,6 +36,7 @@ class Case:
     pool_pages: int | None = None  # None: as many as half of all page tables
     window: int | None = None
     chunk: int | None = None
+    lookback: int = 0
     soft_cap: float | None = None
     causal: bool = True
     values_in_keys: bool = False
@@ -58,7 +59,8 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         scale = self.dims[0] ** -0.5 if self.sm_scale is None else self.sm_scale
-        rest = self.window, self.soft_cap, self.causal, self.chunk, self.values_in_keys, self.slopes, self.mutual
+        rest = self.window, self.soft_cap, self.causal, self.chunk, self.lookback, self.values_in_keys
+        rest = *rest, self.slopes, self.mutual
         return AttentionSpec(*self.heads, *self.dims, scale, *rest, bias_extent=self.biases)
 
     def pool_dtype(self, dtype: str) -> str:
@@ -111,7 +113,7 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         if q_len:
             first = 0 if case.window is None else max(kv_len - q_len + 1 - case.window, 0)
             if case.chunk is not None:
-                first = (kv_len - q_len) // case.chunk * case.chunk
+                first = max((kv_len - q_len) // case.chunk - case.lookback, 0) * case.chunk
             seen[pages[first:], offsets[first:]] = True
         needle[pages, offsets] |= np.isin(positions, _boundaries(case, q_len, kv_len))
         age[pages, offsets] = positions
@@ -182,6 +184,7 @@ def expected(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         causal=case.causal,
         window=case.window,
         chunk=case.chunk,
+        lookback=case.lookback,
         soft_cap=case.soft_cap,
         sinks=problem.sinks,
         slopes=slopes_of(case.spec),
@@ -224,7 +227,7 @@ def _boundaries(case: Case, q_len: int, kv_len: int) -> list[int]:
         if case.window is not None:
             edges += [position - case.window, position - case.window + 1]
         if case.chunk is not None:
-            edges += [position // case.chunk * case.chunk - n for n in (0, 1)]
+            edges += [(position // case.chunk - case.lookback) * case.chunk - n for n in (0, 1)]
         edges += [end - n for seq, _, end in case.pictures for n in (0, 1) if case.kv_lens[seq] == kv_len]
     return edges
 

@@ -275,7 +275,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         reached, at_once, sources = 1.0, rows, param.decl.sources
         uses = _num_uses(model, sources[0].name) if sources else 1
         if param.decl.num_experts is not None:
-            picked = rows * config.experts.num_per_token / config.experts.num_routed
+            experts = config.experts if param.layer is None else config.experts.of_layer(param.layer)
+            picked = rows * experts.num_per_token / experts.num_routed
             reached = min(1.0, picked)
             rows = max(picked, reached * expert_rows)
             at_once = rows if block is None else block / part[0]

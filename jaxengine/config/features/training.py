@@ -37,7 +37,7 @@ class TrainingOptions:
 
 def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError for one of TrainingOptions with a pooling model, and for enable_return_routed_experts with a
-    model without experts or with rl_exact.
+    model without experts, or whose layers pick different numbers of them, or with rl_exact.
 
     options: options of the engine, by name.
     """
@@ -49,6 +49,8 @@ def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
         return
     if model.experts is None:
         raise ConfigError(EXPERTS, True, f"False: {model.architecture} has no experts")
+    if model.experts.by_layer:
+        raise ConfigError(EXPERTS, True, f"False: layers of {model.architecture} pick different numbers of experts")
     if options["rl_exact"]:
         problem = f"{EXPERTS} is given, but rl_exact is given, which picks the trainer's experts anyway"
         raise ConfigError.because(EXPERTS, problem, "leave one out")

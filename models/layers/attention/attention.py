@@ -125,6 +125,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         sm_scale=attention.sm_scale,
         window=attention.window,
         chunk=attention.chunk,
+        lookback=attention.lookback,
         soft_cap=attention.soft_cap,
         causal=attention.causal,
         values_in_keys=attention.values_in_keys,

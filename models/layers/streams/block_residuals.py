@@ -17,7 +17,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.altup import KimiK3Parts
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
-from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
+from jaxengine.models.layers.base.norm import NormClass, RMSNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
@@ -26,18 +26,29 @@ class StreamMix(nnx.Module):
     """Mix of the first of a token's hidden states, weighted by a softmax over their scores, then a norm.
 
     num_mixed: number of hidden states that are mixed. name: checkpoint module of the norm of scores is `{name}_norm`,
-    that of their projection `{name}_proj`. norm: checkpoint module of the norm after the mix.
+    that of their projection `{name}_proj`; None without scores, for one hidden state. norm: checkpoint module of the
+    norm after the mix. norm_class: its class.
     """
 
-    def __init__(self, config: ModelConfig, num_mixed: int, *, name: str, norm: str, build: Build):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_mixed: int,
+        *,
+        name: str | None,
+        norm: str,
+        build: Build,
+        norm_class: NormClass = RMSNorm,
+    ):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.num_mixed, self.num_streams, self.eps = num_mixed, config.num_streams, eps
 
         def vector(source: Source) -> nnx.Param:
             return declare((size,), build.dtype, ParamDecl((None,), (source.tensor("weight"),), init_std=0.02))
 
-        self.score_norm, self.score = vector(Source(f"{name}_norm", size)), vector(Source(f"{name}_proj", size))
-        self.norm = RMSNorm(size, eps, source=norm, build=build)
+        self.score_norm = None if name is None else vector(Source(f"{name}_norm", size))
+        self.score = None if name is None else vector(Source(f"{name}_proj", size))
+        self.norm = norm_class(size, eps, source=norm, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the norm of the mix of hidden states x [T, A * D]: [T, D]. Scores are the products of `score` and of
@@ -45,6 +56,8 @@ class StreamMix(nnx.Module):
         rounded to x's dtype.
         """
         states = x.reshape(x.shape[0], self.num_streams, -1)[:, : self.num_mixed].astype(jnp.float32)
+        if self.score_norm is None or self.score is None:
+            return self.norm(states[:, 0].astype(x.dtype))
         weights = self.score_norm[...].astype(jnp.float32) * self.score[...].astype(jnp.float32)
         scores = jnp.sum(rms_normalized(states, self.eps) * weights, axis=-1)
         mixed = jnp.sum(jax.nn.softmax(scores)[..., None] * states, axis=1)
@@ -55,17 +68,29 @@ class BlockResidualLayer(nnx.Module):
     """Layer of attention, then an MLP or experts, each of which reads a StreamMix and adds its output to the sum of the
     current block. With the first layer of a block, the sum before it is kept, and a new one begins.
 
-    layer: the layer's number.
+    layer: the layer's number. scores_first: whether the first layer's attention, which reads the embedding alone, has
+    the weights of a mix. norm_class: class of the norms after mixes.
     """
 
-    def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build, *, layer: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nnx.Module,
+        mlp: nnx.Module,
+        build: Build,
+        *,
+        layer: int,
+        scores_first: bool = True,
+        norm_class: NormClass = RMSNorm,
+    ):
         parts = config.kimi_k3
         assert isinstance(parts, KimiK3Parts)
         source, count = "model.layers.{layer}", 1 + parts.num_finished(layer)
         self.place = count if parts.begins(layer) else None
-        mix = partial(StreamMix, config, build=build)
+        mix = partial(StreamMix, config, build=build, norm_class=norm_class)
         norms = f"{source}.input_layernorm", f"{source}.post_attention_layernorm"
-        self.before_attention = mix(count, name=f"{source}.self_attention_res", norm=norms[0])
+        name = f"{source}.self_attention_res" if layer or scores_first else None
+        self.before_attention = mix(count, name=name, norm=norms[0])
         self.attention = attention
         count += self.place is not None
         self.before_mlp = mix(count, name=f"{source}.mlp_res", norm=norms[1])

@@ -89,8 +89,8 @@ def why_not(
         return f"page_size {page_size} is neither 8, 16, 32 nor a multiple of {DECODE_KEYS}"
     if tree_mask:
         return "a tree mask"
-    if spec.by_distance is not None:
-        return spec.by_distance
+    if spec.xla_only is not None:
+        return spec.xla_only
     if spec.chunk is not None:
         return "attention in chunks"
     if spec.window is not None and not spec.causal:

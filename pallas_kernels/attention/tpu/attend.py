@@ -47,7 +47,7 @@ def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) 
 
     options: num_tokens, page_size, tuning and kv_limits as in attention.op.attention_schedule; `tuning` is required.
     """
-    return (schedules if spec.by_distance is None else xla_schedule).attention_schedule(batch, spec, **options)
+    return (schedules if spec.xla_only is None else xla_schedule).attention_schedule(batch, spec, **options)
 
 
 def ragged_paged_attention(
@@ -78,7 +78,7 @@ def ragged_paged_attention(
     if isinstance(schedule, xla_schedule.Schedule):
         rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
         rest |= {"biases": biases}
-        return attend_in_place_of("TPU kernel", str(spec.by_distance), q, kv, batch, schedule, **rest)
+        return attend_in_place_of("TPU kernel", str(spec.xla_only), q, kv, batch, schedule, **rest)
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]

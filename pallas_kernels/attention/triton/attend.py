@@ -54,8 +54,8 @@ def why_not(
         return f"{spec.group_size} query heads per kv head are more than {most_rows(spec)}"
     if tree_mask:
         return "a tree mask"
-    if spec.by_distance is not None:
-        return spec.by_distance
+    if spec.xla_only is not None:
+        return spec.xla_only
     if q_dtype is None or kv is None:
         return None
     if (name := jnp.dtype(q_dtype).name) not in KV_DTYPES[:2]:

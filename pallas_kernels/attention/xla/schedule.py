@@ -158,7 +158,7 @@ def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array
     if spec.window is not None and not spec.causal:
         end = jnp.minimum(end, position + spec.window)
     if spec.chunk is not None:
-        start = jnp.where(valid, position // spec.chunk * spec.chunk, 0)
+        start = jnp.where(valid, jnp.maximum(position // spec.chunk - spec.lookback, 0) * spec.chunk, 0)
     if limits is not None:
         own = limits[jnp.minimum(batch.cu_q_lens[seqs] + index, len(limits) - 1)]
         end = jnp.where(valid, jnp.clip(own, end, batch.kv_lens[seqs]), 0)

@@ -137,6 +137,7 @@ def test_a_trainer_whose_router_has_moved_computes_the_experts_of_the_rollout():
     [
         ("mixtral", (1, 29, 2, 3), {}, r"routed_experts must be integers \[1, 29, 2, 2\], got int32\[1, 29, 2, 3\]"),
         ("llama", (1, 29, 2, 2), {}, "routed_experts must be None for LlamaForCausalLM, which has no experts"),
+        ("nemotron_h_puzzle", (1, 29, 3, 3), {}, "None for NemotronHForCausalLM, whose layers pick different numbers"),
         ("mixtral", (1, 29, 2, 2), {"exact": True}, "routed_experts must be None with exact=True"),
     ],
 )

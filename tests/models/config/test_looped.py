@@ -1,15 +1,17 @@
-"""Configurations and names of Dory, which runs layers several times, of Zamba, and of JetMoE."""
+"""Configurations and names of families that run layers several times, of Zamba, and of JetMoE."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.altup import LoopedLayers
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.config.state import SelectiveScan
 from jaxengine.models.families.dory import DoryForCausalLM
 from jaxengine.models.families.jetmoe import JetMoeForCausalLM
+from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.adapters.folder import read_adapter
@@ -34,6 +36,24 @@ def test_runs_of_a_layer_are_layers_with_one_layers_weights():
     assert defaults.loops is not None and (defaults.loops.first, defaults.loops.count) == (8, 4)
     ropes = [(layer.window, layer.rope.theta if layer.rope else 0) for layer in defaults.attention[2:4]]
     assert ropes == [(5, 10000.0), (None, 10000000.0)]
+
+
+def test_loops_over_all_layers_have_one_hidden_state():
+    """Nanbeige's losses of loops say their number, too; the norm between loops is the last one."""
+    plain, weighted = read_hf(recorded("nanbeige")), read_hf(recorded("nanbeige_plain"))
+    assert plain.loops == LoopedLayers(0, 3, 2, normed=True) and LoopedLayers(0, 3, 2).stored == (0, 1, 2) * 2
+    assert weighted.loops == LoopedLayers(0, 2, 3) and len(weighted.attention) == 6
+    assert plain.stream_size == plain.hidden_size and read_hf(recorded("ouro")).num_layers == 6
+    once = read_hf(recorded("nanbeige", num_loops=ABSENT, skip_loop_final_norm=ABSENT))
+    assert once.loops == LoopedLayers(0, 3, 1, normed=True)
+    norms = [
+        name for name in map(_source, declared_params(build_model(plain, Build("float32")))) if "model.norm" in name
+    ]
+    assert norms == ["model.norm.weight"]
+
+
+def _source(param: DeclaredParam) -> str:
+    return param.decl.sources[0].name
 
 
 def test_zamba_of_the_first_version():
@@ -97,6 +117,16 @@ def test_heads_of_jetmoe_follow_from_its_experts():
             {"layers_block_type": None, "num_hidden_layers": 2},
             "layers_block_type must be a list of 2 of hybrid",
         ),
+        (
+            "ouro",
+            {"early_exit_threshold": 0.9},
+            "early_exit_threshold must be at least 1: all loops run for each token",
+        ),
+        ("ouro", {"total_ut_steps": 0}, "total_ut_steps must be an integer >= 1"),
+        ("ouro", {"use_sliding_window": True}, "use_sliding_window must be false or absent"),
+        ("nanbeige", {"enable_mhc": True}, "enable_mhc must be false or absent"),
+        ("nanbeige", {"emb_neighbor_num": 3}, "emb_neighbor_num must be absent"),
+        ("nanbeige", {"loop_loss_weights": 0.3}, "loop_loss_weights must be a list of numbers"),
         ("jetmoe", {"activation_function": "gelu"}, "activation_function must be 'silu' or 'swish'"),
     ],
 )

@@ -96,6 +96,43 @@ def test_step_as_published():
     assert {each.scale for each in scaled.attention} == {0.25}
 
 
+def test_chunks_of_rnj():
+    """Chunks of half a window, with the one before: their ropes as mappings by kind, one for all, or as Gemma 3's."""
+    own = read_hf(recorded("rnj1"))
+    assert [(each.chunk, each.lookback, each.reach) for each in own.attention] == [
+        (5, 1, 10),
+        (None, 0, None),
+        (5, 1, 10),
+    ]
+    assert [rope_of(own, layer).theta for layer in range(3)] == [100.0, 5000.0, 100.0]
+    of_gemma = {"rope_parameters": None, "rope_theta": 5000.0, "rope_local_base_freq": 100.0}
+    assert read_hf(recorded("rnj1", **of_gemma)) == own
+    flat = read_hf(recorded("rnj1", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}))
+    assert {rope_of(flat, layer).theta for layer in range(3)} == {5000.0}
+    for changes, said in (
+        ({"layer_types": None}, "layer_types must be a list of chunked_attention and full_attention"),
+        ({"sliding_window": 1}, "sliding_window must be an integer >= 2"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be false or absent"),
+    ):
+        with pytest.raises(ModelConfigError, match=said):
+            read_hf(recorded("rnj1", **changes))
+    with pytest.raises(ModelConfigError, match="lookback must be at least 0, and 0 without chunk, got 1"):
+        replace(own.attention[1], lookback=1)
+
+
+def test_scales_of_jais():
+    """As the first models spell them, and as the later ones do; contexts end where slopes would change."""
+    own = read_hf(recorded("jais"))
+    assert (own.embedding_multiplier, own.logit_scale, own.max_position_embeddings) == (9.1, 2.2 * 0.125, 64)
+    assert own.attention[0].scale == 1 / 12 and own.attention[0].slopes == alibi_slopes(5)
+    names = "mup_embeddings_scale", "mup_output_alpha", "mup_width_scale", "mup_scale_qk_dot_by_d"
+    spelled = {"embeddings_scale": 9.1, "width_scale": 2.2 * 0.125, "scale_qk_dot_by_d": True}
+    assert read_hf(recorded("jais", **dict.fromkeys(names), **spelled)) == own
+    plain = read_hf(recorded("jais", **dict.fromkeys(names), alibi_scaling=None, n_inner=None))
+    assert (plain.logit_scale, plain.attention[0].scale, plain.intermediate_size) == (1.0, None, 240)
+    assert plain.max_position_embeddings == 128
+
+
 def test_names_of_first_code():
     """What files of before a family's class in transformers leave out, or spell otherwise."""
     web = read_hf(recorded("refined_web_groups"))
@@ -110,6 +147,10 @@ def test_names_of_first_code():
     )
     for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "TeleChat3ForCausalLM", "XverseForCausalLM"):
         assert read_hf(recorded("llama", architectures=[name])) == read_hf(recorded("llama"))
+    for name in ("TeleChatForCausalLM", "TelechatForCausalLM"):
+        assert read_hf(recorded("telechat2", architectures=[name])) == read_hf(recorded("telechat2"))
+    text = recorded("glm5_next")["text_config"] | {"architectures": ["Glm5NextForCausalLM"]}
+    assert read_hf(text) == read_hf(recorded("glm5_next"))
     own = recorded("mistral4", architectures=["MistralLarge3ForCausalLM"], scoring_func="softmax", moe_layer_freq=1)
     assert read_hf(own) == read_hf(recorded("mistral4"))
     rope = recorded("mistral4")["rope_parameters"]
@@ -301,6 +342,9 @@ def test_baichuan_of_7_and_of_13_billion():
         ("mistral4", {"scoring_func": "sigmoid"}, 'scoring_func must be "softmax" or absent'),
         ("teleflm", {"mup_scale_factor": 0}, "mup_scale_factor must be a finite number > 0"),
         ("telechat2", {"embed_layernorm": True}, "embed_layernorm must be false or absent"),
+        ("jais", {"activation_function": "gelu_new"}, "activation_function must be swiglu"),
+        ("jais", {"position_embedding_type": "learned"}, 'position_embedding_type must be "alibi" or absent'),
+        ("jais", {"alibi_scaling": {"type": "linear", "factor": 2.0}}, "alibi_scaling.factor must be absent"),
         ("recurrent_gemma", {"block_types": ["mamba"]}, "block_types must be a list of recurrent and attention"),
         ("recurrent_gemma", {"lru_width": 66}, "lru_width must be a multiple of num_attention_heads, 4, got 66"),
         ("recurrent_gemma", {"hidden_size": 66}, "hidden_size must be a multiple of num_attention_heads, 4, got 66"),

@@ -125,6 +125,33 @@ def test_falcon():
         assert isinstance(changed, StateSpace) and changed.norm == norm
 
 
+def test_blocks_of_puzzle():
+    """Experts differ by layer, in what a block says of them; all else that blocks say is the same in each."""
+    config = read("nemotron_h_puzzle")
+    assert config.experts is not None and config.experts.dense_layers == (0, 2, 4)
+    assert (config.experts.num_per_token, config.experts.intermediate_size) == (3, 40)
+    assert config.experts.by_layer == ((1, 1), (3, 24), (1, 1), (1, 40), (1, 1), (2, 16))
+    own = config.experts.of_layer(5)
+    assert (own.num_per_token, own.intermediate_size, own.latent_size, own.by_layer) == (2, 16, 20, ())
+    state = config.attention[0].state
+    assert isinstance(state, StateSpace) and state.dt_limits == (0.0, INFINITY)  # as NVIDIA's code, not transformers'
+    left_out = dict.fromkeys(("moe_latent_size", "num_hidden_layers", "n_routed_experts"))
+    assert read("nemotron_h_puzzle", num_experts_per_tok=22, **left_out) == config
+
+
+def test_alice_ai():
+    """Kimi's delta nets under Qwen's names of fields, blocks of layers as Kimi K3 has them, Qwen's gated attention."""
+    config = read("alice_ai")
+    states = [layer.state for layer in config.attention]
+    assert [state is None for state in states] == [False, True, False, False, True]
+    assert states[0] == GatedDelta(4, 4, 10, 10, 4, by_element=True, rank=10)
+    assert config.kimi_k3 == KimiK3Parts(num_layers=5, layers_per_block=2) and config.num_streams == 4
+    assert config.experts is not None and (config.experts.scoring_func, config.experts.shared_gate) == ("sigmoid", True)
+    left_out = dict.fromkeys(("router_score_function", "intermediate_size", "rms_norm_eps"))
+    raw = {key: value for key, value in read_config_json(CHECKPOINTS / "alice_ai").items() if key not in left_out}
+    assert read_hf(raw).intermediate_size == 5632 and read_hf(raw).experts == config.experts
+
+
 def test_zamba():
     config = read("zamba2")
     blocks = config.shared_blocks
@@ -155,6 +182,16 @@ def test_limits_of_time_steps(written, limits):
     [
         ("granite_hybrid", {"layer_types": ["mamba", "mamba", "attention", "rwkv"]}, "layer_types must be a list of 4"),
         ("nemotron_h", {"hybrid_override_pattern": "------"}, "a layer that attends or keeps a state"),
+        ("alice_ai", {"linear_num_value_heads": 8}, "linear_num_value_heads must be 4, as linear_num_key_heads, got 8"),
+        ("alice_ai", {"mlp_only_layers": [0]}, r"mlp_only_layers must be \[\] or absent"),
+        ("alice_ai", {"router_score_function": "softmax"}, 'router_score_function must be "sigmoid" or absent'),
+        ("nemotron_h_puzzle", {"block_configs": "MEM"}, "block_configs must be a list of mappings, one for each layer"),
+        ("nemotron_h_puzzle", {"block_configs": [{"block_type": "moe"}]}, r"block_configs\.0\.num_experts_per_tok is"),
+        (
+            "nemotron_h_puzzle",
+            {"block_configs": [{"block_type": "mamba", "ssm_state_size": size} for size in (12, 16)]},
+            r"block_configs\.1\.ssm_state_size must be 12 as in the blocks before it, got 16",
+        ),
         ("granite_hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type must be rope, nope"),
         ("granite_hybrid", {"mamba_d_head": 15}, "mamba_n_heads \\* mamba_d_head must be the 128"),
         ("granite_hybrid", {"mamba_n_groups": 3}, "num_heads must be a multiple of num_groups, got 8 and 3"),

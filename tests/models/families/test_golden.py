@@ -41,6 +41,7 @@ MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *KIND_ROWS, *("MambaForCausalLM", "FalconMam
 MIXED |= {"OlmoHybridForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"}
 MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM", "Gemma4UnifiedForCausalLM"}
 MIXED |= {"SolarForCausalLM", "AXK2ForCausalLM", "LaraMiniForCausalLM", "BailingMoeV3ForCausalLM"}
+MIXED |= {"NanbeigeForCausalLM", "Rnj1ForCausalLM", "JAISLMHeadModel", "AliceAIForCausalLM"}
 MIXED |= {"DeepseekV41ForCausalLM"}  # takes long: tests/models/layers/test_ngrams.py has its parts
 MIXED |= {"Glm5NextForConditionalGeneration", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"}
 # Pictures, Muse Spark and the others' text show them.
