@@ -1,17 +1,27 @@
-"""Nemotron-H Omni (NVIDIA 2026: Nemotron 3 Nano Omni) with images and videos: Nemotron-H behind RADIO. Its tower of
-sounds is not read.
+"""Nemotron-H Omni (NVIDIA 2026: Nemotron 3 Nano Omni), whose tower of sounds is not read, and Nemotron Nano V2 VL
+(NVIDIA 2025, arXiv:2511.03929), with images and videos: Nemotron-H behind RADIO.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import PROJECTOR
-from jaxengine.models.vision.radio import EMBEDDINGS, LAST_NORM, LAYERS, POSITIONS, TOWER, read_radio_tower
+from jaxengine.models.vision.radio import (
+    EMBEDDINGS,
+    LAST_NORM,
+    LAYERS,
+    POSITIONS,
+    TOWER,
+    read_radio_tower,
+    read_tiled_radio,
+)
 
 # Names of fields in published files -> transformers' names, which count where a file has both.
 _PUBLISHED = {
@@ -36,6 +46,27 @@ _DEFAULTS: dict[str, Any] = {
 _RADIO, _GENERATOR = f"{TOWER}.radio_model", f"{TOWER}.radio_model.model.patch_generator"
 _QKV = {f".attention.qkv.{end}": tuple(f".attention.{part}_proj.{end}" for part in "qkv") for end in ("weight", "bias")}
 _TEXT = NemotronHForCausalLM.checkpoint_names
+# Names of RADIO and of the projector in published files.
+RADIO_NAMES = CheckpointNames(
+    prefixes=(
+        ("mlp1.0.", f"{PROJECTOR}.layer_norm."),
+        ("mlp1.1.", f"{PROJECTOR}.linear_1."),
+        ("mlp1.3.", f"{PROJECTOR}.linear_2."),
+        (f"vision_projector.{LAST_NORM}.", f"{LAST_NORM}."),
+        (f"{_GENERATOR}.video_embedder.", f"{EMBEDDINGS}.video_patch_projection."),
+        (f"{_GENERATOR}.embedder.", f"{EMBEDDINGS}.patch_projection."),
+        (f"{_GENERATOR}.pos_embed", POSITIONS),
+        (f"{_GENERATOR}.cls_token.token", f"{EMBEDDINGS}.cls_register_token"),
+        (f"{_RADIO}.model.blocks.", f"{LAYERS}."),
+    ),
+    tower=(f"{TOWER}.", f"{PROJECTOR}.", f"{LAST_NORM}."),
+    tower_parts=((".attn.proj.", ".attention.o_proj."), (".attn.", ".attention.")),
+    joined=_QKV,
+    flattened=(POSITIONS,),
+    # transformers writes scales of layers, which RADIO has not.
+    filled={".lambda1": 1.0},
+    unused=tuple(f"{part}.{name}" for part in (TOWER, _RADIO) for name in ("input_conditioner.", "summary_idxs")),
+)
 
 
 class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
@@ -45,32 +76,32 @@ class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
         prefixes=(
             *((f"language_model.{old}", new) for old, new in _TEXT.prefixes),
             ("language_model.lm_head.", "lm_head."),
-            ("mlp1.0.", f"{PROJECTOR}.layer_norm."),
-            ("mlp1.1.", f"{PROJECTOR}.linear_1."),
-            ("mlp1.3.", f"{PROJECTOR}.linear_2."),
-            (f"vision_projector.{LAST_NORM}.", f"{LAST_NORM}."),
-            (f"{_GENERATOR}.video_embedder.", f"{EMBEDDINGS}.video_patch_projection."),
-            (f"{_GENERATOR}.embedder.", f"{EMBEDDINGS}.patch_projection."),
-            (f"{_GENERATOR}.pos_embed", POSITIONS),
-            (f"{_GENERATOR}.cls_token.token", f"{EMBEDDINGS}.cls_register_token"),
-            (f"{_RADIO}.model.blocks.", f"{LAYERS}."),
+            *RADIO_NAMES.prefixes,
         ),
-        tower=(f"{TOWER}.", f"{PROJECTOR}.", f"{LAST_NORM}."),
-        tower_parts=((".attn.proj.", ".attention.o_proj."), (".attn.", ".attention.")),
-        joined=_QKV,
-        flattened=(POSITIONS,),
-        # transformers writes scales of layers, which RADIO has not.
-        filled={".lambda1": 1.0},
-        unused=(
-            *("sound_encoder.", "sound_projection.", "audio_tower.", "embed_audio."),
-            *(f"{part}.{name}" for part in (TOWER, _RADIO) for name in ("input_conditioner.", "summary_idxs")),
-        ),
+        tower=RADIO_NAMES.tower,
+        tower_parts=RADIO_NAMES.tower_parts,
+        joined=RADIO_NAMES.joined,
+        flattened=RADIO_NAMES.flattened,
+        filled=RADIO_NAMES.filled,
+        unused=("sound_encoder.", "sound_projection.", "audio_tower.", "embed_audio.", *RADIO_NAMES.unused),
     )
+    read_tower: ClassVar[Callable[..., TowerConfig]] = staticmethod(read_radio_tower)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        published = {name: fields.value(old) for old, name in _PUBLISHED.items() if fields.has(old)}
-        fields = ConfigFields({**published, **{name: own for name, own in fields.raw.items() if own is not None}})
+        fields = as_transformers(fields)
         text = text_fields(fields).with_defaults(**_DEFAULTS)
         last_norm = text.integer("num_nextn_predict_layers", 0, minimum=0) > 0
-        return super().read_hf(text) | {"tower": read_radio_tower(fields, last_norm=last_norm)}
+        return super().read_hf(text) | {"tower": cls.read_tower(fields, last_norm=last_norm)}
+
+
+class NemotronH_Nano_VL_V2(NemotronH_Omni_Reasoning_V3):
+    """Nemotron-H with a tower over images in tiles, and frames of one tile each."""
+
+    read_tower: ClassVar[Callable[..., TowerConfig]] = staticmethod(read_tiled_radio)
+
+
+def as_transformers(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of a published config.json under transformers' names, which count where a file has both."""
+    published = {name: fields.value(old) for old, name in _PUBLISHED.items() if fields.has(old)}
+    return ConfigFields({**published, **{name: own for name, own in fields.raw.items() if own is not None}})
