@@ -200,6 +200,8 @@ _MODULES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "OpenCUAForConditionalGeneration": "opencua",
+    "KeyeForConditionalGeneration": "keye",
+    "KeyeVL1_5ForConditionalGeneration": "keye",
     "VipLlavaForConditionalGeneration": "llava",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "JanusForConditionalGeneration": "deepseek_vl",

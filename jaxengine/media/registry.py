@@ -59,6 +59,8 @@ PROCESSORS = {
     "Exaone4_5_ForConditionalGeneration": "exaone4_5:Exaone4_5Processor",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "exaone4_5:HyperClovaVisionProcessor",
     "OpenCUAForConditionalGeneration": "opencua:OpenCuaProcessor",
+    "KeyeForConditionalGeneration": "keye:KeyeProcessor",
+    "KeyeVL1_5ForConditionalGeneration": "keye:KeyeImagesProcessor",
     "DotsOCRForCausalLM": "dots_ocr:DotsOcrProcessor",
     "GotOcr2ForConditionalGeneration": "got_ocr2:GotOcr2Processor",
     "QianfanOCRForConditionalGeneration": "qianfan_ocr:QianfanOCRProcessor",
