@@ -5,7 +5,7 @@ places in the prompt as images that follow each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,11 +21,6 @@ class KeyeProcessor(PaddleOcrVLProcessor):
     """Processor of KeyeForConditionalGeneration."""
 
     modalities: tuple[str, ...] = ("image", "video")
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **PaddleOcrVLProcessor.defaults,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
     default_bounds: ClassVar[Mapping[str, Bounds]] = {"image": _BOUNDS, "video": _BOUNDS}
 
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:

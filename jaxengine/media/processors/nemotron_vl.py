@@ -152,15 +152,18 @@ class TiledRadioProcessor(RadioProcessor):
         return self.processed(np.empty((count * side * side, 0), np.float32), (count, side, side), seconds)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid of an image given as num_rows embeddings. Raises RequestError if a grid is given, and for
-        partial tiles.
+        """Return the grid of an image given as num_rows embeddings: tiles, and rows and columns of patches of each.
+        Raises RequestError for partial tiles, and for another grid.
         """
         side = self.side // self.tower.patch_size
         each = side * side // self.tower.merge
-        if grid is not None or num_rows % each or not num_rows:
-            problem = f"embeddings of an image of this model must be a multiple of {each}; they have no grid"
+        found = num_rows // each, side, side
+        if num_rows % each or not num_rows or (grid or found) != found:
+            problem = (
+                f"embeddings of an image of this model must be a multiple of {each}, with no grid or that of tiles"
+            )
             raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
-        return num_rows // each, side, side
+        return found
 
 
 class NemotronNanoVLProcessor(TiledRadioProcessor):
