@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_folder, read_hf
+from jaxengine.requests.media.inputs import MediaInputs
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import FOLDER
@@ -151,6 +153,22 @@ def test_images_of_deepseek_vl2(tmp_path):
     patches = made.process("image", white, {}).patches.reshape(-1, made.tower.unit, 108)[0, :25].reshape(5, 5, -1)
     # Twelve lines of margin above, of the mean's colour.
     assert np.abs(patches[:2]).max() < 0.01 and patches[2].min() == 1 and np.abs(patches[4]).max() < 0.01
+
+
+def test_images_among_many_are_not_cut(tmp_path):
+    """The third image of a prompt takes tiles from all of them, and what is cached of two is not that of three."""
+    made: Any = vl2(tmp_path)
+    options = {"mm_processor_kwargs": None, "max_model_len": 256, "mm_processor_cache_bytes": 1 << 20}
+    config: Any = SimpleNamespace(**options, max_encoder_patches=1024, num_encoder_rows=256)
+    inputs, shown = MediaInputs(made, [made.tower], config), [picture(seed, 60, 64) for seed in range(3)]
+
+    def read(count: int, options: Any = None) -> list[tuple[int, bool | None]]:
+        _, media = inputs.read([5, *[127] * count], {"image": shown[:count]}, options)
+        assert media is not None
+        return [(len(item.positions), item.cached) for item in media.items]
+
+    assert read(2) == [(55, False)] * 2 and read(3) == [(25, False)] * 3
+    assert read(2) == [(55, True)] * 2 and read(3, {"crop_to_patches": True})[0] == (55, False)
 
 
 @each_row(
