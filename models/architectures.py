@@ -125,6 +125,7 @@ _OTHER_NAMES = {
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "MiniCPMO": "MiniCPMV",
     "MuseGlimmerForCausalLM": "MuseGlimmerForConditionalGeneration",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",

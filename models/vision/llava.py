@@ -5,6 +5,7 @@ MLP."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class LlavaTowerConfig(TowerConfig):
       layers: for each hidden state used, the number of layers before it; the states are concatenated.
       projector_activation: activation of the projector's MLP.
       projector_bias: whether the projector's products have biases.
+      projector_size: outputs of the projector's first product; 0 for the size of the embeddings.
       norm_eps: epsilon of the norm before the projector; None for no norm.
       num_newlines: positions after a unit's patches whose rows are the end-of-line embedding; their features are not
         read.
@@ -45,6 +47,7 @@ class LlavaTowerConfig(TowerConfig):
     layers: tuple[int, ...]
     projector_activation: str
     projector_bias: bool = True
+    projector_size: int = 0
     norm_eps: float | None = None
     num_newlines: int = 0
     multiplier: float = 1.0
@@ -144,7 +147,8 @@ class LlavaTower(nnx.Module):
         if config.norm_eps is not None:
             norm = LayerNorm(size, config.norm_eps, source=f"{PROJECTOR}.projector_layernorm", build=build)
         self.norm = norm
-        self.projector = Projector(size, hidden_size, config.projector_activation, build, bias=bias)
+        options: dict[str, Any] = {"bias": bias, "inner": config.projector_size}
+        self.projector = Projector(size, hidden_size, config.projector_activation, build, **options)
         newline = ParamDecl((None,), (Source(NEWLINE, hidden_size),), init_std=0.02)
         self.newline = declare((hidden_size,), build.dtype, newline) if config.num_newlines else None
 

@@ -1,4 +1,5 @@
-"""Vision tower of PaddleOCR-VL (Cui et al. 2025, arXiv:2510.14528): SigLIP's layers over images of any shape.
+"""Vision tower of PaddleOCR-VL (Cui et al. 2025, arXiv:2510.14528) and of Keye-VL (Kwai Keye Team 2025,
+arXiv:2507.01949), from which it comes: SigLIP's layers over images of any shape.
 
 Learned positions are stretched to an image's size, queries and keys are rotated by row and column, patches attend to
 those of the same image, and a square of them becomes one embedding.
@@ -47,10 +48,12 @@ class PaddleOcrVLTowerConfig(VitTowerConfig):
       vit: sizes; its image_size determines the number of learned positions.
       spatial_merge_size: number of patches along a side of the square that becomes one embedding.
       rope_theta: base of the rotary frequencies, which rows and columns share.
+      joined_norm: whether the projector's norm is of a whole square of patches, not of each.
     """
 
     rope_theta: float
     spatial_merge_size: int
+    joined_norm: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -108,12 +111,13 @@ class PaddleOcrVLTower(nnx.Module):
         self.positions = declare((rows.rows, size), build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
         self.last_norm = self._norm(f"{TOWER}.post_layernorm", build)
+        width = size * config.merge if config.joined_norm else size
         self.projector = PatchMerger(
             size,
             config.merge,
             hidden_size,
-            norm=LayerNorm(size, _PROJECTOR_EPS, source=f"{PROJECTOR}.pre_norm", build=build),
-            joined=False,
+            norm=LayerNorm(width, _PROJECTOR_EPS, source=f"{PROJECTOR}.pre_norm", build=build),
+            joined=config.joined_norm,
             names=(f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"),
             build=build,
         )

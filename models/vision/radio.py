@@ -1,4 +1,4 @@
-"""Vision tower RADIO (Ranzinger et al. 2024, arXiv:2312.06709) of Nemotron-H Omni: a ViT whose images have learned
+"""Vision tower RADIO (Ranzinger et al. 2024, arXiv:2312.06709) of NVIDIA's Nemotrons: a ViT whose images have learned
 class and register tokens before their patches, a table of positions that is stretched to the longer side of an image,
 and patches of several frames with a projection of their own. A square of four patches becomes one embedding.
 """
@@ -6,8 +6,10 @@ and patches of several frames with a projection of their own. A square of four p
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,14 @@ POSITIONS = f"{EMBEDDINGS}.position_embedding"
 IMAGE, VIDEO, FIRST_TOKEN = 0, 1, 2
 _MERGE = 2
 _MOST_TOKENS, _MOST_SIDE = 256, 1024
+# ViTs by the name that RADIO's configuration has for them -> hidden size, layers, heads. MLPs are four times as wide.
+_HUGE = "vit_huge_patch16_224"
+_SIZES = {
+    "vit_small_patch16_224": (384, 12, 6),
+    "vit_base_patch16_224": (768, 12, 12),
+    "vit_large_patch16_224": (1024, 24, 16),
+    _HUGE: (1280, 32, 16),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,7 @@ class RadioTowerConfig(TowerConfig):
       num_tokens: number of learned tokens before the patches of an image.
       projector_size: outputs of the projector's first product.
       last_norm: whether a norm follows the layers.
+      plain_projector: whether the projector has a layer norm, GELU and biases, instead of an RMS norm and squared ReLU.
     """
 
     hidden_size: int
@@ -73,6 +84,7 @@ class RadioTowerConfig(TowerConfig):
     num_tokens: int
     projector_size: int
     last_norm: bool
+    plain_projector: bool = False
 
     @property
     def rows_before(self) -> int:
@@ -91,6 +103,51 @@ def read_radio_tower(fields: ConfigFields, *, last_norm: bool) -> RadioTowerConf
     """
     vision = fields.part_or_empty("vision_config")
     vision.require(num_channels=3, layerscale_value=1.0)
+    frames = fields.integer("video_temporal_patch_size", 2, minimum=2)
+    own = vision.integer("video_temporal_patch_size", None if fields.has("vision_config") else 2)
+    if frames > MAX_PATCH or own != frames:
+        raise vision.fail("video_temporal_patch_size", f"2 to {MAX_PATCH}, and that of the whole model, {frames}")
+    return replace(_read_sizes(fields, vision, frames), last_norm=last_norm)
+
+
+def read_tiled_radio(fields: ConfigFields, *, last_norm: bool = False) -> RadioTowerConfig:
+    """Return the tower's configuration from a config.json whose vision_config is RADIO's own, of a model whose images
+    are cut into tiles: sizes from the name of a ViT, unless it has them itself, and learned tokens from the models that
+    taught it.
+
+    last_norm: whether a norm follows the layers. Raises ModelConfigError for wrong fields, for another ViT, and for
+    images of any shape (min_num_patches).
+    """
+    fields.require(ps_version="v2")
+    vision, args = fields.part("vision_config"), fields.part("vision_config").part_or_empty("args")
+    vision.require(video_temporal_patch_size=1)
+    args.require(min_num_patches=None, cpe_num_registers=None)
+    if (kind := args.text("model", _HUGE)) not in _SIZES:
+        raise args.fail("model", f"one of {', '.join(_SIZES)}")
+    size, layers, heads = _SIZES[kind]
+    taught, tokens = args.value("teachers", None) or [], 1
+    if not isinstance(taught, list) or any(not isinstance(each, Mapping) for each in taught):
+        raise args.fail("teachers", "a list of mappings")
+    if args.boolean("cls_token_per_teacher", False):
+        tokens = len({str(each.get("name")) for each in taught})
+    several = args.integer("register_multiple", None, minimum=1)
+    named = {
+        "hidden_size": vision.integer("hidden_size", size),
+        "num_hidden_layers": vision.integer("num_hidden_layers", layers),
+        "num_attention_heads": vision.integer("num_attention_heads", heads),
+        "max_img_size": args.integer("cpe_max_size", 2048),
+        "patch_size": vision.integer("patch_size", 16),
+        "num_cls_tokens": tokens,
+        "num_registers": several - tokens % several if several else 0,
+    }
+    return replace(_read_sizes(fields, ConfigFields(named), 1), last_norm=last_norm)
+
+
+def _read_sizes(fields: ConfigFields, vision: ConfigFields, frames: int) -> RadioTowerConfig:
+    """Return the tower's configuration, without a norm after the layers, from the fields of a config.json and its
+    vision_config, under transformers' names and with its defaults. frames: number of frames of a patch of a video.
+    Raises ModelConfigError for wrong fields, and for sizes that do not fit each other.
+    """
     size, heads = vision.integer("hidden_size", 1280), vision.integer("num_attention_heads", 16)
     if size % heads:
         raise vision.fail("num_attention_heads", f"a divisor of hidden_size {size}")
@@ -98,10 +155,6 @@ def read_radio_tower(fields: ConfigFields, *, last_norm: bool) -> RadioTowerConf
     fields.require(downsample_ratio=1 / _MERGE)
     if fields.integer("vision_hidden_size", 1280) != size:
         raise fields.fail("vision_hidden_size", f"the hidden_size of vision_config, {size}")
-    frames = fields.integer("video_temporal_patch_size", 2, minimum=2)
-    own = vision.integer("video_temporal_patch_size", None if fields.has("vision_config") else 2)
-    if frames > MAX_PATCH or own != frames:
-        raise vision.fail("video_temporal_patch_size", f"2 to {MAX_PATCH}, and that of the whole model, {frames}")
     patch = vision.integer("patch_size", 16)
     side = vision.integer("max_img_size", 2048) // patch
     if not 1 <= side <= _MOST_SIDE:
@@ -134,7 +187,7 @@ def read_radio_tower(fields: ConfigFields, *, last_norm: bool) -> RadioTowerConf
         side=side,
         num_tokens=tokens,
         projector_size=fields.integer("projector_hidden_size", 4096),
-        last_norm=last_norm,
+        last_norm=False,
     )
 
 
@@ -147,9 +200,8 @@ class RadioTower(nnx.Module):
         self.images = PatchEmbedding(
             self.image_features, size, source=f"{EMBEDDINGS}.patch_projection", bias=False, build=build
         )
-        self.videos = PatchEmbedding(
-            config.num_features, size, source=f"{EMBEDDINGS}.video_patch_projection", bias=False, build=build
-        )
+        names: dict[str, Any] = {"source": f"{EMBEDDINGS}.video_patch_projection", "bias": False, "build": build}
+        self.videos = PatchEmbedding(config.num_features, size, **names) if config.temporal_patch_size > 1 else None
         # Stored with a first axis of one.
         table = ParamDecl((None, None), (Source(POSITIONS, 1),), init_std=0.02)
         self.positions = declare((1, config.side**2 * size), build.dtype, table)
@@ -160,16 +212,18 @@ class RadioTower(nnx.Module):
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
         norm = LayerNorm(size, config.norm_eps, source=LAST_NORM, build=build) if config.last_norm else None
         self.last_norm = norm
+        plain = config.plain_projector
+        kind = LayerNorm if plain else RMSNorm
         self.merger = PatchMerger(
             size,
             config.merge,
             hidden_size,
-            norm=RMSNorm(size * config.merge, 1e-5, source=f"{PROJECTOR}.layer_norm", build=build),
+            norm=kind(size * config.merge, 1e-5, source=f"{PROJECTOR}.layer_norm", build=build),
             joined=True,
             names=(f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"),
             ffn_size=config.projector_size,
-            activation=relu_squared,
-            bias=False,
+            activation=ACTIVATIONS["gelu"] if plain else relu_squared,
+            bias=plain,
             build=build,
         )
 
@@ -215,8 +269,9 @@ class RadioTower(nnx.Module):
         tokens. kind, row, column: i32[P]. longer: i32[P], the longer side of each patch's image in patches.
         """
         config, size = self.config, self.config.hidden_size
-        images = self.images(patches[:, : self.image_features])
-        x = jnp.where((kind == VIDEO)[:, None], self.videos(patches), images)
+        x = self.images(patches[:, : self.image_features])
+        if self.videos is not None:
+            x = jnp.where((kind == VIDEO)[:, None], self.videos(patches), x)
         table = self.positions[...].reshape(-1, size)
         spots = stretched(table, (config.side, config.side), (row, longer), (column, longer), linear=True)
         x = x + spots.astype(x.dtype)

@@ -70,6 +70,10 @@ def check_room(modality: str, num_patches: int, most: int | None) -> None:
 class MediaProcessor(Protocol):
     """Interface of the preprocessing of media for one checkpoint (jaxengine.media.registry).
 
+    A processor may have two further methods. `encode(text, token_ids)` returns the token ids of a prompt whose
+    placeholders are texts. `among(options, counts)` returns the options of a prompt's items, for families that
+    preprocess an item otherwise among many; counts: number of items by modality.
+
     Attributes:
       modalities: modalities that the model takes, of "image", "video" and "audio".
       settings: text of everything that affects the results of `process`; part of digests.

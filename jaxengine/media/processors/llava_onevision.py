@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,15 @@ class LlavaOnevisionProcessor(LlavaFramesProcessor):
         columns[:, :count], rows[:count] = found, np.arange(count)
         columns[:4, :count] -= rows[:count]
         return Processed(patches, columns, rows, count, size)
+
+
+class OnevisionImagesProcessor(LlavaOnevisionProcessor):
+    """Processor of RForConditionalGeneration and BeeForConditionalGeneration, which take images alone."""
+
+    def makes_videos_alike(self, folder: Path) -> bool:
+        """Return False: videos are not supported, whatever settings the folder has. folder: not used."""
+        del folder
+        return False
 
 
 def _between(canvas: np.ndarray, lines: int, columns: int) -> np.ndarray:

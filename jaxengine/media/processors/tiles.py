@@ -4,7 +4,8 @@ follows the tiles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -118,14 +119,34 @@ class TilesProcessor(UnitProcessor):
         height, width: size of the image in pixels. least, most: limits of the number of tiles. Among equally near ones
         it is the one with the most tiles whose area is less than twice the image's, else the one with the fewest tiles.
         """
-        best, nearest = (1, 1), float("inf")
-        for rows, columns in tilings(least, most, self.most_lines):
-            distance = abs(width / height - columns / rows)
-            if distance < nearest or (
-                distance == nearest and width * height > 0.5 * self.tile_side**2 * rows * columns
-            ):
-                best, nearest = (rows, columns), distance
-        return best
+        return nearest_tiling(height, width, self.tile_side, tilings(least, most, self.most_lines))
+
+
+def nearest_tiling(height: int, width: int, side: int, listed: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the (rows, columns) of `listed` whose aspect ratio is nearest to that of an image, of height x width
+    pixels; (1, 1) if none are listed. Of equally near ones a later one counts if its tiles, of `side` pixels, have
+    together less than twice the image's area.
+    """
+    best, nearest = (1, 1), float("inf")
+    for rows, columns in listed:
+        distance = abs(width / height - columns / rows)
+        if distance < nearest or (distance == nearest and width * height > 0.5 * side**2 * rows * columns):
+            best, nearest = (rows, columns), distance
+    return best
+
+
+def largest_share(height: int, width: int, side: int, listed: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the (rows, columns) of `listed` that suits an image of height x width pixels best: the first with the
+    largest product of how near its aspect ratio is and the share of the image's pixels that its tiles, of `side`
+    pixels, keep, of which 0.6 is enough (Eagle 2, Li et al. 2025, arXiv:2501.14818).
+    """
+    ratio = width / height
+
+    def share(tiling: tuple[int, int]) -> float:
+        own = tiling[1] / tiling[0]
+        return min(math.prod(tiling) * side * side / (width * height), 0.6) * min(own / ratio, ratio / own)
+
+    return max(listed, key=share)
 
 
 def tilings(least: int, most: int, most_lines: int = MAX_TILES) -> list[tuple[int, int]]:

@@ -159,6 +159,8 @@ class MediaInputs:
         options = self._options(options)
         if not any(values.values()):
             return list(token_ids), None
+        if (among := getattr(self.processor, "among", None)) is not None:  # of families that cut few images finer
+            options = among(options, {modality: len(loaded) for modality, loaded in values.items()})
         if self._towers[0].by_place:  # `room` hardly limits images of one embedding, each of which has all patches
             self._check_rows(sum(map(len, values.values())))
         # One cache for the entire prompt: self.cache may be replaced in the meantime.

@@ -41,6 +41,15 @@ class UsualTemplate:
 # token follows its images.
 _TEXTS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _BOS_AND_TEXTS = UsualTemplate("{{ bos_token }}" + _TEXTS)
+# As the published code of DeepSeek-VL2 writes a conversation.
+_DEEPSEEK_VL2 = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] ~ '\\n\\n' }}"
+    "{% elif message['role'] == 'user' %}{{ '<|User|>: ' ~ message['content'] ~ '\\n\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|Assistant|>: ' ~ message['content'] ~ eos_token }}"
+    "{% else %}{{ raise_exception('a message of ' ~ message['role'] ~ ' is not supported there') }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|>:' }}{% endif %}"
+)
 
 USUAL_TEMPLATES: dict[str, UsualTemplate] = {
     "DeepseekOCRForCausalLM": _BOS_AND_TEXTS,
@@ -48,6 +57,7 @@ USUAL_TEMPLATES: dict[str, UsualTemplate] = {
     "DeepseekV32ForCausalLM": UsualTemplate(deepseek_v32.TEMPLATE, OrderedResults("\n")),
     "DeepseekV4ForCausalLM": UsualTemplate(deepseek_v4.V4.template(), OrderedResults("\n\n")),
     "DeepseekV41ForCausalLM": UsualTemplate(deepseek_v4.V41.template(), OrderedResults("\n\n")),
+    "DeepseekVLV2ForCausalLM": UsualTemplate(_DEEPSEEK_VL2),
     "PaliGemmaForConditionalGeneration": UsualTemplate(_TEXTS),
     "PaliGemma2ForConditionalGeneration": UsualTemplate(_TEXTS),
     "CLIPModel": UsualTemplate(_TEXTS),

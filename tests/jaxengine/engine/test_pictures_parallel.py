@@ -43,6 +43,7 @@ REFUSED = {
     ),
     ("muse_glimmer_odd_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1, 5 for this model",
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
+    ("dots_ocr_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("janus_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("exaone4_5_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("blip2_odd_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",

@@ -30,6 +30,8 @@ KINDS = {
     "paddleocr_vl_vision": PaddleOCRVLImageProcessorPil,
     "glm_ocr_vision": Glm46VImageProcessorPil,
     "dots_ocr_vision": Qwen2VLImageProcessorPil,
+    "opencua_vision": Qwen2VLImageProcessorPil,
+    "keye1_5_vision": PaddleOCRVLImageProcessorPil,
     "video_llama3_vision": VideoLlama3ImageProcessorPil,
     "ernie4_5_vl_vision": Ernie4_5_VLMoeImageProcessorPil,
     "hunyuan_vl_vision": HunYuanVLImageProcessorPil,
@@ -72,7 +74,7 @@ def test_pixels_are_those_of_transformers(tmp_path):
             else:
                 _, high, wide = np.asarray(made["image_grid_thw"])[0]
                 # Qwen's and GLM's patches come square by square.
-                merge = 1 if name.startswith(("paddle", "hunyuan", "hy_v4")) else tower.spatial_merge_size
+                merge = 1 if name.startswith(("paddle", "keye", "hunyuan", "hy_v4")) else tower.spatial_merge_size
                 grid = np.indices((high // merge, wide // merge, merge, merge)).reshape(4, -1)
                 places = np.stack([grid[0] * merge + grid[2], grid[1] * merge + grid[3]])
                 expected = whole(pixels.reshape(high * wide, -1), places, tower.patch_size)

@@ -106,3 +106,17 @@ def test_a_models_tokenizer_has_the_template_and_what_goes_with_it(tmp_path):
         tokenizer = source.load_tokenizer(SimpleNamespace(tokenizer_mode=mode, skip_tokenizer_init=False))
         text = tokenizer.apply_chat_template([{"role": "user", "content": parts}])
         assert text.endswith(end), (mode, text)
+
+
+def test_deepseek_vl2_writes_roles_with_colons():
+    usual = usual_template("auto", "DeepseekVLV2ForCausalLM", False)
+    assert usual is not None
+    options = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, "chat_template": None}
+    tokens = {"bos_token": "<b>", "eos_token": "<e>"}
+    turns = (("system", "S"), ("user", "<image>\nQ"), ("assistant", "A"), ("user", "R"))
+    messages = [{"role": role, "content": text} for role, text in turns]
+    options |= {"variables": {}, "dialect": usual.dialect}
+    text = render_chat(RENDERER, usual.source, tokens, messages, **options)
+    assert text == "<b>S\n\n<|User|>: <image>\nQ\n\n<|Assistant|>: A<e><|User|>: R\n\n<|Assistant|>:"
+    with pytest.raises(RequestError, match="a message of tool is not supported there"):
+        render_chat(RENDERER, usual.source, tokens, [*messages, {"role": "tool", "content": "x"}], **options)

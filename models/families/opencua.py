@@ -1,0 +1,35 @@
+"""OpenCUA (Wang et al. 2025, arXiv:2508.09123): Qwen2 with Qwen2.5-VL's vision tower, for agents that use computers.
+Unlike in Qwen2.5-VL, embeddings of images have the positions of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.families.llava import TEXTS
+from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
+from jaxengine.models.families.qwen2_vl import QWEN_NAMES
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl
+
+
+class OpenCUAForConditionalGeneration(Qwen2ForCausalLM):
+    """Qwen2 with a vision tower for images, whatever model_type text_config has."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("vision_tower.", f"{VISUAL}."),
+            *QWEN_NAMES.prefixes,
+        )
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        _, defaults = TEXTS["qwen2"]
+        shared = super().read_hf(text_fields(fields).with_defaults(**defaults))
+        return shared | {"tower": read_qwen2_5_vl(fields.part("vision_config"), shared["hidden_size"])}
