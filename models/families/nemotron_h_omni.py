@@ -86,7 +86,7 @@ class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
         ),
         tower=RADIO_NAMES.tower,
         sound_tower=(f"{sound.TOWER}.", f"{sound.PROJECTOR}."),
-        tower_parts=(*RADIO_NAMES.tower_parts, *sound.PARTS),
+        tower_parts=(*(RADIO_NAMES.tower_parts or ()), *sound.PARTS),
         joined=RADIO_NAMES.joined,
         flattened=(*RADIO_NAMES.flattened, *CONVOLUTIONS),
         filled=RADIO_NAMES.filled,
