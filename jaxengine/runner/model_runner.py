@@ -20,7 +20,7 @@ from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.models.cache import product_platform_of
 from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.runner.base.extension import Epilogue
-from jaxengine.runner.base.memory import CPU_HEAP_BYTES, MemoryPlan, StageNeeds, plan_stages, return_free_memory
+from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
@@ -342,9 +342,8 @@ class ModelRunner:
             weights, workspace = stage.weight_bytes, stage.workspace_bytes
             if self.on_cpu:
                 process, programs = max(0, before - weights), max(0, stage.memory_in_use - before)
-                heap = CPU_HEAP_BYTES // jax.local_device_count()
             else:
-                process, programs, heap = 0, stage.program_bytes, 0
-            sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process, "heap": heap}
+                process, programs = 0, stage.program_bytes
+            sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process}
             plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory(stage.extensions.values())))
         return max(plans, key=lambda plan: plan.planned)

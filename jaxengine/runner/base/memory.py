@@ -37,7 +37,7 @@ _CPU_BYTES_PER_STORED = 22
 _CPU_PROCESS_BYTES = 256 << 20
 # What steps leave between their blocks of memory: about the same in engines of 0.5 to 2 GiB (`python -m benchmarks
 # memory`).
-CPU_HEAP_BYTES = 32 << 20
+_CPU_HEAP_BYTES = 32 << 20
 # MADV_DONTNEED of Linux, and the bytes from which an array has a mapping of its own in the C library.
 _MADV_DONTNEED, _LEAST_GIVEN_BACK = 4, 64 << 20
 
@@ -365,7 +365,7 @@ def plan_memory(
     """
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)
-    process = _CPU_PROCESS_BYTES // shared if shared else 0
+    process, heap = (_CPU_PROCESS_BYTES // shared, _CPU_HEAP_BYTES // shared) if shared else (0, 0)
     budget = budget_of(config, total, limit)
     by_need = False
     if config.num_gpu_blocks_override is not None:
@@ -381,11 +381,11 @@ def plan_memory(
         if config.ends_at_once:  # pages are free again after a step
             of_step = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
             needed = max(pages_per_seq, (config.max_in_flight + 1) * of_step)
-        fitting = (budget - weights - needs.total - process) // max(1, page_bytes)
+        fitting = (budget - weights - needs.total - process - heap) // max(1, page_bytes)
         num_pages = min(fitting, needed)
         by_need = (config.ends_at_once or config.default_seq_tokens is not None) and needed < fitting
     if num_pages < 1:
-        raise _no_room(config, budget, weights + process, needs)
+        raise _no_room(config, budget, weights + process + heap, needs)
     if num_pages < pages_per_seq:
         fits = longest_fit(config, num_pages, windows, config.max_model_len)
         others = [f"{purpose} take {size / (1 << 30):.1f} GiB" for purpose, size in needs.extensions.items() if size]
@@ -410,6 +410,7 @@ def plan_memory(
         max_model_len=config.max_model_len,
         by_need=by_need,
         extensions=needs.extensions,
+        heap=heap,
     )
 
 
@@ -432,7 +433,7 @@ def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | Non
 
 def _no_room(config: ResolvedConfig, budget: int, weights: int, needs: StageNeeds) -> ConfigError:
     """Return a ConfigError, for the caller to raise, about a device without room for a single page. weights: bytes of
-    weights and of the process.
+    weights and of the process with its heap.
     """
     gib = 1 << 30
     held = {"weights": weights, "programs and what they need": needs.programs + needs.workspace, **needs.extensions}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,8 @@ _LEAST_LAYERS = 6
 # What a call costs relative to a compiled layer, in steps of fewer than FEW_TOKENS tokens and in others. A call takes
 # 16 us: of a step of one token a thousandth or two, of others nothing that could be seen.
 FEW_TOKENS, _COST_OF_FEW, _COST_OF_MANY = 32, 1.0, 1 / 3
-# The most that groups of layers grow by for it.
+# The most layers that steps of few tokens compile, as a multiple of those that others compile: the memory of their
+# programs is estimated from that of the others.
 _MORE_OF_FEW = 2
 _MAGIC = b"parts"
 
@@ -225,22 +226,26 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     the layers. Return None for fewer than _LEAST_LAYERS layers.
 
     All groups except the last have the same size, for which the number of compiled layers plus the cost of the calls is
-    smallest.
+    smallest; in steps of few tokens among the sizes with at most _MORE_OF_FEW times the compiled layers of other steps.
     """
     eqns = jaxpr.eqns
     layers = [index for index, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
     if len(layers) < _LEAST_LAYERS:
         return None
-    num_tokens = _shape_of(eqns[layers[0]].outvars[0]).shape[0]
-    cost_of_call = _COST_OF_FEW if num_tokens < FEW_TOKENS else _COST_OF_MANY
     kinds = [id(eqns[index].params["jaxpr"]) for index in layers]
+    groups_of = {
+        size: [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)] for size in range(len(kinds), 0, -1)
+    }
+    num_compiled = {size: sum(map(len, set(groups))) for size, groups in groups_of.items()}
 
-    def cost(size: int) -> float:
-        """Return the number of compiled layers plus the cost of the calls for groups of `size` layers."""
-        groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
-        return sum(map(len, set(groups))) + cost_of_call * len(groups)
+    def best(sizes: Iterable[int], cost_of_call: float) -> int:
+        """Return the size with the fewest compiled layers plus cost of calls, of equals the first."""
+        return min(sizes, key=lambda size: num_compiled[size] + cost_of_call * len(groups_of[size]))
 
-    size = min(range(len(layers), 0, -1), key=cost)
+    size = best(groups_of, _COST_OF_MANY)
+    if _shape_of(eqns[layers[0]].outvars[0]).shape[0] < FEW_TOKENS:
+        most = _MORE_OF_FEW * num_compiled[size]
+        size = best([each for each in groups_of if num_compiled[each] <= most], _COST_OF_FEW)
     starts, end = layers[::size], layers[-1] + 1
     # Operations between two layers belong to the group of the first.
     groups = [eqns[start:stop] for start, stop in zip(starts, [*starts[1:], end], strict=True)]

@@ -158,6 +158,9 @@ def test_short_steps_have_fewer_calls_and_few_layers_stay_whole(tmp_path, monkey
     monkeypatch.setattr(layer_chain, "FEW_TOKENS", TOKENS + 1)
     short = get(tmp_path / "short", make_step())[1]
     assert isinstance(short, InParts) and len(short.chain.calls) == 5
+    # Other steps compile two of these layers, so that half as many calls would take three times as many.
+    uneven = get(tmp_path / "uneven", make_step((0,) * 5 + (1,) * 7))[1]
+    assert isinstance(uneven, InParts) and (len(uneven.programs), len(uneven.chain.calls)) == (4, 14)
     monkeypatch.setattr(layer_chain, "_LEAST_LAYERS", NUM_LAYERS + 1)
     assert not isinstance(get(tmp_path / "few", make_step())[1], InParts)
 
