@@ -102,9 +102,9 @@ def certify(
       model: model of the trainer, as returned by `jaxengine.open_model`, or its module together with `params`.
       prompts: token ids of each prompt.
       params: weights of the trainer, an `nnx.State`; by default those of `model`.
-      sampling_params: parameters of each request, of which n and logprobs are replaced; by default 16 tokens of
-        temperature 1 without regard to the end token, and a seed for each prompt. One
-        completion of a prompt is compared.
+      sampling_params: parameters of each request, of which n and logprobs are replaced, without sampling masks; by
+        default 16 tokens of temperature 1 without regard to the end token, and a seed for each prompt. One completion
+        of a prompt is compared.
 
     Raises ValueError if there are no prompts or one is empty, and for a model without weights, and the errors of
     `generate`, `get_logprobs` and `log_probs`.
@@ -117,7 +117,7 @@ def certify(
         raise ValueError(f"prompts must be lists of token ids, none of them empty, got {len(prompts)} prompts")
     config = llm.core.config
     chosen = sampling_params or SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
-    given = [chosen.clone_with(logprobs=0, n=1) for _ in prompts]
+    given = [chosen.clone_with(logprobs=0, n=1, return_sampling_mask=False) for _ in prompts]
     if sampling_params is None:
         given = [own.clone_with(seed=number) for number, own in enumerate(given)]
     outputs = llm.generate([list(prompt) for prompt in prompts], given, use_tqdm=False)

@@ -176,6 +176,7 @@ class DynamoEngine(_backend.LLMEngine):
             "structured_outputs": StructuredOutputsParams(**guided) if guided else None,
             "output_kind": RequestOutputKind.DELTA,
             "detokenize": False,
+            "return_sampling_mask": False,  # chunks have no field for it
         }
         for name, value in {**sampling, **stops}.items():
             if value is None or name in _FRONTENDS or value in _NEUTRAL.get(name, ()):

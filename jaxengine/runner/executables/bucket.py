@@ -32,7 +32,7 @@ class Bucket:
         """
         self._fs, self._root = open_store("compile_cache_dir", url, SCHEMES)
         self.path = url.rstrip("/")
-        self._answers = True
+        self._answers, self._said_refused = True, False
 
     def read(self, name: str) -> bytes | None:
         """Return the payload of a file that `write` wrote; None if it is missing or, with a warning, damaged or not
@@ -76,7 +76,10 @@ class Bucket:
             raise OSError(brief(error)) from None
 
     def _failed(self, error: Exception) -> None:
-        """Log a read that failed; unless only this file was refused, remember that the store does not answer."""
-        if not isinstance(error, PermissionError):  # a store without the right to list answers so for a missing file
-            self._answers = False
-        logger.warning("compiled steps in %s cannot be read: %s", self.path, brief(error))
+        """Log a read that failed. Unless only this file was refused, which is logged once, remember that the store does
+        not answer.
+        """
+        is_refused = isinstance(error, PermissionError)  # also of a missing file, without the right to list
+        if not is_refused or not self._said_refused:
+            logger.warning("compiled steps in %s cannot be read: %s", self.path, brief(error))
+        self._answers, self._said_refused = self._answers and is_refused, self._said_refused or is_refused

@@ -70,7 +70,9 @@ class ExecutableFiles:
         if named == "":
             return
         if named is not None and named.lower().startswith("file://"):
-            named = named[len("file://") :]
+            url, named = named, named[len("file://") :]
+            if not named.startswith("/"):
+                raise ConfigError("compile_cache_dir", url, "file:// with the absolute path of a folder")
         if is_url(named):
             assert named is not None
             self._own = Bucket(named)

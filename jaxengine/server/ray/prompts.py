@@ -28,7 +28,7 @@ from jaxengine.server.http.app import create_app
 PATHS = frozenset(
     (
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/cohere/v2/chat"),
-        "/inference/v1/generate",
+        *("/inference/v1/generate", "/skyrl/v1/generate"),
     )
 )
 # Bodies that are not read: reading images twice would cost more than a prefix saves.

@@ -121,7 +121,7 @@ def test_certificates(name, dtype, executables_dir):
 
 
 def test_a_certificate_of_other_weights_does_not_hold(make_llm, tiny_model):
-    llm, model = make_llm(rl_exact=True), open_model(tiny_model)
+    llm, model = make_llm(rl_exact=True, return_sampling_mask=True), open_model(tiny_model)
     use_scheduler(llm)
     others = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
     short = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

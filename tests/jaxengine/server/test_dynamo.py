@@ -109,4 +109,4 @@ def test_a_worker_serves_tokens(dynamo, tiny_options, make_llm, tmp_path):
         params = engine._params({"token_ids": PROMPT, "prefill_result": handed, "stop_conditions": {"max_tokens": 9}})
         direction = {"prefill": "do_remote_decode", "decode": "do_remote_prefill"}[mode]
         assert params.extra_args == {"kv_transfer_params": {direction: True}}
-        assert params.max_tokens == {"prefill": 1, "decode": 9}[mode]
+        assert params.max_tokens == {"prefill": 1, "decode": 9}[mode] and params.return_sampling_mask is False

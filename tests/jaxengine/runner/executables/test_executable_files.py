@@ -327,10 +327,11 @@ def test_a_bucket_is_a_folder(caplog, monkeypatch):
         raise errors[len(calls) - 1]
 
     # A store that may not be listed refuses what is missing; one that is gone is asked once.
-    errors = [PermissionError("hunter2"), ConnectionError(errno.ECONNREFUSED, "hunter2")]
+    errors = [*[PermissionError("hunter2")] * 2, ConnectionError(errno.ECONNREFUSED, "hunter2")]
     monkeypatch.setattr(MemoryFileSystem, "cat_file", failing)
     files = ExecutableFiles(url)
-    assert [files.read(NAME) for _ in range(4)] == [None] * 4 and len(calls) == 2 and files.names("") == []
+    assert [files.read(NAME) for _ in range(5)] == [None] * 5 and len(calls) == 3 and files.names("") == []
+    assert caplog.text.count("cannot be read: PermissionError") == caplog.text.count("cannot be read: Conn") == 1
     calls.clear()
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing)
     for _ in range(3):
@@ -347,6 +348,9 @@ def test_a_file_url_is_the_folder(folder):
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="mode 777"):
         ExecutableFiles(f"file://{folder}")
+    for url in ("file://", "file://steps"):  # the first would be the working directory
+        with pytest.raises(ConfigError, match="allowed: file:// with the absolute path of a folder"):
+            ExecutableFiles(url)
     for url in ("https://host/steps", "az://bucket/steps"):
         with pytest.raises(ConfigError, match=r"compile_cache_dir is .*; allowed: s3://, gs://, memory://, or a fo"):
             ExecutableFiles(url)

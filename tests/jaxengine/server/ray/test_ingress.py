@@ -286,6 +286,8 @@ PROMPTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is it?"}], "stream": True},
     "/v1/responses": {"input": "What is it?"},
     "/v1/messages": {"messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 4},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
+    "/skyrl/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
 }
 
 
