@@ -5,6 +5,7 @@ An engine without pipeline parallelism has one stage. This module handles rows a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,8 @@ from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.programs.step_programs import StepPrograms
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.rules import named_sharding, part_bytes
+
+logger = logging.getLogger(__name__)
 
 # XLA:CPU hangs if many more launches than this are in flight on several devices of one process and it has fewer than
 # twice as many threads as devices.
@@ -70,6 +73,12 @@ class StageRunner:
         self._waiting: list[tuple[str, tuple[Any, ...]]] | None = None  # state changes until pools are there again
         self._num_changes, self._several_on_cpu = 0, self._backend == "cpu" and len(devices) > 1
         self._several_processes = len({device.process_index for device in devices}) > 1
+        if self._several_processes and devices[0].platform == "gpu" and cache_dir != "":
+            # On GPUs each process measures a part of the kernels and waits for the others' results. A process that
+            # loads its program from disk would not answer those that compile, and without that exchange two might
+            # choose different kernels for the same product.
+            logger.info("compiled steps over several processes are not kept on disk on GPUs")
+            cache_dir = ""
         self.params = jax.tree.leaves(params)
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model), weights=self.params)
         self._shared = ExecutableCache(cache_dir, devices)

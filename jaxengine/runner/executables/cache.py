@@ -53,10 +53,7 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "false",
         # Else tpu7x converts the tiling of an LM head of a gigabyte in every step, for the loop over prompt logprobs.
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
-    },
-    # Else each process times a part of the kernels and waits for the others' results, of which one that has loaded the
-    # program from its cache has none.
-    "gpu over processes": {"xla_gpu_shard_autotuning": False},
+    }
 }
 # Of programs that run once or twice, which do not pay for being optimised: on CPUs, neither XLA's passes that optimise
 # and its fusion emitters, whose code LLVM is slow to compile, nor a split into parts for many cores.
@@ -76,29 +73,25 @@ _ENGINE = jax.make_user_context(None)
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
-def compile_program(
-    lowered: jax.stages.Lowered, backend: str, *, once: bool = False, over_processes: bool = False
-) -> jax.stages.Compiled:
+def compile_program(lowered: jax.stages.Lowered, backend: str, *, once: bool = False) -> jax.stages.Compiled:
     """Compile a lowered program with the engine's compiler options for a backend; return the executable.
 
     backend: name of the platform, as `jax.default_backend` returns it. once: whether the program runs only once or
-    twice, so that compiling it fast matters more than its speed. over_processes: whether devices of several processes
-    run the program. An option that this compiler release does not have is dropped for the rest of the process, with a
-    warning. Raises jax's JaxRuntimeError for other errors of the compiler.
+    twice, so that compiling it fast matters more than its speed. An option that this compiler release does not have is
+    dropped for the rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the compiler.
     """
-    names = (backend, f"{backend} over processes") if over_processes else (backend,)
-    wanted: list[dict[str, Any]] = [_COMPILER_OPTIONS.get(name, {}) for name in names]
+    wanted: dict[str, Any] = _COMPILER_OPTIONS.get(backend, {})
     if once:
-        wanted.append(_OPTIONS_OF_ONCE.get(backend, {}))
+        wanted = _OPTIONS_OF_ONCE.get(backend, wanted)
     while True:
-        options = {name: value for each in wanted for name, value in each.items()}
+        options = dict(wanted)
         try:
             return lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
             unknown = _UNKNOWN_OPTION.search(str(error))
             if unknown is None or unknown[1] not in options:
                 raise
-            if any(each.pop(unknown[1], None) is not None for each in wanted):
+            if wanted.pop(unknown[1], None) is not None:
                 logger.warning("this compiler has no option %s: steps may take longer or more memory", unknown[1])
 
 
@@ -211,8 +204,7 @@ class ExecutableCache:
             if backend == "cpu" and len(self._devices) == 1:
                 one = functools.partial(compile_program, backend=backend)
                 in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
-            over_processes = len({device.process_index for device in self._devices}) > 1
-            return in_parts or compile_program(traced.lower(), backend, over_processes=over_processes)
+            return in_parts or compile_program(traced.lower(), backend)
 
     def _mesh_of(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a program is traced. For a new bundle on other devices than CPUs it sets the

@@ -207,20 +207,6 @@ def test_a_warm_start_compiles_nothing_that_no_counter_sees(make_llm, tiny_optio
         assert (watch.count, llm.core.runner.num_compiled) == (0, 0)
 
 
-def test_no_process_waits_for_anothers_measurements_of_gpu_kernels(monkeypatch):
-    """One may have loaded the program that another compiles."""
-    lowered: Any = SimpleNamespace(compile=lambda compiler_options: compiler_options)
-    own: Any = cache.compile_program(lowered, "gpu", over_processes=True)
-    assert own == {"xla_gpu_shard_autotuning": False} and cache.compile_program(lowered, "gpu") is None
-    jax.jit(lambda x: x + 1).lower(jnp.zeros(3)).compile(own)  # this release has the option
-    devices = [SimpleNamespace(process_index=index, platform="gpu") for index in (0, 1)]
-    monkeypatch.setattr(cache, "compile_program", lambda *_, over_processes: over_processes)
-    made = ExecutableCache("", DEVICES)
-    for number in (1, 2):
-        made._devices = devices[:number]
-        assert made.compile(lambda x: x, [ARGUMENTS[0]], donate=()) is (number == 2)
-
-
 def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, caplog):
     options = {"xla_gone_since": "false", "xla_cpu_enable_fast_math": False}
     monkeypatch.setitem(cache._COMPILER_OPTIONS, "cpu", options)
@@ -229,8 +215,6 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, capl
         assert cache.compile_program(lowered, "cpu")(jnp.ones(3)).tolist() == [2.0] * 3
     assert options == {"xla_cpu_enable_fast_math": False}
     assert [record.args for record in caplog.records] == [("xla_gone_since",)]
-    monkeypatch.setitem(cache._COMPILER_OPTIONS, "cpu over processes", {"xla_gone_too": "false"})
-    assert cache.compile_program(lowered, "cpu", over_processes=True)(jnp.ones(3)).tolist() == [2.0] * 3
     options["xla_cpu_enable_fast_math"] = "perhaps"
     with pytest.raises(jax.errors.JaxRuntimeError):
         cache.compile_program(lowered, "cpu")
