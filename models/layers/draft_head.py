@@ -16,7 +16,7 @@ from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.scale import scaled
-from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.decoder import Decoder, head_products
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource, renamed
@@ -57,23 +57,25 @@ class DraftHead(Decoder):
         return scaled(table(token_ids), self.sizes.embedding_multiplier)
 
     def products(self, normed: jax.Array, model: Decoder) -> jax.Array:
-        """Return the products f32[R, V] of hidden states [R, D], after the head's norm, with its LM head. Without one
-        of its own they are the logits of the target `model`, with its scale and cap. On several devices they are
-        those of this device's part of the vocabulary (see `own_logits`).
-        """
-        with jax.named_scope("logits"):
-            return self.lm_head(normed, out_dtype=jnp.float32) if self.sizes.own_head else model.token_logits(normed)
-
-    def logits_of(self, products: jax.Array, model: Decoder) -> jax.Array:
-        """Return logits f32[R, V / n] from `products`, split over n devices as the logits of the target `model` are;
-        -inf for tokens that are never drafted.
+        """Return the products f32[R, V] of hidden states [R, D], after the head's norm, with its LM head, or with that
+        of the target `model`. On several devices they are those of this device's part of the vocabulary (see
+        `own_logits`).
         """
         with jax.named_scope("logits"):
             if not self.sizes.own_head:
-                return own_logits(products, model.config.num_logits)
+                return head_products(model, normed)
+            return self.lm_head(normed, out_dtype=jnp.float32)
+
+    def logits_of(self, products: jax.Array, model: Decoder) -> jax.Array:
+        """Return logits f32[R, V / n] from `products`, split over n devices as the logits of the target `model` are;
+        -inf for tokens that are never drafted. Factor and cap are the head's, as it is trained on the products.
+        """
+        with jax.named_scope("logits"):
             own = scaled(products, self.sizes.logit_scale)
             if (cap := self.sizes.logit_soft_cap) is not None:
                 own = cap * jnp.tanh(own / cap)
+            if not self.sizes.own_head:
+                return own_logits(own, model.config.num_logits)
             own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
             # Promised to be in bounds: for other modes XLA:TPU needs a row of memory for each token.
             own = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-jnp.inf)

@@ -35,8 +35,6 @@ _WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_l
 class DFlashConfig(DraftHeadConfig):
     """DraftHeadConfig of the head's layers, with the fields of DFlash and DSpark.
 
-    The factor and the cap of logits are those of an LM head of its own.
-
     Attributes:
       mask_token: token whose embedding stands for each token to draft.
       from_anchor: whether the block's first place, that of the last known token, predicts the first draft; otherwise

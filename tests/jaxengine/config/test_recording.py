@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_copies_of_pages_count_as_they_lie_on_the_devices():
     groups = (Paged((0, 1), None, (spec, spec)),)
 
     def held(platform: str) -> int:
-        shape = SimpleNamespace(model=model, config=config, groups=groups, platform=PLATFORMS[platform])
+        shape: Any = SimpleNamespace(model=model, config=config, groups=groups, platform=PLATFORMS[platform])
         return RecordingExtension(shape).memory()["recorded steps"]
 
     assert held("cpu") == PAGE_ROWS * 8 * 2 * 32 * 4 and held("tpu") == PAGE_ROWS * 8 * 128 * 4

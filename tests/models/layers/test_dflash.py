@@ -170,6 +170,18 @@ def test_scales_are_read_in_either_place(recorded, tmp_path):
     assert (head.vocab_size, head.streams, head.mask_token) == (128, (1, 2), 127)
 
 
+def test_the_models_matrix_is_shared_without_its_cap(recorded, tmp_path):
+    model, config = recorded("gemma2").model, recorded("gemma2").config
+    raw = _inner(output_multiplier=0.5, final_logit_softcapping=4.0, target_layer_ids=[0])
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw | sizes | {"layer_types": None}))
+    head = build_dflash(read_dflash(tmp_path, config), Build("float32"))
+    hidden = jax.random.normal(jax.random.key(0), (3, config.hidden_size))
+    found = head.logits_of(head.products(hidden, model), model)
+    wanted = 4 * np.tanh(np.asarray(hidden @ model.embed.weight.rows(jnp.arange(config.vocab_size)).T) * 0.5 / 4)
+    assert config.logit_soft_cap is not None and np.abs(found - wanted).max() < 1e-5
+
+
 def test_a_head_over_some_tokens_needs_its_lm_head(recorded, tmp_path):
     raw, tensors = read("qwen3")
     (tmp_path / "config.json").write_text(json.dumps(raw | {"draft_vocab_size": 40}))
