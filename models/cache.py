@@ -346,8 +346,8 @@ def _own_lanes(location: LayerLocation) -> int:
     lanes, elements = pool_shape(location.spec, TOKEN_ROWS)[2], _token_elements(location.spec)
     if lanes != elements:
         raise ValueError(
-            "layers whose pages differ in size need tokens of a multiple of 128 elements (keys and values of all KV "
-            f"heads) on TPUs, got {elements}"
+            "layers whose pages differ in size need tokens that fill whole tiles of 128 elements on TPUs (keys and "
+            f"values of all KV heads), got {elements} elements in {lanes}"
         )
     return lanes
 

@@ -107,6 +107,7 @@ _MAXIMA = {
     "projector_hidden_size": MAX_INTERMEDIATE,
     "output_proj_dims": MAX_HIDDEN,
     "attention.sliding_window": MAX_INTEGER,
+    "markov_rank": MAX_HIDDEN,
 }
 
 

@@ -150,15 +150,8 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V] of hidden states [R, D]. On several devices they are those of this device's part of
-        the vocabulary (see `own_logits`).
-
-        The matrix is the token table if the checkpoint ties the head to it, otherwise the LM head. The product is
-        multiplied by logit_scale.
-        """
-        tied = self.config.tie_word_embeddings
-        logits = self.embed.logits(hidden) if tied else self.lm_head(hidden, out_dtype=jnp.float32)
-        return scaled(logits, self.config.logit_scale)
+        """Return logits f32[R, V] of hidden states [R, D], split as `head_products`: these times logit_scale."""
+        return scaled(head_products(self, hidden), self.config.logit_scale)
 
     def __call__(
         self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
@@ -241,6 +234,15 @@ class Decoder(nnx.Module):
     def _state_layers(self) -> list[int]:
         """Indices of this stage's layers that keep a state."""
         return [layer for layer in self.stage.layers if self.config.attention[layer].state is not None]
+
+
+def head_products(model: Decoder, hidden: jax.Array) -> jax.Array:
+    """Return the products f32[R, V] of hidden states [R, D] with the model's token table if the checkpoint ties the
+    head to it, otherwise with its LM head. On several devices they are those of this device's part of the vocabulary
+    (see `own_logits`).
+    """
+    tied = model.config.tie_word_embeddings
+    return model.embed.logits(hidden) if tied else model.lm_head(hidden, out_dtype=jnp.float32)
 
 
 def _page_of(kv: KVPages | Cache) -> tuple[int, str]:

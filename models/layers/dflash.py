@@ -132,13 +132,14 @@ class DFlash(DraftHead):
             x = step.run(index, of_layer(cast(DFlashLayer, layer)), x)
         return x, cast(KVPages, step.cache)
 
-    def draft_logits(self, hidden: jax.Array, before: jax.Array, model: Decoder) -> jax.Array:
+    def draft_logits(self, products: jax.Array, before: jax.Array, model: Decoder) -> jax.Array:
         """Return logits f32[R, V / n] of drafts, split over n devices as the target model's logits are; -inf for tokens
-        that are never drafted. hidden: [R, D], results of a call. before: i32[R], the token before each draft. model:
-        the target.
+        that are never drafted. products: of the hidden states in their places. before: i32[R], the token before each
+        draft. model: the target.
         """
-        bias = self.markov_out(self.markov_in(before), out_dtype=jnp.float32) if self.sizes.markov_rank else None
-        return self.logits_of(hidden, model, bias)
+        if self.sizes.markov_rank:
+            products = products + self.markov_out(self.markov_in(before), out_dtype=jnp.float32)
+        return self.logits_of(products, model)
 
 
 class DFlashSource(DraftHeadSource):
@@ -152,12 +153,13 @@ class DFlashSource(DraftHeadSource):
         *(("encoder.output_norm_enc.", "model.hidden_norm."), *DraftHeadSource.PREFIXES),
     )
 
-    def settled(self, config: DraftHeadConfig) -> DraftHeadConfig:
-        """Leave out what is not read, and return the config with own_head if the checkpoint has an LM head."""
+    def settled(self, config: DraftHeadConfig, *, partial: bool) -> DraftHeadConfig:
+        """Leave out what is not read, and return the config with own_head if the checkpoint has an LM head. Raises
+        ModelFileError if it has none although it is whole (not `partial`) and some tokens are not drafted.
+        """
         for name in [each for each in self.names() if each.startswith("model.confidence_head.")]:
             self.leave_out(name)
-        config = replace(config, own_head=config.own_head or self.stores(LM_HEAD))
-        if not config.own_head and config.draft_vocab_size < config.vocab_size:
+        if not (partial or self.stores(LM_HEAD)) and config.draft_vocab_size < config.vocab_size:
             text = f"is missing: draft_vocab_size is {config.draft_vocab_size}, less than the vocabulary"
             raise ModelFileError(self.path, text, LM_HEAD)
-        return config
+        return replace(config, own_head=config.own_head or self.stores(LM_HEAD))

@@ -16,7 +16,7 @@ from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.scale import scaled
-from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.decoder import Decoder, head_products
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource, renamed
@@ -56,20 +56,26 @@ class DraftHead(Decoder):
         table = self.embed if self.sizes.own_embedding else model.embed
         return scaled(table(token_ids), self.sizes.embedding_multiplier)
 
-    def logits_of(self, normed: jax.Array, model: Decoder, bias: jax.Array | None = None) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D] after the head's norm, split over n devices as the logits
-        of the target `model` are; -inf for tokens that are never drafted. Without an LM head of its own they are those
-        of the model, with the model's scale and cap.
-
-        bias: f32, added to the products with the LM head, of their shape; None for nothing.
+    def products(self, normed: jax.Array, model: Decoder) -> jax.Array:
+        """Return the products f32[R, V] of hidden states [R, D], after the head's norm, with its LM head, or with that
+        of the target `model`. On several devices they are those of this device's part of the vocabulary (see
+        `own_logits`).
         """
-        added = 0 if bias is None else bias
         with jax.named_scope("logits"):
             if not self.sizes.own_head:
-                return own_logits(model.token_logits(normed) + added, model.config.num_logits)
-            own = scaled(self.lm_head(normed, out_dtype=jnp.float32) + added, self.sizes.logit_scale)
+                return head_products(model, normed)
+            return self.lm_head(normed, out_dtype=jnp.float32)
+
+    def logits_of(self, products: jax.Array, model: Decoder) -> jax.Array:
+        """Return logits f32[R, V / n] from `products`, split over n devices as the logits of the target `model` are;
+        -inf for tokens that are never drafted. Factor and cap are the head's, as it is trained on the products.
+        """
+        with jax.named_scope("logits"):
+            own = scaled(products, self.sizes.logit_scale)
             if (cap := self.sizes.logit_soft_cap) is not None:
                 own = cap * jnp.tanh(own / cap)
+            if not self.sizes.own_head:
+                return own_logits(own, model.config.num_logits)
             own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
             # Promised to be in bounds: for other modes XLA:TPU needs a row of memory for each token.
             own = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-jnp.inf)
@@ -104,7 +110,7 @@ class DraftHeadSource(WrappedSource):
         self._stored = {renamed(name, self.PREFIXES): name for name in source.names()}
         self._stored.pop("t2d", None)
         self._has_columns = False
-        self.config = config = self.settled(config)
+        self.config = config = self.settled(config, partial=partial)
         self._has_columns = config.own_head and (not partial or "d2t" in self._stored)
         self._columns = self._read_columns(config) if self._has_columns else np.zeros(config.vocab_size, np.int32)
         if EMBEDDING in self._stored and not config.own_embedding:
@@ -113,8 +119,10 @@ class DraftHeadSource(WrappedSource):
             else:
                 self.config = replace(config, own_embedding=True)
 
-    def settled(self, config: DraftHeadConfig) -> DraftHeadConfig:
-        """Return the config with what only the stored tensors determine: here the config itself."""
+    def settled(self, config: DraftHeadConfig, *, partial: bool) -> DraftHeadConfig:
+        """Return the config with what only the stored tensors determine: here the config itself. partial: see
+        `__init__`.
+        """
         return config
 
     def stores(self, name: str) -> bool:

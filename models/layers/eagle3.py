@@ -110,7 +110,8 @@ class Eagle3(DraftHead):
 
         hidden: [R, D], results of a call. model: the target.
         """
-        return self.logits_of(hidden if self.sizes.norm_output else self.head_norm(hidden), model)
+        normed = hidden if self.sizes.norm_output else self.head_norm(hidden)
+        return self.logits_of(self.products(normed, model), model)
 
 
 class Eagle3Source(DraftHeadSource):

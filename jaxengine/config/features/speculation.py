@@ -158,6 +158,11 @@ class SpeculativeConfig:
         return self.method in (MTP, *HEADS)
 
     @property
+    def reads_next_tokens(self) -> bool:
+        """Whether the drafter reads, beside the model's hidden state of each token, the token that came next."""
+        return self.method in (MTP, EAGLE3)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Numbers of tokens, besides 1, that a decode may have in one step (the last token and drafts), ascending."""
         return tuple(sorted({min(width, self.num_speculative_tokens + 1) for width in _WIDTHS}))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxengine.models.cache import paged_groups, pool_spec
+from jaxengine.models.cache import page_bytes_of_group, paged_groups, rows_per_page
 from jaxengine.models.layers.base.section import Capture
 from jaxengine.records.step_file import num_bytes
 from jaxengine.records.step_pages import StepRow, page_tables, pages_of, step_rows
@@ -57,8 +57,8 @@ class RecordingExtension(DeviceExtension):
         of the steps in flight and one more.
         """
         config, model = self.shape.config, self.shape.model.config
-        spec = pool_spec(self.shape.groups, 1)
-        page = spec.page_size * spec.num_kv_heads * spec.token_width * jnp.dtype(spec.dtype).itemsize
+        groups = self.shape.groups
+        page = page_bytes_of_group(groups, platform=self.shape.platform.name) // rows_per_page(groups)
         of_step = 0
         if self.keeps_layers:
             tokens = max(bucket.num_tokens for bucket in self.shape.buckets)

@@ -35,8 +35,6 @@ _WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_l
 class DFlashConfig(DraftHeadConfig):
     """DraftHeadConfig of the head's layers, with the fields of DFlash and DSpark.
 
-    The factor and the cap of logits are those of an LM head of its own.
-
     Attributes:
       mask_token: token whose embedding stands for each token to draft.
       from_anchor: whether the block's first place, that of the last known token, predicts the first draft; otherwise
@@ -71,8 +69,9 @@ def head_fields(raw: Mapping[str, Any], method: str) -> ConfigFields:
         raise ModelConfigError(f"architectures must be {allowed[0]} for the method {method}, got {name[:100]}")
     inner = {name: value for name, value in (fields.mapping(_INNER) or {}).items() if value is not None}
     earlier = {name: fields.raw.get(old) for name, old in _EARLIER.items() if not fields.has(name)}
-    anchor = {_ANCHOR: not fields.boolean("dspark_bonus_anchor", not from_anchor)}
-    fields = ConfigFields({**anchor, **fields.raw, **earlier, **inner, "architectures": [_LAYER_CLASS]})
+    anchor = not fields.boolean("dspark_bonus_anchor", not from_anchor)
+    anchored = {_ANCHOR: fields.boolean(_ANCHOR, anchor)}
+    fields = ConfigFields({**fields.raw, **anchored, **earlier, **inner, "architectures": [_LAYER_CLASS]})
     fields.require(quantization_config=None, logit_scale=1.0, is_neox_style=True, use_aux_hidden_state=True)
     fields.require(add_swa_attention_sink_bias=False, attention_sink_bias=False, attention_value_scale=None)
     fields.require(markov_head_type="vanilla")
@@ -109,13 +108,14 @@ def read_head(fields: ConfigFields, layers: Mapping[str, Any], method: str) -> D
     }
     target_size = fields.integer("target_hidden_size", layers["hidden_size"])
     differs = target_size != layers["hidden_size"]  # the model's tables do not fit then
+    draft_vocab_size = vocabulary_of(fields, layers["vocab_size"])
     return DFlashConfig(
         architecture=_ARCHITECTURES[method][0],
-        draft_vocab_size=vocabulary_of(fields, layers["vocab_size"]),
+        draft_vocab_size=draft_vocab_size,
         target_size=target_size,
         streams=tuple(each + 1 for each in listed),
         own_embedding=differs,
-        own_head=differs,
+        own_head=differs or draft_vocab_size < layers["vocab_size"],
         mask_token=mask,
         from_anchor=fields.boolean(_ANCHOR),
         markov_rank=fields.integer("markov_rank") if method == DSPARK else 0,

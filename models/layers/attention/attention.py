@@ -162,8 +162,8 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
 
 def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
     """Return StepInputs.schedule for all layers with this spec, a result of `_spec_of`. It is a schedule of key
-    selection for "selection"; of whole prompts for attention that is not causal, if the platform has a kernel for it;
-    otherwise of paged attention.
+    selection for "selection"; of whole prompts for attention of which `has_whole_prompts` holds; otherwise of paged
+    attention.
     """
     ragged, num_tokens, platform = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.platform
     if isinstance(spec, str):
@@ -326,8 +326,8 @@ class Attention(nnx.Module):
         """Return ([T, N, Hv], the pool with this step's keys and values written) for queries q [T, N, H].
 
         own: this step's keys [T, K, H] and values [T, K, Hv]; None for a layer that uses another layer's keys and
-        values, and writes none. Attention that is not causal always has whole prompts in one step; if the platform has
-        a kernel for that, the pool is unchanged.
+        values, and writes none. Attention that is not causal has whole prompts in one step unless its layer is `paged`;
+        if the platform has a kernel for whole prompts, the pool is unchanged.
         """
         spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
         if own is not None and has_whole_prompts(spec, kv.platform):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,9 @@ from jaxengine import ConfigError
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.execution.recording import replayed_options
+from jaxengine.models.cache import KVSpec, Paged
 from jaxengine.models.registry import read_folder
+from jaxengine.runner.extensions.recording import PAGE_ROWS, RecordingExtension
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row
 
@@ -83,3 +87,17 @@ def test_options_that_decide_no_step_are_not_recorded():
     config = EngineConfig().resolved(read_folder(TINY_CHECKPOINT), CPU)
     for name, value in given.items():
         assert replayed_options(dataclasses.replace(config, **{name: value})) == replayed_options(config), name
+
+
+def test_copies_of_pages_count_as_they_lie_on_the_devices():
+    """A row of a TPU's pool is filled up to whole lane tiles."""
+    spec = KVSpec(1, 8, 2, 16, 16, "float32")
+    model = SimpleNamespace(config=SimpleNamespace(num_layers=2, hidden_size=64))
+    config = SimpleNamespace(record_steps_detail="tokens", max_in_flight=2)
+    groups = (Paged((0, 1), None, (spec, spec)),)
+
+    def held(platform: str) -> int:
+        shape: Any = SimpleNamespace(model=model, config=config, groups=groups, platform=PLATFORMS[platform])
+        return RecordingExtension(shape).memory()["recorded steps"]
+
+    assert held("cpu") == PAGE_ROWS * 8 * 2 * 32 * 4 and held("tpu") == PAGE_ROWS * 8 * 128 * 4

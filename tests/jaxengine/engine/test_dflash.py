@@ -89,6 +89,7 @@ def test_drafts_are_right_where_the_head_cannot_be_wrong(method, name, tmp_path,
     known = {"load_format": "auto", "skip_tokenizer_init": True, "num_gpu_blocks_override": 40}
     known |= {"model": str(checkpoint(name)), "compile_cache_dir": executables_dir}
     llm = LLM(**OPTIONS | known, speculative_config=drafts)
+    assert not llm.core.runner.extension("drafts").keeps_history  # blocks are drafted from hidden states alone
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in continued(name)] * 8
     params = SamplingParams(**GREEDY)
 

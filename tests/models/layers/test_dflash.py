@@ -76,7 +76,7 @@ def test_drafts_are_those_of_the_definition(name, recorded, tmp_path):
     def draft(state, kv, block, start, lent):
         head, lender = nnx.merge(graph, state), nnx.merge(target_graph, lent)
         hidden, kv = head(one_sequence(block, start), kv, head.embeddings(block, lender))
-        return head.draft_logits(hidden, jnp.asarray(tokens[: len(block)]), lender), kv
+        return head.draft_logits(head.products(hidden, lender), jnp.asarray(tokens[: len(block)]), lender), kv
 
     count = len(streams)
     block = jnp.asarray([tokens[-1], *[head.sizes.mask_token] * (len(wanted) - 1)], jnp.int32)
@@ -170,8 +170,22 @@ def test_scales_are_read_in_either_place(recorded, tmp_path):
     assert (head.vocab_size, head.streams, head.mask_token) == (128, (1, 2), 127)
 
 
+def test_the_models_matrix_is_shared_without_its_cap(recorded, tmp_path):
+    model, config = recorded("gemma2").model, recorded("gemma2").config
+    raw = _inner(output_multiplier=0.5, final_logit_softcapping=4.0, target_layer_ids=[0])
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw | sizes | {"layer_types": None}))
+    head = build_dflash(read_dflash(tmp_path, config), Build("float32"))
+    hidden = jax.random.normal(jax.random.key(0), (3, config.hidden_size))
+    found = head.logits_of(head.products(hidden, model), model)
+    wanted = 4 * np.tanh(np.asarray(hidden @ model.embed.weight.rows(jnp.arange(config.vocab_size)).T) * 0.5 / 4)
+    assert config.logit_soft_cap is not None and np.abs(found - wanted).max() < 1e-5
+
+
 def test_a_head_over_some_tokens_needs_its_lm_head(recorded, tmp_path):
     raw, tensors = read("qwen3")
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"draft_vocab_size": 40}))
+    assert read_dflash(tmp_path, recorded("qwen3").config).own_head  # also where no weights are read
     with pytest.raises(ModelFileError, match=r"draft_vocab_size is 40.*lm_head\.weight"):
         loaded(tmp_path, raw | {"draft_vocab_size": 40}, tensors, "qwen3", recorded("qwen3").config)
 
@@ -185,7 +199,7 @@ def test_dspark_heads_are_read(recorded, tmp_path):
         head = read_dflash(tmp_path, config, DSPARK)
         return head.markov_rank, head.from_anchor, head.mask_token, head.streams
 
-    assert written() == (12, True, 4, (1, config.num_layers))
+    assert written() == written(sample_from_anchor=None) == (12, True, 4, (1, config.num_layers))
     assert written(dspark_bonus_anchor=True)[1] is False
     earlier = {"mask_token_id": None, "target_layer_ids": None}
     assert written(**earlier, dspark_noise_token_id=9, dspark_target_layer_ids=[0])[2:] == (9, (1,))
@@ -194,6 +208,7 @@ def test_dspark_heads_are_read(recorded, tmp_path):
     assert written(**ours)[1:] == (False, 4, (1,)) and written(**ours, sample_from_anchor=True)[1] is True
     for changes, message in (
         ({"markov_rank": None}, "markov_rank"),
+        ({"markov_rank": 1 << 30}, "markov_rank must be an integer >= 1 and <= 131072"),
         ({"markov_head_type": "gated"}, 'markov_head_type must be "vanilla"'),
         ({"architectures": ["DFlashDraftModel"]}, "architectures must be Qwen3DSparkModel for the method dspark"),
     ):

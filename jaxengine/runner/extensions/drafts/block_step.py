@@ -51,7 +51,9 @@ def make_block_draft(spec: DraftHeadSpec) -> Callable:
     """
 
     def draft(weights: HeadWeights, kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
-        """Run the head over each row's block, and draw the drafts one after the other from its logits."""
+        """Run the head over each row's block and its LM head over the places of all drafts, each once, and draw the
+        drafts one after the other from these logits.
+        """
         buffer, num_drafts = message.reshape(-1), spec.width - 1
         rows = unpack_drafting(spec, state, buffer)
         head, model = spec.both(weights)
@@ -60,10 +62,13 @@ def make_block_draft(spec: DraftHeadSpec) -> Callable:
         batch = _blocks(batch, rows, sizes.mask_token, from_anchor=sizes.from_anchor)
         hidden, kv = head(batch, kv, head.embeddings(batch.token_ids, model))
         first = batch.ragged[0].cu_q_lens[:-1] + (0 if sizes.from_anchor else 1)
+        places = first[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
+        products = head.products(hidden[jnp.minimum(places, len(hidden) - 1).reshape(-1)], model)
+        products = products.reshape(-1, num_drafts, products.shape[1])
 
         def choose(step: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             before, drafts = carried
-            own = hidden[jnp.minimum(first + step, len(hidden) - 1)]
+            own = lax.dynamic_index_in_dim(products, step, axis=1, keepdims=False)
             head, model = spec.both(weights)
             suppressed = model.config.suppressed_tokens
             return draw_drafts(head.draft_logits(own, before, model), rows, state, step, drafts, suppressed)

@@ -93,13 +93,16 @@ class DraftsExtension(DeviceExtension):
         assert chosen is not None
         self.proposer: Proposer | None = proposer_of(chosen) if config.pipeline_parallel_size == 1 else None
         self._has_model, self._is_read, self._streams = chosen.has_model, chosen.reads_hidden, chosen.streams or ()
+        self._reads_next_tokens = chosen.reads_next_tokens
         guided = chosen.guides(config.pipeline_parallel_size, config.max_in_flight)
         self.num_position_rows = max([0, *(each.num_tokens for each in shape.buckets.wide if guided)])
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the devices store the tokens of all slots, for n-gram lookup or for a draft head."""
-        return self.proposer is not None or self._is_read
+        """Whether the devices store the tokens of all slots: for n-gram lookup, and for a draft head that reads the
+        token after each hidden state.
+        """
+        return self.proposer is not None or self._reads_next_tokens
 
     def tokens(self) -> Any:
         """Return the history, i32[R, max_model_len], as a Kept; None if drafts are not computed from it."""
