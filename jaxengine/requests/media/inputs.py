@@ -124,8 +124,9 @@ class MediaInputs:
 
     def stand_alone(self, prompt: Mapping[str, Any]) -> bool:
         """Whether a prompt is an item without a text, of a model that embeds items by themselves (CLIP)."""
-        written = prompt.get("prompt") or prompt.get("prompt_token_ids")
-        return not written and getattr(self.processor, "stand_alone", False)
+        ids = prompt.get("prompt_token_ids")  # of any form, such as an array, whose truth is not its length
+        has_text = bool(prompt.get("prompt")) or (ids is not None and np.size(ids) > 0)
+        return getattr(self.processor, "stand_alone", False) and not has_text
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return a prompt with "prompt" (the text or None), "prompt_token_ids" and, under READY, the Media (None
