@@ -52,7 +52,7 @@ _SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RadioTowerConfig(TowerConfig):
-    """Sizes of the tower. jaxengine.media.processors.nemotron_h_omni writes its `columns`.
+    """Sizes of the tower. jaxengine.media.processors.radio writes its `columns`.
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
@@ -192,7 +192,9 @@ def _read_sizes(fields: ConfigFields, vision: ConfigFields, frames: int) -> Radi
 
 
 class RadioTower(nnx.Module):
-    """RADIO with the projector of Nemotron-H Omni. Images, and pairs of a video's frames, are segments of their own."""
+    """RADIO with an MLP over squares of patches. Images, and the frames of a video that share patches, are segments of
+    their own.
+    """
 
     def __init__(self, config: RadioTowerConfig, hidden_size: int, build: Build):
         self.config, size = config, config.hidden_size

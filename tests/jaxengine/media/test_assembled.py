@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_tokens_and_sizes_of_opencua_and_keye(folders):
     assert item.grid == (3, 4, 6) and set(item.columns[keye.tower.columns.index("segment")]) == {0}
     places = keye.expand([5, 262, 6], {"video": [item]}).rope_positions
     assert places[:, [0, 1, 7, 13, 18, 19]].tolist() == [[0, 1, 4, 7, 7, 10], [0, 1, 4, 7, 8, 10], [0, 1, 4, 7, 9, 10]]
+
+
+def test_of_a_strip_r_and_bee_see_the_whole_image_alone(tmp_path):
+    """No line of patches is left of its tiles, as in transformers."""
+    for name in ("r_vision", "bee_vision"):
+        write_files(tmp_path, name)
+        raw = read_config_json(FOLDER / name)
+        made = processor_for(tmp_path, raw, read_hf(raw), Tokenizer.from_hf_folder(tmp_path))
+        with warnings.catch_warnings(action="error"):
+            item = made.process("image", picture(1, 1, 200), {})
+        assert sorted(item.rows[item.rows >= 0]) == list(range(item.num_rows)) and item.num_rows == 16
 
 
 def vl2(folder, name: str = "deepseek_vl2_vision", **changes: Any) -> DeepseekVL2Processor:
