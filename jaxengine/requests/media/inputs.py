@@ -141,7 +141,8 @@ class MediaInputs:
         values = self.reader.loader.load_now(parts) if parts else {}
         encode = getattr(self.processor, "encode", None)
         # Not without items: a placeholder that nothing replaces may be a token that the model does not have.
-        if text is not None and encode is not None and any(values.values()):
+        kinds = getattr(self.processor, "in_texts", tuple(values))
+        if text is not None and encode is not None and any(values.get(kind) for kind in kinds):
             token_ids = encode(text, token_ids)
         token_ids, media = self.read(token_ids, values, prompt.get(OPTIONS))
         kept = {name: value for name, value in prompt.items() if name not in (DATA, OPTIONS)}
