@@ -116,11 +116,11 @@ def read_tiled_radio(fields: ConfigFields, *, last_norm: bool = False) -> RadioT
     taught it.
 
     last_norm: whether a norm follows the layers. Raises ModelConfigError for wrong fields, for another ViT, and for
-    images of any shape (min_num_patches).
+    images and frames of any shape (min_num_patches, video_target_num_patches, video_target_img_size).
     """
     fields.require(ps_version="v2")
     vision, args = fields.part("vision_config"), fields.part("vision_config").part_or_empty("args")
-    vision.require(video_temporal_patch_size=1)
+    vision.require(video_temporal_patch_size=1, video_target_num_patches=None, video_target_img_size=None)
     args.require(min_num_patches=None, cpe_num_registers=None)
     if (kind := args.text("model", _HUGE)) not in _SIZES:
         raise args.fail("model", f"one of {', '.join(_SIZES)}")

@@ -144,6 +144,7 @@ def test_radio_by_the_name_of_its_vit():
     [
         (with_args(model="vit_giant"), "vision_config.args.model must be one of vit_small_patch16_224"),
         (with_args(min_num_patches=256), "vision_config.args.min_num_patches must be absent"),
+        ({"vision_config": {**RADIO, "video_target_num_patches": 256}}, "video_target_num_patches must be absent"),
         (with_args(teachers=["clip"]), "vision_config.args.teachers must be a list of mappings"),
         ({"ps_version": "v1"}, 'ps_version must be "v2" or absent'),
         ({"vit_hidden_size": 64}, "vision_hidden_size must be the hidden_size of vision_config, 1280"),
