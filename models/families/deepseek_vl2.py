@@ -31,7 +31,7 @@ _DEFAULTS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-# More of them, which are not DeepSeek-V3's.
+# The same for fields of corrected experts, where those of DeepSeek-V3 differ.
 _CORRECTED = {
     "scoring_func": "softmax",
     "norm_topk_prob": False,
