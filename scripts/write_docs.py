@@ -210,7 +210,8 @@ types](quantization.md#gguf-files) that weights are stored in; dequantised at lo
 [quantised weights](quantization.md) and [adapters](lora.md). Families with a vision tower take [images and
 videos](media.md), but for Gemma 3n, EXAONE 4.5, Step 3.7 and North Micro Vision, which read text alone. Whisper, Cohere
 Transcribe and Moonshine transcribe [sounds](audio.md); Qwen2-Audio, Voxtral, Qwen3-ASR, Audio Flamingo 3, GLM-ASR,
-Granite Speech, Gemma 4's small models and the thinkers of Qwen2.5-Omni and Qwen3-Omni take them in their prompts.
+Granite Speech, Nemotron-H Omni, Gemma 4's small models and the thinkers of Qwen2.5-Omni and Qwen3-Omni take them in
+their prompts.
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
 keys that its indexer selects, and MiniMax M3's the blocks of keys, in [kernels](kernels.md) on TPUs and as plain XLA on

@@ -31,6 +31,16 @@ _DEFAULTS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+# The same for fields of corrected experts, where those of DeepSeek-V3 differ.
+_CORRECTED = {
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _OUTER = ("quantization_config", "tie_word_embeddings")
 
 
@@ -61,6 +71,8 @@ class DeepseekVLV2ForCausalLM(DeepseekV2ForCausalLM):
         ones.
         """
         if text.text("topk_method", "greedy") == "noaux_tc":
+            text = text.with_defaults(**_CORRECTED)
+            text.require(use_mla=True, scoring_func="sigmoid")
             return DeepseekV3ForCausalLM.read_hf(text)
         if text.boolean("use_mla", True):
             return DeepseekV2ForCausalLM.read_hf(text)

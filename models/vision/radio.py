@@ -52,7 +52,7 @@ _SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RadioTowerConfig(TowerConfig):
-    """Sizes of the tower. jaxengine.media.processors.nemotron_h_omni writes its `columns`.
+    """Sizes of the tower. jaxengine.media.processors.radio writes its `columns`.
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
@@ -116,11 +116,11 @@ def read_tiled_radio(fields: ConfigFields, *, last_norm: bool = False) -> RadioT
     taught it.
 
     last_norm: whether a norm follows the layers. Raises ModelConfigError for wrong fields, for another ViT, and for
-    images of any shape (min_num_patches).
+    images and frames of any shape (min_num_patches, video_target_num_patches, video_target_img_size).
     """
     fields.require(ps_version="v2")
     vision, args = fields.part("vision_config"), fields.part("vision_config").part_or_empty("args")
-    vision.require(video_temporal_patch_size=1)
+    vision.require(video_temporal_patch_size=1, video_target_num_patches=None, video_target_img_size=None)
     args.require(min_num_patches=None, cpe_num_registers=None)
     if (kind := args.text("model", _HUGE)) not in _SIZES:
         raise args.fail("model", f"one of {', '.join(_SIZES)}")
@@ -192,7 +192,9 @@ def _read_sizes(fields: ConfigFields, vision: ConfigFields, frames: int) -> Radi
 
 
 class RadioTower(nnx.Module):
-    """RADIO with the projector of Nemotron-H Omni. Images, and pairs of a video's frames, are segments of their own."""
+    """RADIO with an MLP over squares of patches. Images, and the frames of a video that share patches, are segments of
+    their own.
+    """
 
     def __init__(self, config: RadioTowerConfig, hidden_size: int, build: Build):
         self.config, size = config, config.hidden_size

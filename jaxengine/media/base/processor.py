@@ -71,8 +71,9 @@ class MediaProcessor(Protocol):
     """Interface of the preprocessing of media for one checkpoint (jaxengine.media.registry).
 
     A processor may have two further methods. `encode(text, token_ids)` returns the token ids of a prompt whose
-    placeholders are texts. `among(options, counts)` returns the options of a prompt's items, for families that
-    preprocess an item otherwise among many; counts: number of items by modality.
+    placeholders are texts; `in_texts` names the modalities that have such placeholders, all without it.
+    `among(options, counts)` returns the options of a prompt's items, for families that preprocess an item otherwise
+    among many; counts: number of items by modality.
 
     Attributes:
       modalities: modalities that the model takes, of "image", "video" and "audio".

@@ -127,7 +127,7 @@ def _taps(size: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return, for `wanted` points spread evenly over `size` pixels, i64[wanted] each: the pixel before, the pixel
     after, and the distance from the former in units of 1 / SHARES. Pixels are areas (torch's align_corners=False).
     """
-    scale = np.float32(size) / np.float32(wanted)
+    scale = np.float32(size) / np.float32(max(wanted, 1))  # of an image without lines there are no points
     at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
     first = np.minimum(at.astype(np.int64), size - 1)
     share = np.round((at - first) * SHARES).astype(np.int64)

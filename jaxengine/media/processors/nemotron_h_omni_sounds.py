@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ def nemotron_h_omni(
 
 class NemotronPairedProcessor(PairedProcessor):
     """Processor of a checkpoint that sees and hears."""
+
+    in_texts: ClassVar[tuple[str, ...]] = NemotronHOmniProcessor.in_texts
 
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids of a prompt `text`, with one token for each placeholder of a video."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -32,6 +32,7 @@ class RadioProcessor(GridProcessor):
 
     modalities: tuple[str, ...] = ("image", "video")
     frames_first = True
+    in_texts: ClassVar[tuple[str, ...]] = ("video",)  # a text with an image may speak of <video>
 
     def __init__(self, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the token of images. Raises ModelConfigError if it is missing or invalid."""

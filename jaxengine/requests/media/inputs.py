@@ -124,8 +124,9 @@ class MediaInputs:
 
     def stand_alone(self, prompt: Mapping[str, Any]) -> bool:
         """Whether a prompt is an item without a text, of a model that embeds items by themselves (CLIP)."""
-        written = prompt.get("prompt") or prompt.get("prompt_token_ids")
-        return not written and getattr(self.processor, "stand_alone", False)
+        ids = prompt.get("prompt_token_ids")  # of any form, such as an array, whose truth is not its length
+        has_text = bool(prompt.get("prompt")) or (ids is not None and np.size(ids) > 0)
+        return getattr(self.processor, "stand_alone", False) and not has_text
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return a prompt with "prompt" (the text or None), "prompt_token_ids" and, under READY, the Media (None
@@ -140,7 +141,8 @@ class MediaInputs:
         values = self.reader.loader.load_now(parts) if parts else {}
         encode = getattr(self.processor, "encode", None)
         # Not without items: a placeholder that nothing replaces may be a token that the model does not have.
-        if text is not None and encode is not None and any(values.values()):
+        kinds = getattr(self.processor, "in_texts", tuple(values))
+        if text is not None and encode is not None and any(values.get(kind) for kind in kinds):
             token_ids = encode(text, token_ids)
         token_ids, media = self.read(token_ids, values, prompt.get(OPTIONS))
         kept = {name: value for name, value in prompt.items() if name not in (DATA, OPTIONS)}

@@ -79,9 +79,16 @@ def list_scores(
 
 def _prompt(query: str, documents: Sequence[str]) -> str:
     """Return the prompt of a query and documents, from whose texts the marking tokens are removed."""
-    query, *documents = (text.replace(_QUERY, "").replace(_DOCUMENT, "") for text in (query, *documents))
+    query, *documents = map(_unmarked, (query, *documents))
     passages = "\n".join(
         f'<passage id="{index}">\n{text}{_DOCUMENT}\n</passage>' for index, text in enumerate(documents)
     )
     user = _USER.format(count=len(documents), query=query, passages=passages, mark=_QUERY)
     return _PROMPT.format(system=_SYSTEM, user=user)
+
+
+def _unmarked(text: str) -> str:
+    """Return a text without the marking tokens, and without those that its rest would make."""
+    while (found := text.replace(_QUERY, "").replace(_DOCUMENT, "")) != text:
+        text = found
+    return text

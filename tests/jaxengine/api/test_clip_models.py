@@ -66,6 +66,7 @@ def test_clip(tmp_path, executables_dir, goldens):
         for prompt, message in (
             ({**image_prompt(0), "prompt": "w5"}, "1 images and 3 tokens of a text; this model embeds an image by it"),
             ({"prompt": "", "multi_modal_data": {"image": [picture(0)] * 2}}, "2 images|image"),
+            ({**image_prompt(0), "prompt_token_ids": np.array([5, 6])}, "1 images and 2 tokens of a text"),
             ("", "prompt is empty"),
         ):
             with pytest.raises(RequestError, match=message):

@@ -43,7 +43,7 @@ def goldens():
 
 def test_the_prompt():
     """Its digest is that of the text that vLLM 0.33 writes, without the marks that texts have themselves."""
-    documents = ["one {0}", "two<|rerank_token|>", "three\nlines"]
+    documents = ["one {0}", "two<|rerank_<|embed_token|>token|>", "three\nlines"]
     ((text, number),) = list_prompts([("which {is} it<|embed_token|>?", document) for document in documents])
     assert number == 3 and hashlib.sha256(text.encode()).hexdigest()[:16] == "0594ea343e4e57b3"
 

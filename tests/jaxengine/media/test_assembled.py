@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,23 @@ def test_videos_of_nemotrons(folders):
         other.process("video", video(20, 3, 16, 24), {})
 
 
+def test_only_a_prompt_with_videos_has_a_place_for_them(folders):
+    """What a user writes of <video> beside an image stays text."""
+    made = opened(folders, NEMOTRONS[0])
+    options = {"mm_processor_kwargs": None, "max_model_len": 256, "mm_processor_cache_bytes": 0}
+    limits = {"max_encoder_patches": 1024, "num_encoder_rows": 256, "mm_limit": lambda modality: 1}
+    config: Any = SimpleNamespace(**options, **limits)
+    inputs, text = MediaInputs(made, [made.tower], config), "<image>a<video>"
+    shown: Any = {"image": [picture(1, 16, 16)], "video": [video(20, 1, 16, 16)]}
+    load: Any = SimpleNamespace(load_now=lambda parts: {part.modality: shown[part.modality] for part in parts})
+    inputs.reader = SimpleNamespace(loader=load)  # pyright: ignore[reportAttributeAccessIssue]
+    ids = made.tokenizer.encode(text)
+    found = inputs.made_ready({"multi_modal_data": {"image": shown["image"]}}, text, ids)["prompt_token_ids"]
+    assert made.tokenizer.decode(found) == "a<video>" and found.count(271) == 4
+    both = inputs.made_ready({"multi_modal_data": shown}, text, ids)["prompt_token_ids"]
+    assert made.tokenizer.decode(both).startswith("aFrame 1") and both.count(271) == 8
+
+
 def test_what_nemotrons_refuse(folders):
     for name in NEMOTRONS:
         made, image = opened(folders, name), picture(1, 24, 40)
@@ -127,6 +145,17 @@ def test_tokens_and_sizes_of_opencua_and_keye(folders):
     assert item.grid == (3, 4, 6) and set(item.columns[keye.tower.columns.index("segment")]) == {0}
     places = keye.expand([5, 262, 6], {"video": [item]}).rope_positions
     assert places[:, [0, 1, 7, 13, 18, 19]].tolist() == [[0, 1, 4, 7, 7, 10], [0, 1, 4, 7, 8, 10], [0, 1, 4, 7, 9, 10]]
+
+
+def test_of_a_strip_r_and_bee_see_the_whole_image_alone(tmp_path):
+    """No line of patches is left of its tiles, as in transformers."""
+    for name in ("r_vision", "bee_vision"):
+        write_files(tmp_path, name)
+        raw = read_config_json(FOLDER / name)
+        made: Any = processor_for(tmp_path, raw, read_hf(raw), Tokenizer.from_hf_folder(tmp_path))
+        with warnings.catch_warnings(action="error"):
+            item = made.process("image", picture(1, 1, 200), {})
+        assert sorted(item.rows[item.rows >= 0]) == list(range(item.num_rows)) and item.num_rows == 16
 
 
 def vl2(folder, name: str = "deepseek_vl2_vision", **changes: Any) -> DeepseekVL2Processor:

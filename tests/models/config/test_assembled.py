@@ -68,6 +68,10 @@ def test_deepseek_vl2_in_its_sizes():
     assert small.attention[0].latent.kv_lora_rank == largest.attention[0].latent.kv_lora_rank == 512
     assert (small.experts.scoring_func, largest.experts.scoring_func) == ("softmax", "sigmoid")
     assert largest.experts.correction_bias and largest.experts.routed_scaling_factor == 2.446
+    # Fields that the file lacks have the defaults of the published code, not those of DeepSeek-V3.
+    assert not largest.experts.norm_weights and largest.attention[0].latent.q_lora_rank is None
+    bare = vl2({name: value for name, value in CORRECTED.items() if name != "routed_scaling_factor"})
+    assert bare.experts.routed_scaling_factor == 1
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,9 @@ def test_deepseek_vl2_in_its_sizes():
         ({"tile_tag": "1D"}, 'tile_tag must be "2D" or absent'),
         ({"global_view_pos": "tail"}, 'global_view_pos must be "head" or absent'),
         ({"language_config": None}, "language_config must be a mapping"),
+        ({"language": {**CORRECTED, "use_mla": False}}, "use_mla must be true or absent"),
+        ({"language": {**CORRECTED, "scoring_func": "softmax"}}, 'scoring_func must be "sigmoid"'),
+        ({"language": {**LATENT, "topk_method": "noaux_tc"}}, 'scoring_func must be "sigmoid"'),
         ({"projector_config": {"n_embed": 2048}}, "projector_config.n_embed must be 1280 or absent"),
         ({"projector_config": {"projector_type": "linear"}}, "projector_config.projector_type must be"),
         ({"projector_config": {"depth": 1}}, "projector_config.depth must be an integer >= 2"),
@@ -137,6 +144,7 @@ def test_radio_by_the_name_of_its_vit():
     [
         (with_args(model="vit_giant"), "vision_config.args.model must be one of vit_small_patch16_224"),
         (with_args(min_num_patches=256), "vision_config.args.min_num_patches must be absent"),
+        ({"vision_config": {**RADIO, "video_target_num_patches": 256}}, "video_target_num_patches must be absent"),
         (with_args(teachers=["clip"]), "vision_config.args.teachers must be a list of mappings"),
         ({"ps_version": "v1"}, 'ps_version must be "v2" or absent'),
         ({"vit_hidden_size": 64}, "vision_hidden_size must be the hidden_size of vision_config, 1280"),
