@@ -52,7 +52,6 @@ class ZambaForCausalLM(Zamba2ForCausalLM):
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         parts=((".shared_transf.", ".shared_transformer."),),
         squeezed=(".conv1d.weight",),
-        raveled=(".mamba.D", ".mamba.dt_proj_bias"),
         flattened=tuple(f".mamba.{name}" for name in _HEADED),
     )
 

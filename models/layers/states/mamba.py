@@ -75,11 +75,11 @@ class Mamba(nnx.Module):
             mixed = jax.nn.silu(mixed if self.conv_bias is None else mixed + self.conv_bias[...].astype(jnp.float32))
         with jax.named_scope("time_steps"):
             dt, b, c = self._selected(mixed, x.dtype, step)
-            dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
+            dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].reshape(-1))
         with jax.named_scope("selective_scan"):
             o, vectors = self._scan(mixed, b, c, dt, vectors, rows)
         with jax.named_scope("gate"):
-            o = (o + self.skip[...] * mixed) * jax.nn.silu(z.astype(jnp.float32))
+            o = (o + self.skip[...].reshape(-1) * mixed) * jax.nn.silu(z.astype(jnp.float32))
         with jax.named_scope("out_proj"):
             return self.out(o.astype(x.dtype), step.rows), (window, vectors)
 
@@ -124,15 +124,15 @@ class HeadedMamba(Mamba):
         ]
         self.inputs = Linear(hidden_size, halves, axes=("embed", "heads"), bias=state.bias, build=build)
 
-        def of_heads(name: str, elements: int, dtype: str, std: float) -> nnx.Param:
+        def of_heads(name: str, elements: int, dtype: str, std: float | None) -> nnx.Param:
             decl = ParamDecl(("heads", None), (Source(f"{source}.{name}", heads),), init_std=std)
             return declare((heads, elements), dtype, decl)
 
         self.select = of_heads("x_proj_weight", (rank + 2 * size) * width, build.dtype, width**-0.5)
         self.dt = of_heads("dt_proj_weight", width * rank, build.dtype, rank**-0.5)
-        bias = ParamDecl(("heads",), (Source(f"{source}.dt_proj_bias", channels, group=width),), init_std=0.5)
-        self.dt_bias = declare((channels,), "float32", bias)
+        self.dt_bias = of_heads("dt_proj_bias", width, "float32", 0.5)
         self.log_a = of_heads("A_log", width * size, "float32", 0.5)
+        self.skip = of_heads("D", width, "float32", None)
 
     def _selected(self, mixed: jax.Array, dtype: Any, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return time steps f32[T, C] without their bias, and B and C f32[N, T, state_size] of this device's N heads,
