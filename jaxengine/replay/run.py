@@ -113,7 +113,8 @@ class _Run:
         values["logits"] = forwarded.logits
         sample = stage.compiled(programs.epilogue(SAMPLE, size, stage.params))
         _, sampled = sample(*[values[name] for name in epilogue.arguments])
-        return found | {f"sampled/{name}": np.asarray(array) for name, array in sampled._asdict().items()}
+        results = {name: array for name, array in sampled._asdict().items() if array is not None}
+        return found | {f"sampled/{name}": np.asarray(array) for name, array in results.items()}
 
     def _page_numbers(self) -> list[dict[int, int]]:
         """Return, for each replica, a dict from recorded page numbers to new ones, which count from 1 in the order of

@@ -77,7 +77,7 @@ class Recording(LoopExtension):
             return
         sampled = step.pending.sampled._asdict()
         fetch = self.loop.runner.fetch
-        arrays |= {f"sampled/{name}": fetch(array) for name, array in sampled.items()}
+        arrays |= {f"sampled/{name}": fetch(array) for name, array in sampled.items() if array is not None}
         about = {
             "bucket": [bucket.num_tokens, bucket.num_seqs, bucket.width, list(bucket.sections)],
             "weights": weights,

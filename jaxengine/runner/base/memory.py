@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import mmap
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
@@ -35,8 +37,8 @@ _CPU_BYTES_PER_STORED = 22
 # The interpreter, jax and a tokenizer; 200 MiB when measured. It is a constant because the number of pages is part of
 # what is compiled, and must be the same at every start.
 _CPU_PROCESS_BYTES = 256 << 20
-# What steps leave between their blocks of memory: about the same in engines of 0.5 to 2 GiB (`python -m benchmarks
-# memory`).
+# What steps leave between their blocks of memory: about the same in engines of 0.5 to 2 GiB
+# (`python -m benchmarks memory`).
 _CPU_HEAP_BYTES = 32 << 20
 # MADV_DONTNEED of Linux, and the bytes from which an array has a mapping of its own in the C library.
 _MADV_DONTNEED, _LEAST_GIVEN_BACK = 4, 64 << 20
@@ -252,10 +254,15 @@ def unused_bytes(array: Any) -> int:
 
 def _whole_pages(array: Any) -> Iterator[tuple[int, int]]:
     """Yield (address, bytes) of the whole pages of memory within each part of an array on this process's CPU devices;
-    nothing for other devices.
+    nothing for other devices, small parts, and arrays that are only described.
     """
+    if not isinstance(array, jax.Array):
+        return
+    # Looked at before the parts, which become arrays of their own when they are asked for.
+    if math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize < _LEAST_GIVEN_BACK:
+        return
     for part in array.addressable_shards:
-        if part.device.platform == "cpu" and part.data.nbytes >= _LEAST_GIVEN_BACK:
+        if part.device.platform == "cpu":
             begin = part.data.unsafe_buffer_pointer()
             first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
             yield first, (begin + part.data.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -28,8 +28,8 @@ from tests.tables import each_row
 
 
 def copy(tmp_path) -> Path:
-    # Without what a head was recorded with.
-    shutil.copytree(TINY_CHECKPOINT, tmp_path / "model", ignore=shutil.ignore_patterns("eagle3.*"))
+    # Without what heads were recorded with.
+    shutil.copytree(TINY_CHECKPOINT, tmp_path / "model", ignore=shutil.ignore_patterns("eagle3.*", "dflash.*"))
     return tmp_path / "model"
 
 

@@ -39,7 +39,8 @@ def open_one(grammar, key=1, matchers=None):
         (JSON, b'{"name":"', b'Ada"}!', b"", 4),
     ],
 )
-def test_masks_along_a_guess_are_those_of_llguidance(grammar, taken, guess, forced, num_guessed):
+def test_masks_along_a_guess_are_those_of_llguidance(grammar, taken, guess, forced, num_guessed, monkeypatch):
+    monkeypatch.setattr(worker_process, "_QUICK_SECONDS", 60.0)  # a busy machine gives up guesses
     matchers, matcher = open_one(grammar), llguidance.LLMatcher(BYTES, compile_grammar(*grammar))
     mask = matchers.advance(Advance(1, list(taken), list(guess)))
     assert bytes(mask.forced) == forced and len(mask.guessed) == num_guessed

@@ -91,15 +91,15 @@ MUTANTS = [
     Mutant(
         "keys and values swapped",
         _UPDATE,
-        "jnp.concatenate(new, axis=-1)",
-        "jnp.concatenate(new[::-1], axis=-1)",
+        "rows_of_tokens(keys, values, kv.spec)",
+        "rows_of_tokens(*((keys, None) if values is None else (values, keys)), kv.spec)",
         _ANY,
     ),
     Mutant(
         "scales swapped",
         _UPDATE,
-        "((k, kv.k_scale), (v, kv.v_scale))",
-        "((k, kv.v_scale), (v, kv.k_scale))",
+        "to_storage(k, kv.spec, kv.layout, kv.k_scale)",
+        "to_storage(k, kv.spec, kv.layout, kv.v_scale)",
         _on("runs", dtype="int8"),
     ),
 ]

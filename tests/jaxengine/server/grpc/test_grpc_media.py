@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ def reader(chat_engine, media=True, model=Both) -> RequestReader:
     inputs = chat_engine.inputs
     own = InputProcessor(inputs.config, inputs.model_config, inputs.tokenizer, inputs.generation_defaults)
     if media:
-        own.media = SimpleNamespace(reader=MediaReader(model(), own.config), made_ready=expanded)  # pyright: ignore
+        scripted: Any = SimpleNamespace(reader=MediaReader(model(), own.config), made_ready=expanded)
+        scripted.stand_alone = lambda prompt: False
+        own.media = scripted
     return RequestReader(own, ServerConfig())
 
 

@@ -34,7 +34,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": URL}}
 def engine(chat_engine):
     engine = ScriptedEngine(chat_engine, "A dog.", chat_template=QWEN)
     reader = MediaReader(Both(), engine.inputs.config)
-    engine.inputs.media = SimpleNamespace(reader=reader, made_ready=expanded)
+    media = SimpleNamespace(reader=reader, made_ready=expanded, stand_alone=lambda prompt: False)
+    engine.inputs.media = media
     return engine
 
 
