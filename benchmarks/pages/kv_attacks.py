@@ -68,7 +68,7 @@ def serve(folder: str, expected: str) -> None:
 
 
 class _Attacker:
-    """What is done to the folder and to the engines."""
+    """Kills of the engines, and damage to their folder."""
 
     def __init__(self, folder: Path, expected: Path, logs: list[Path], kill_seconds: float):
         """Start an engine for each of `logs`, the file that takes what it prints. kill_seconds: as the option."""

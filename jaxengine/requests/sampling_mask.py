@@ -1,4 +1,4 @@
-"""Which requests get sampling masks, and the rules of these requests."""
+"""Choice of the requests that get sampling masks, and the rules of these requests."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class MoreScores(NamedTuple):
-    """What is reported in addition for rows with logprobs.
+    """Further results for rows with logprobs.
 
     Attributes:
       count: number of scores for each row.

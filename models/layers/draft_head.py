@@ -1,4 +1,4 @@
-"""What heads that draft from a target model's hidden states have in common: EAGLE-3 (eagle3.py), DFlash (dflash.py)."""
+"""Common parts of heads that draft from a target model's hidden states: EAGLE-3 (eagle3.py) and DFlash (dflash.py)."""
 
 from __future__ import annotations
 

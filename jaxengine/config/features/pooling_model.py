@@ -73,9 +73,8 @@ class PoolingModel:
       labels: names of the labels, by number.
       sentence: settings of sentence-transformers, if there are any.
       token_rows: rows of the token table of an encoder, or of a decoder whose tokens attend to later ones; None for
-        others.
-        The tokenizer of such a model joins two texts with special tokens and gives each a token type: the id of a
-        token of type n is increased by n * token_rows.
+        others. The tokenizer of such a model joins two texts with special tokens and gives each a token type: the id of
+        a token of type n is increased by n * token_rows.
       has_token_types: whether the model distinguishes token types; otherwise ids are not increased.
       reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another
         template is given.

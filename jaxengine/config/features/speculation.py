@@ -63,8 +63,7 @@ class SpeculativeConfig:
       method: "ngram", which looks the last tokens up among earlier ones; "draft_model", a smaller model; "mtp", the
         layer of a checkpoint that predicts the token after the next; "eagle3", "dflash" and "dspark", a head with
         its own checkpoint that reads the model's hidden states, and drafts one token after another or all at once; or
-        "grammar", which proposes only tokens that a grammar leaves no choice
-        of. The other methods do that, too.
+        "grammar", which proposes only tokens that a grammar leaves no choice of. The other methods do that, too.
       num_speculative_tokens: limit of drafts of a request per step, 1 to 15.
       prompt_lookup_max: most tokens that an n-gram lookup compares; prompt_lookup_min: fewest. One defaults to the
         other; without either 3 and 2.

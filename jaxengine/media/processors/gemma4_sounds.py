@@ -5,7 +5,6 @@ before and after them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,8 @@ def gemma4(
     folder: folder of the checkpoint. config_json: content of its config.json. model_config: configuration of the model.
     tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
-    towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
-    found: list[Any] = []
-    for hears, kind in ((False, Gemma4Processor), (True, Gemma4SoundProcessor)):
-        if hears in towers:
-            found.append(kind(folder, config_json, towers[hears], tokenizer))
-    return PairedProcessor(*found) if len(found) > 1 else found[0]
+    kinds = Gemma4Processor, Gemma4SoundProcessor
+    return PairedProcessor.of_towers(*kinds, folder, config_json, model_config, tokenizer)
 
 
 class Gemma4SoundProcessor(SoundProcessor):

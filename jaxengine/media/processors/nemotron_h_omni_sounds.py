@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,12 +31,8 @@ def nemotron_h_omni(
     folder: folder of the checkpoint. config_json: content of its config.json. model_config: configuration of the model.
     tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
-    towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
-    found: list[Any] = []
-    for hears, kind in ((False, NemotronHOmniProcessor), (True, NemotronSoundProcessor)):
-        if hears in towers:
-            found.append(kind(folder, config_json, towers[hears], tokenizer))
-    return NemotronPairedProcessor(*found) if len(found) > 1 else found[0]
+    kinds = NemotronHOmniProcessor, NemotronSoundProcessor
+    return NemotronPairedProcessor.of_towers(*kinds, folder, config_json, model_config, tokenizer)
 
 
 class NemotronPairedProcessor(PairedProcessor):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxengine.media.base.processor import Expanded, MediaProcessor, Processed
 from jaxengine.media.processors.sounds import SoundProcessor
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.scheduler.base.media import AUDIO
 
 
@@ -23,6 +26,30 @@ class PairedProcessor:
         self.seeing, self.hearing = seeing, hearing
         self.modalities = (*seeing.modalities, *hearing.modalities)
         self.settings = f"{seeing.settings} {hearing.settings}"
+
+    @classmethod
+    def of_towers(
+        cls,
+        seeing: Callable[..., MediaProcessor],
+        hearing: Callable[..., SoundProcessor],
+        folder: Path | str,
+        config_json: Mapping[str, Any],
+        model_config: ModelConfig,
+        tokenizer: Any,
+    ) -> MediaProcessor:
+        """Return the processor of a checkpoint for the towers that it is served with: a pair if there are both.
+
+        seeing, hearing: makers of the processors, called with the other arguments and a configuration that has the
+        tower alone. folder: folder of the checkpoint. config_json: content of its config.json. model_config:
+        configuration of the model. tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing
+        or invalid files and settings.
+        """
+        towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
+        makers = {False: seeing, True: hearing}
+        found: list[Any] = [
+            make(folder, config_json, towers[hears], tokenizer) for hears, make in makers.items() if hears in towers
+        ]
+        return cls(*found) if len(found) > 1 else found[0]
 
     def of(self, modality: str) -> MediaProcessor:
         """Return the processor of a modality: `hearing` for "audio", else `seeing`."""

@@ -40,7 +40,7 @@ class SamplingMask:
 
     @cached_property
     def cu_lens(self) -> np.ndarray:
-        """Where each position begins and ends in `values`, i64[T + 1]."""
+        """Beginnings of the positions in `values`, and the end of the last, i64[T + 1]."""
         return np.cumsum([0, *map(len, self.rows)])
 
 

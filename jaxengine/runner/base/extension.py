@@ -146,7 +146,7 @@ class EpilogueSpec:
 
     @property
     def more_scores(self) -> MoreScores | None:
-        """What an extension reports of sampled tokens in addition to logprobs. It is that of the first extension that
+        """Report of an extension on sampled tokens in addition to logprobs. It is that of the first extension that
         reports anything; None if none does.
         """
         return next((each.more_scores for each in self.extensions if each.more_scores is not None), None)

@@ -126,7 +126,7 @@ class MemoryPlan:
 
     @property
     def at_work(self) -> int:
-        """Those bytes of `planned` that only steps need, so that an engine that has run none does not hold them."""
+        """Bytes of `planned` that only steps need, so that an engine that has run none does not hold them."""
         return self.workspace + self.heap
 
     @property

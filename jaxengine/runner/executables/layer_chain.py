@@ -27,8 +27,8 @@ from jaxengine.models.layers.decoder_step import LAYER
 
 # Models of fewer layers are compiled as one program.
 _LEAST_LAYERS = 6
-# What a call costs relative to a compiled layer, in steps of fewer than FEW_TOKENS tokens and in others. A call takes
-# 16 us: of a step of one token a thousandth or two, of others nothing that could be seen.
+# What a call costs relative to a compiled layer, in steps of fewer than FEW_TOKENS tokens, of which it takes a larger
+# share, and in others.
 FEW_TOKENS, _COST_OF_FEW, _COST_OF_MANY = 32, 1.0, 1 / 3
 # The most layers that steps of few tokens compile, as a multiple of those that others compile: the memory of their
 # programs is estimated from that of the others.

@@ -1,4 +1,4 @@
-"""What sampling kept of each token's distribution: the probability that truncation left, and its support."""
+"""Report on the distribution that each token was drawn from: the probability that truncation left, and its support."""
 
 from __future__ import annotations
 

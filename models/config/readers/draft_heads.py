@@ -1,4 +1,4 @@
-"""What configurations of draft heads have in common: EAGLE-3 (eagle3.py) and DFlash (dflash.py)."""
+"""Common parts of the configurations of draft heads: EAGLE-3 (eagle3.py) and DFlash (dflash.py)."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ def test_what_radio_refuses(changes, message):
 
 def test_other_names_of_the_same():
     for name, version in (("minicpmv2_6_vision", "2.6"), ("minicpmv4_5_vision", "4.5")):
-        told = {"architectures": ["MiniCPMO"], "model_type": "minicpmo", "version": version}
-        assert read_hf(recorded(name, **told)) == read_hf(recorded(name))
+        fields = {"architectures": ["MiniCPMO"], "model_type": "minicpmo", "version": version}
+        assert read_hf(recorded(name, **fields)) == read_hf(recorded(name))
     assert usual_name("MiniCPMO") == "MiniCPMV"
     # As published the text is not nested, as its class is free to write it.
     flat, vision = recorded("keye_vision"), ("vision_config", "architectures")

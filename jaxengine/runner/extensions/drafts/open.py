@@ -53,7 +53,7 @@ _MASK_FILE = "mask_embedding.pt"  # of some DFlash heads
 
 
 class HeadKind(NamedTuple):
-    """What differs between the methods of HEADS.
+    """Functions and classes of one of the methods of HEADS.
 
     Attributes:
       read: function of (folder, config of the target model), which returns the head's config.

@@ -1,5 +1,5 @@
-"""What sampling made of an answer's tokens: their raw and processed log-probabilities and the mass that truncation kept
-(field `return_sampling_mass`), and the tokens that could have been sampled (`return_sampling_mask`).
+"""Fields of an answer about how its tokens were sampled: their raw and processed log-probabilities and the mass that
+truncation kept (`return_sampling_mass`), and the tokens that could have been sampled (`return_sampling_mask`).
 """
 
 from __future__ import annotations
