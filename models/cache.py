@@ -42,7 +42,6 @@ from jaxengine.pallas_kernels.kv.pages import (
     pool_shape,
 )
 from jaxengine.pallas_kernels.registry import (
-    NATIVE_DTYPES,
     SEQUENCES,
     TOKEN_ROWS,
     block_profile,
@@ -57,7 +56,6 @@ from jaxengine.sharding.layout import RULES
 from jaxengine.sharding.rules import logical_to_spec, part_shape, whole_shape
 
 __all__ = [
-    "NATIVE_DTYPES",
     "Cache",
     "KVPages",
     "KVSpec",

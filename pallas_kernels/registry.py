@@ -18,7 +18,8 @@ from typing import Any
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
 NATIVE = "native"  # machine code from llvmlite, which is only used after `native_code` has built it
-NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # dtypes of weights that NATIVE kernels multiply
+# Packages whose modules `code` have the handlers of NATIVE kernels.
+NATIVE_ROOMS = tuple(f"jaxengine.pallas_kernels.{room}.native" for room in ("matmul", "attention"))
 # Layouts in which kernels store keys and values. jaxengine.pallas_kernels.kv.pages describes and implements them.
 HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
 
@@ -70,12 +71,14 @@ PLAIN_KINDS = frozenset((NATIVE, "cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "blackwell"): "attention.blackwell.attend",
     ("attention_schedule", "hopper"): "attention.hopper.attend",
+    ("attention_schedule", NATIVE): "attention.native.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
     ("attention_schedule", "triton"): "attention.triton.attend",
     ("attention_schedule", "xla"): "attention.xla.schedule",
     ("attention_schedule", UNPAGED): "attention.unpaged",
     ("ragged_paged_attention", "blackwell"): "attention.blackwell.attend",
     ("ragged_paged_attention", "hopper"): "attention.hopper.attend",
+    ("ragged_paged_attention", NATIVE): "attention.native.attend",
     ("ragged_paged_attention", "tpu"): "attention.tpu.attend",
     ("ragged_paged_attention", "triton"): "attention.triton.attend",
     ("ragged_paged_attention", "xla"): "attention.xla.attend",
@@ -254,10 +257,11 @@ def backend_of(platform: str) -> str:
 
 def kernel_kind(op: str, platform: str) -> str | None:
     """Return the kind of implementation that `op` uses on `platform`: the first of the platform's kinds that has a row
-    for it and is not excluded by `without_rows`; None if there is none. NATIVE is excluded before `native_code`.
+    for it and is not excluded by `without_rows`; None if there is none. NATIVE is excluded before `native_code`, and
+    in `rows_of(EXACT)`.
     """
-    unused = _UNUSED.get()
-    kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or kind in _BUILT)
+    unused, has_native = _UNUSED.get(), NATIVE in _BUILT and _ONLY.get() != EXACT
+    kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or has_native)
     return next((kind for kind in kinds if (op, kind) in _ROWS and (op, kind) not in unused), None)
 
 
@@ -266,8 +270,8 @@ def native_code() -> str:
     key of programs that use it. Programs with such kernels can only be loaded afterwards. If it cannot be built, return
     "", and the operations run as plain XLA.
     """
-    module = importlib.import_module("jaxengine.pallas_kernels.matmul.native.library")
-    if about := module.load():
+    module = importlib.import_module("jaxengine.pallas_kernels.native.library")
+    if about := module.load(NATIVE_ROOMS):
         _BUILT.add(NATIVE)
     return about
 
@@ -282,6 +286,12 @@ def attention_kernels(platform: str) -> frozenset[tuple[str, str]]:
     """Return the rows (operation, kind) of the attention kernels that `platform` uses; empty if it has none."""
     ops = [op for op, own in KERNELS if own == platform and op in _ATTENTION and is_kernel(op, platform)]
     return frozenset((op, kind) for op in ops if (kind := kernel_kind(op, platform)) is not None)
+
+
+def attention_rows(platform: str) -> frozenset[tuple[str, str]]:
+    """Return the rows (operation, kind) of attention on `platform` that are not plain XLA: kernels and machine code."""
+    kinds = [kind for kind in _KINDS[platform] if kind == NATIVE or kind not in PLAIN_KINDS]
+    return frozenset((op, kind) for op in _ATTENTION for kind in kinds if (op, kind) in _ROWS)
 
 
 def has_kernels(platform: str) -> bool:

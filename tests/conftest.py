@@ -65,6 +65,7 @@ ENDED_BYTES = 1536 << 20 if _WITH_ROOM else 768 << 20
 # The same of mappings.
 MAX_MAPS, GROWN_MAPS, MOST_MAPS = 20_000, 8_000, 40_000
 LONG = 40.0  # seconds
+WITHOUT_LLVMLITE = Path(__file__).with_name("without_llvmlite")  # for processes that tests start
 _num_tests = 0
 _bytes_left = _maps_left = 0  # resident, and mappings, when programs were last forgotten
 _bytes_collected = 0  # resident after the last collection of everything
@@ -110,8 +111,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Recorded tokens are plain XLA's. Tests of machine code ask for it: tests/pallas_kernels/matmul/test_native.py.
+    # Recorded tokens are plain XLA's. Tests of machine code ask for it (tests/pallas_kernels/conftest.py).
     sys.modules["llvmlite"] = None  # type: ignore[assignment]
+    if hasattr(config, "workerinput") or not getattr(
+        config.option, "numprocesses", None
+    ):  # pytest's own workers need it
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WITHOUT_LLVMLITE), os.environ.get("PYTHONPATH"))))
     if not config.getoption("--thorough"):
         hypothesis.settings.register_profile("few", hypothesis.settings(max_examples=30))
         hypothesis.settings.load_profile("few")

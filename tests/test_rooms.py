@@ -73,11 +73,12 @@ ROOMS = {
     "sharding": "",
     "pallas_kernels": "",
     "pallas_kernels:base": "",
+    "pallas_kernels.native": "",
     "pallas_kernels.kv": "pallas_kernels:base",
     "pallas_kernels.matmul": "pallas_kernels:base",
     "pallas_kernels.matmul.xla": "pallas_kernels:base pallas_kernels.matmul",
     "pallas_kernels.matmul.cpu": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla",
-    "pallas_kernels.matmul.native": "pallas_kernels.matmul pallas_kernels.matmul.cpu",
+    "pallas_kernels.matmul.native": "pallas_kernels.native pallas_kernels.matmul pallas_kernels.matmul.cpu",
     "pallas_kernels.matmul.tpu": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla",
     "pallas_kernels.matmul.blackwell": "",
     "pallas_kernels.matmul.hopper": (
@@ -87,6 +88,10 @@ ROOMS = {
     "pallas_kernels.state": "pallas_kernels:base",
     "pallas_kernels.attention": "pallas_kernels:base pallas_kernels.kv",
     "pallas_kernels.attention.xla": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
+    "pallas_kernels.attention.native": (
+        "pallas_kernels:base pallas_kernels.native pallas_kernels.kv pallas_kernels.attention "
+        "pallas_kernels.attention.xla"
+    ),
     "pallas_kernels.attention.tpu": (
         "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention pallas_kernels.attention.xla"
     ),

@@ -18,8 +18,9 @@ from benchmarks.harness import Option, OptionError, shared
 from benchmarks.recorder import Recorder
 from jaxengine.pallas_kernels.matmul.cpu import dense as dense_cpu
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
-from jaxengine.pallas_kernels.matmul.native import dense, library, quantized
+from jaxengine.pallas_kernels.matmul.native import dense, quantized
 from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
+from jaxengine.pallas_kernels.registry import native_code
 
 # Inputs and outputs: of the embedded model's layers, and of a 1B's and an 8B's widest.
 SHAPES = ((576, 576), (576, 3072), (1536, 576), (2048, 8192), (4096, 14336))
@@ -83,7 +84,7 @@ def measure(kind: str, rows: int, inputs: int, outputs: int, rounds: int) -> dic
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    if not library.load():
+    if not native_code():
         raise OptionError("there is no machine code here: pip install 'jaxengine[cpu]', on x86-64 with AVX2")
     for kind in KINDS:
         for shape in SHAPES:

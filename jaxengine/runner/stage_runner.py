@@ -80,7 +80,7 @@ class StageRunner:
             logger.info("compiled steps over several processes are not kept on disk on GPUs")
             cache_dir = ""
         self.params = jax.tree.leaves(params)
-        self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model), weights=self.params)
+        self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._shared = ExecutableCache(cache_dir, devices)
         self._ranks = named_sharding(programs.mesh, ("batch",))
         self._forwards: dict[Bucket, Executable] = {}

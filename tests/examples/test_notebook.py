@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from jaxengine.commands.cli import build_parser
+from tests.conftest import WITHOUT_LLVMLITE
 from tests.jaxengine.server.conftest import chat_model
 
 __all__ = ["chat_model"]
@@ -74,7 +75,7 @@ def test_its_code_runs(chat_model, executables_dir, tmp_path, monkeypatch, capfd
         (bin / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         (bin / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
+    monkeypatch.setenv("PYTHONPATH", f"{NOTEBOOK.parents[1]}:{WITHOUT_LLVMLITE}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def shell(line: str) -> None:

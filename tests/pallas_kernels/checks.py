@@ -297,11 +297,11 @@ def rounded_rows(number: int, implementation: Implementation) -> None:
 
 def native(number: int, implementation: Implementation) -> None:
     """One of the cases of products as machine code."""
-    from jaxengine.pallas_kernels.matmul.native import library
+    from tests.pallas_kernels import machine_code
     from tests.pallas_kernels.matmul.test_native import CASES, check
 
     del implementation
-    library.made()
+    machine_code.install()
     check(CASES[number])
 
 

@@ -5,8 +5,12 @@ Not before: where pytest itself runs in several processes, only one of them has 
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from jaxengine.pallas_kernels.native import library
+from jaxengine.pallas_kernels.registry import NATIVE_ROOMS
 from tests.pallas_kernels.worker import Job, run_all
 
 SECONDS = 120  # of processor time for one job, compiling included
@@ -25,3 +29,12 @@ def outcomes(request):
 
 def _is_interpreted(item) -> bool:
     return {"group", "job"} <= set(getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="module")
+def machine_code():
+    """Text about what made machine code; other tests of this process have none, as their tokens are plain XLA's."""
+    own = sys.modules.pop("llvmlite", None)
+    pytest.importorskip("llvmlite", reason="pip install 'jaxengine[cpu]'")
+    yield library.load.__wrapped__(NATIVE_ROOMS)
+    sys.modules["llvmlite"] = own  # type: ignore[assignment]

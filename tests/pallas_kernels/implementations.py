@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxengine.pallas_kernels.attention.native import attend as native
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from jaxengine.pallas_kernels.registry import kernel, platform_of
@@ -134,6 +135,12 @@ def _mosaic_gpu_interpreter() -> ModuleType:
     from tests.pallas_kernels import mosaic_gpu_interpret
 
     return mosaic_gpu_interpret
+
+
+def _machine_code() -> ModuleType:
+    from tests.pallas_kernels import machine_code
+
+    return machine_code
 
 
 def _tpu_refuses(case: Case, dtype: str) -> str | None:
@@ -265,6 +272,12 @@ TRITON = Implementation(
     elsewhere=_not_triton,
     tuning=Tuning(triton_attention=TritonAttention(num_ctas=3, merged_parts=2)),
 )
+NATIVE = Implementation(
+    "native",
+    "cpu",
+    interpreter=_machine_code,
+    overrides={name: getattr(native, name) for name in ("attention_schedule", "ragged_paged_attention")},
+)
 ACCELERATOR = None if jax.default_backend() == "cpu" else platform_of(jax.devices()[0])
 DEVICE = (
     []
@@ -291,7 +304,7 @@ TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TP
 INTERPRETED = [*TPU, MOSAIC_GPU, TRITON]
 IMPLEMENTATIONS = {
     implementation.name: implementation
-    for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL, BLACKWELL_ATTENTION)
+    for implementation in (*IN_PROCESS, *INTERPRETED, NATIVE, BLACKWELL, BLACKWELL_ATTENTION)
 }
 
 

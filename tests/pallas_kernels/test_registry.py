@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
+from tests.pallas_kernels.attention.test_native import IMPLEMENTATIONS as NATIVE_ATTENTION
 from tests.pallas_kernels.attention.test_selected import IMPLEMENTATIONS as SELECTED
 from tests.pallas_kernels.attention.test_selected_blocks import IMPLEMENTATIONS as SELECTED_BLOCKS
 from tests.pallas_kernels.attention.test_whole_prompts import IMPLEMENTATIONS as WHOLE_PROMPTS
@@ -58,6 +59,7 @@ def run_by_tests() -> set:
         | set(LORA)
         | MICROSCALED
         | NATIVE
+        | NATIVE_ATTENTION
         | states
     )
 

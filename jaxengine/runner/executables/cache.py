@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.user_code import UnknownCodeError, changed_code, code_digest
-from jaxengine.models.cache import NATIVE_DTYPES, kernel_modules, native_code, platform_of
+from jaxengine.models.cache import kernel_modules, native_code, platform_of
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.bundle import Bundle, NewBundle
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
@@ -104,16 +104,14 @@ class ExecutableCache:
       unused: rows of kernels, (operation, kind), that programs are compiled without. Part of the key.
     """
 
-    def __init__(
-        self, place: Place, devices: Sequence[Any], *, family: type | None = None, weights: Sequence[Any] = ()
-    ):
+    def __init__(self, place: Place, devices: Sequence[Any], *, family: type | None = None):
         """Open the cache folder.
 
         place: a folder, as in ExecutableFiles, with its ConfigError; or a bundle, from which every program is then
         loaded, or to which it is added. devices: those that the programs run on. family: the model's class; None for
-        programs without a model. weights: the model's leaves, of which some dtypes have native code on CPUs. Nothing is
-        stored, and a warning is logged, if the source of the class is unknown, or if code without a known source has
-        changed jaxengine's own; with a bundle that is a ConfigError.
+        programs without a model, which call no machine code of ours. Nothing is stored, and a warning is logged, if the
+        source of the class is unknown, or if code without a known source has changed jaxengine's own; with a bundle
+        that is a ConfigError.
         """
         bundle = self._bundle = place if isinstance(place, Bundle | NewBundle) else None
         directory = place.cache_dir if isinstance(place, Bundle | NewBundle) else place
@@ -138,7 +136,7 @@ class ExecutableCache:
             directory = ""
         self._files = ExecutableFiles(directory)
         self._kept = bundle or _KeptPrograms(self._files)
-        self._has_native = not NATIVE_DTYPES.isdisjoint(str(leaf.dtype) for leaf in weights)
+        self._has_native = family is not None
         self._know_sources()
         if bundle is not None:
             digest = f"{self._environment()[0]} {self._changed}"
@@ -361,8 +359,8 @@ def _environment(device: Any, family: Path | None, has_native: bool) -> tuple[st
     """Return the facts that every program's machine code depends on: sources, versions, kind and number of devices,
     host. Computed once for equal arguments.
 
-    family: the file of the model's class; None for programs without a model. has_native: whether native code may
-    multiply the model's weights on a CPU.
+    family: the file of the model's class; None for programs without a model. has_native: whether programs
+    may call machine code of ours (registry.NATIVE) on a CPU.
     """
     native = (
         native_code() if has_native and device.platform == "cpu" else ""

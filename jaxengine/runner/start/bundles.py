@@ -87,8 +87,8 @@ def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *
     """
     model = {field.name: getattr(source.config, field.name) for field in dataclasses.fields(source.config)}
     facts = _facts(devices, built)
-    if facts["platform"] == "cpu" and (config.dtype == "bfloat16" or config.quantization or source.config.quantization):
-        facts["products of few rows"] = native_code() or "XLA"
+    if facts["platform"] == "cpu":
+        facts["machine code"] = native_code() or "none"
     return About(facts, compiled_options(config), {name: _short(each) for name, each in model.items()})
 
 

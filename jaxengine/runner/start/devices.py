@@ -22,7 +22,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.tower import TOWER
-from jaxengine.models.kernel_rows import attention_kernels
+from jaxengine.models.kernel_rows import attention_rows
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, tensor_sizes
@@ -212,10 +212,10 @@ def shape_runner(stage: SplitStage, config: ResolvedConfig, place: Place) -> Sta
 
 
 def _choosing_kernels(runner: StageRunner, config: ResolvedConfig) -> StageRunner:
-    """Return the runner; its caches leave out the attention kernels of its platform if attention_backend is PLAIN."""
+    """Return the runner; its caches leave out all attention but plain XLA if attention_backend is PLAIN."""
     if config.attention_backend == PLAIN:
         for cache in runner.caches:
-            cache.unused = attention_kernels(runner.programs.platform)
+            cache.unused = attention_rows(runner.programs.platform)
     return runner
 
 

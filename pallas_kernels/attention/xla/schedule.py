@@ -82,7 +82,7 @@ def attention_schedule(
     else:
         seqs = jnp.arange(num_seqs, dtype=jnp.int32)
         tokens, valid = batch.cu_q_lens[:-1], q_lens == 1
-    keys = _Keys(batch, q_lens, spec, kv_limits)
+    keys = KeyRule(batch, q_lens, spec, kv_limits)
     block_seqs = sizes.block_seqs_of(2 * spec.stored_width * single_kv)
     single, rank = _single_tiles(keys, seqs, tokens, valid, num_tokens, block_seqs, single_kv)
     runs = None if num_tokens <= num_seqs else _run_tiles(keys, num_tokens, sizes.block_q, runs_kv)
@@ -90,7 +90,7 @@ def attention_schedule(
     return Schedule(single, rank, runs, sizes, mutual)
 
 
-class _Keys(NamedTuple):
+class KeyRule(NamedTuple):
     """Inputs that determine which keys a token sees."""
 
     batch: RaggedBatch  # rows of the step
@@ -100,7 +100,7 @@ class _Keys(NamedTuple):
 
 
 def _single_tiles(
-    keys: _Keys, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
+    keys: KeyRule, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
     """Return the tiles [n, B, 1] of those rows (seqs[r], tokens[r]), i32 [R] each, for which `valid` is True, ordered
     by their number of blocks of block_kv keys, the longest first, and `Schedule.rank`. B is at most block_seqs.
@@ -109,7 +109,7 @@ def _single_tiles(
     """
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
-    start, end = _visible_keys(keys, seqs, tokens - keys.batch.cu_q_lens[seqs], valid)
+    start, end = visible_keys(keys, seqs, tokens - keys.batch.cu_q_lens[seqs], valid)
     order = jnp.argsort(-_ceil_div(end, block_kv)).astype(jnp.int32)
     pad = (0, -num_rows % width)
 
@@ -124,7 +124,7 @@ def _single_tiles(
     return _tiles(num_tiles, tiled(seqs), tokens, tiled(start)[..., None], tiled(end)[..., None], block_kv), rank
 
 
-def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
+def _run_tiles(keys: KeyRule, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
     """Return the tiles [n, 1, Q] of every sequence of several new tokens, in token order.
 
     keys: determine which keys a token sees. num_tokens: tokens of the batch. block_q: most tokens of a tile. block_kv:
@@ -139,12 +139,12 @@ def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Til
     offset = (index - (ends - tiles)[seqs]) * block_q
     rows = offset[:, None] + jnp.arange(block_q, dtype=jnp.int32)
     valid = (rows < q_lens[seqs, None]) & (index < ends[-1])[:, None]
-    start, end = _visible_keys(keys, seqs[:, None], rows, valid)
+    start, end = visible_keys(keys, seqs[:, None], rows, valid)
     tokens = jnp.minimum(keys.batch.cu_q_lens[seqs] + offset, num_tokens)
     return _tiles(ends[-1], seqs[:, None], tokens[:, None], start[:, None], end[:, None], block_kv)
 
 
-def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array]:
+def visible_keys(keys: KeyRule, seqs, index, valid) -> tuple[jax.Array, jax.Array]:
     """Return the range [start, end) of keys that new token `index` of sequence `seqs` sees. end is 0 where `valid` is
     False; start is then undefined.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.matmul.native.library import target_name, wide_vectors
+from jaxengine.pallas_kernels.native.library import target_name, wide_vectors
 
 # Rows up to which a handler is faster than XLA's forms, with vectors of 256 and of 512 bits.
 _MOST_ROWS = {"pairs": (32, 128), "int8": (32, 64), "bfloat16": (4, 8)}

@@ -5,12 +5,12 @@ Vectors are of LANES numbers on every processor; LLVM cuts them to the width of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
-from jaxengine.pallas_kernels.matmul.native.builder import (
+from jaxengine.pallas_kernels.native.builder import (
     F32,
     FLOATS,
     I8,
@@ -18,32 +18,37 @@ from jaxengine.pallas_kernels.matmul.native.builder import (
     I32,
     I64,
     INTS,
-    KINDS,
     LANES,
     NOTHING,
     NULL,
     PTR,
-    ROWS,
-    TILE,
     Builder,
+    Job,
     each_lane,
-    get,
     indices,
 )
+from jaxengine.pallas_kernels.native.handlers import Handlers
 
+TILE = 4 * LANES  # the outputs of a block are a multiple of this
+ROWS = (4, 2, 1)  # numbers of rows of x that can be multiplied at once
+# Kind -> (inputs in an element of the matrix, its bytes).
+KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2)}
+JOB = Job(
+    ("x", "matrix", "scales", "zeros", "y", "sums"),
+    ("width", "rows", "inputs", "outputs", "panels", "panel", "each", "bf16_scales", "bf16_zeros"),
+)
 _PREFETCH = 256  # bytes ahead within a row of the matrix
 _MOST_SUMS = 16  # sums of a table's tokens that are kept in registers
 
 
-class Sums:
-    """Module of LLVM IR, `module`, and methods that build functions in it which multiply rows by a range of outputs."""
+class Sums(Handlers):
+    """Methods that build functions which multiply rows by a range of outputs, in a module of LLVM IR."""
 
-    def __init__(self, triple: str, *, table_lookup: bool):
-        """Create a module with the functions that the others share. triple: of the target. table_lookup: whether the
-        processor has AVX-512F's `vpermps`, which widens four bits in one instruction.
+    def __init__(self, triple: str, abi: Mapping[str, int], *, table_lookup: bool):
+        """Create a module with the functions that the others share. triple, abi: see Handlers. table_lookup: whether
+        the processor has AVX-512F's `vpermps`, which widens four bits in one instruction.
         """
-        self.module = ir.Module("products")
-        self.module.triple = triple
+        super().__init__("products", triple, abi)
         self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
         self._prefetch = self.declare("llvm.prefetch.p0", NOTHING, [PTR, I32, I32, I32])
         self._lookup = None
@@ -53,21 +58,6 @@ class Sums:
             lanes: self._make_wide(lanes) for lanes in sorted({LANES, *(_MOST_SUMS // rows for rows in ROWS)})
         }
         self._add, self._subtract = self._make_add(), self._make_subtract()
-
-    def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-        """Declare a function of the module, with LLVM types of its result and arguments, and return it. Raises
-        llvmlite's DuplicatedNameError for a name that is taken.
-        """
-        return ir.Function(self.module, ir.FunctionType(result, arguments), name)
-
-    def begin(self, name: str, result: Any, arguments: Sequence[Any], *, inside: bool = True) -> tuple[Any, Builder]:
-        """Declare a function (see `declare`) with an entry block, and return it with a builder in that block. inside:
-        whether only this module calls it, so that its linkage is internal.
-        """
-        function = self.declare(name, result, arguments)
-        function.attributes.add("nounwind")
-        function.linkage = "internal" if inside else "external"
-        return function, Builder(function.append_basic_block("entry"))
 
     def _make_wide(self, lanes: int) -> Any:
         """Build wide(pointer, index, is_bf16), which returns `lanes` numbers from number `index` on as f32. They are
@@ -122,7 +112,7 @@ class Sums:
         """
         function, b = self.begin(f"{kind}_columns_{rows}", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
-        own = {name: get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel")}
+        own = {name: JOB.get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel")}
         inputs, size = KINDS[kind]
         zero = each_lane(0.0)
         with b.loop(I64(0), own["panels"], 1) as (panel, _), b.loop(begin, end, TILE) as (column, _):
@@ -154,8 +144,8 @@ class Sums:
         """
         function, b = self.begin("add", NOTHING, [PTR, I64, I64, I64, *[FLOATS] * 4])
         job, row, panel, column, *sums = function.args
-        own = {name: get(b, job, name) for name in ("outputs", "panels", "each", "y", "sums")}
-        held = {name: (get(b, job, name), get(b, job, f"bf16_{name}")) for name in ("scales", "zeros")}
+        own = {name: JOB.get(b, job, name) for name in ("outputs", "panels", "each", "y", "sums")}
+        held = {name: (JOB.get(b, job, name), JOB.get(b, job, f"bf16_{name}")) for name in ("scales", "zeros")}
         null, is_first = NULL, b.icmp_signed("==", panel, I64(0))
         places = [b.total((column,), (LANES * part,)) for part in range(4)]
         results = [b.total((row, own["outputs"], 4), (place, 4)) for place in places]
@@ -185,7 +175,7 @@ class Sums:
         """
         function, b = self.begin("subtract", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
-        own = {name: get(b, job, name) for name in ("outputs", "panels", "zeros", "bf16_zeros", "sums", "y")}
+        own = {name: JOB.get(b, job, name) for name in ("outputs", "panels", "zeros", "bf16_zeros", "sums", "y")}
         with b.if_then(b.icmp_unsigned("!=", own["zeros"], NULL)), b.loop(begin, end, LANES) as (token, _):
             result = b.total((row, own["outputs"], 4), (token, 4))
             with b.loop(I64(0), own["panels"], 1, [b.read(own["y"], result, FLOATS)]) as (panel, y):
@@ -205,8 +195,10 @@ class Sums:
         """
         function, b = self.begin(f"{kind}_table_{rows}", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
-        own = {name: get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel", "scales")}
-        own |= {name: get(b, job, name) for name in ("bf16_scales", "y")}
+        own = {
+            name: JOB.get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel", "scales")
+        }
+        own |= {name: JOB.get(b, job, name) for name in ("bf16_scales", "y")}
         inputs, size = KINDS[kind]
         stride = b.total((own["panels"], own["panel"], size))  # bytes of a token
         units, each = (b.sdiv(own["inputs"], I64(inputs * LANES)), b.sdiv(own["panel"], I64(LANES)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,10 @@ import pytest
 from jaxengine import LLM, SamplingParams
 from jaxengine.pallas_kernels import reference, registry
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
-from jaxengine.pallas_kernels.matmul.native import dense, library, product, quantized, quantized_table
+from jaxengine.pallas_kernels.matmul.native import dense, product, quantized, quantized_table
 from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
+from jaxengine.pallas_kernels.native import library
+from jaxengine.pallas_kernels.registry import NATIVE_ROOMS
 from jaxengine.runner.executables import cache
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
@@ -41,15 +42,6 @@ CASES = [
     (2, 64, 128, 4, "uint8", False, "float32", "float32", True),  # groups of half a vector: XLA
 ]
 XLA = (5, 6, 12)  # of CASES
-
-
-@pytest.fixture(scope="module")
-def about():
-    """Text about what made the handlers; other tests of this process have none, as their tokens are plain XLA's."""
-    own = sys.modules.pop("llvmlite", None)
-    pytest.importorskip("llvmlite", reason="pip install 'jaxengine[cpu]'")
-    yield library.load.__wrapped__()
-    sys.modules["llvmlite"] = own  # type: ignore[assignment]
 
 
 def check(case) -> None:
@@ -83,13 +75,13 @@ def check(case) -> None:
         np.testing.assert_array_equal(jax.jit(multiply)(x[: rows // 2 + 1]), got[: rows // 2 + 1])
 
 
-def test_against_float64(about):
-    assert about.startswith("llvmlite")
+def test_against_float64(machine_code):
+    assert machine_code.startswith("llvmlite")
     for case in CASES:
         check(case)
 
 
-def test_what_is_left_to_xla(about):
+def test_what_is_left_to_xla(machine_code):
     """Kinds and shapes without a handler, and more rows than pay."""
     codes, scales = jnp.zeros((64, 128), jnp.int8), jnp.zeros((2, 128))
     taken = {
@@ -104,23 +96,23 @@ def test_what_is_left_to_xla(about):
     assert product.few_rows_product(jnp.zeros((1, 64)), codes, scales) is not None
 
 
-def test_rows_that_are_no_numbers_stay_alone(about):
+def test_rows_that_are_no_numbers_stay_alone(machine_code):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32).at[1, 5].set(jnp.nan)
     y = np.asarray(product.few_rows_product(x, jnp.ones((64, 64), jnp.int8), jnp.ones((2, 64)), jnp.ones((2, 64))))
     assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
 
 
-def test_width_of_vectors_and_number_of_blocks_change_no_bits(about):
+def test_width_of_vectors_and_number_of_blocks_change_no_bits(machine_code):
     """The code for a processor without AVX-512, and columns in any number of blocks."""
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
-    from jaxengine.pallas_kernels.matmul.native.builder import FIELDS
+    from jaxengine.pallas_kernels.matmul.native.sums import JOB
 
     narrow = llvm.get_host_cpu_features()
     for name in narrow:
         narrow[name] = narrow[name] and not name.startswith(("avx512", "amx"))
-    engines = [library.compiled("haswell", narrow)[1], library.made()[1]]
+    engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow)[1], library.made(NATIVE_ROOMS)[1]]
     rng = np.random.default_rng(0)
     arrays = {"x": rng.standard_normal((7, 64)), "scales": rng.random((2, 256)), "zeros": rng.random((2, 256))}
     arrays = {name: own.astype(np.float32) for name, own in arrays.items()}
@@ -133,7 +125,7 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits(about):
             arrays["y"] = np.full((7, 256), np.nan, np.float32)
             fields = numbers | {"panel": 32 // per_line, "width": width, "blocks": -(-256 // width)}
             fields |= {name: own.ctypes.data for name, own in arrays.items()}
-            job = (ctypes.c_int64 * len(FIELDS))(*(fields.get(name, 0) for name in FIELDS))
+            job = (ctypes.c_int64 * len(JOB.fields))(*(fields.get(name, 0) for name in JOB.fields))
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address(f"{kind}_rows"))(ctypes.addressof(job))
             found.append(arrays["y"])
         assert np.isfinite(found[0]).all()
@@ -166,19 +158,19 @@ def test_another_ffi_or_processor_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(library.platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(library, "made", library.made.__wrapped__)
     with caplog.at_level("INFO", library.__name__):
-        assert library.load.__wrapped__() == ""
+        assert library.load.__wrapped__(NATIVE_ROOMS) == ""
     assert "the processor is riscv64, allowed: x86_64" in caplog.text
     assert registry.kernel("quantized_matmul", "cpu") is quantized_cpu.quantized_matmul
 
 
-def test_an_engine_computes_with_it(about, tmp_path, monkeypatch):
+def test_an_engine_computes_with_it(machine_code, tmp_path, monkeypatch):
     """Tokens are plain XLA's, alone and in a batch; kept programs load again; nothing compiles after the start."""
     options = TINY_OPTIONS | {"quantization": "int8", "max_model_len": 64}
     prompts = [{"prompt_token_ids": [3 + n, 5, 7 * n + 2][: 1 + n]} for n in range(3)]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     tokens, loaded = [], []
-    for text in ("", about, about):
-        monkeypatch.setattr(library, "load", lambda text=text: text)
+    for text in ("", machine_code, machine_code):
+        monkeypatch.setattr(library, "load", lambda rooms, text=text: text)
         monkeypatch.setattr(registry, "_BUILT", set())
         cache._environment.cache_clear()
         llm = LLM(str(TINY_CHECKPOINT), **options, **({"compile_cache_dir": str(tmp_path)} if text else {}))

@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant("columns of bytes as they are", _SUMS, "(column % 4, column // 4)", "(column // 16, column % 16)", _ONE),
     Mutant("first row of x for all", _SUMS, '(own["inputs"], 4 * each)', '(own["inputs"], 0)', _PAIRS),
     Mutant("results of rows in one", _SUMS, "b.total((row,), (each,)), panel", "row, panel", _PAIRS),
-    Mutant("a single last row is left out", "matmul/native/builder", "ROWS = (4, 2, 1)", "ROWS = (4, 2)", _PAIRS),
-    Mutant("two last rows are left out", "matmul/native/builder", "ROWS = (4, 2, 1)", "ROWS = (4,)", _INT8),
+    Mutant("a single last row is left out", _SUMS, "ROWS = (4, 2, 1)", "ROWS = (4, 2)", _PAIRS),
+    Mutant("two last rows are left out", _SUMS, "ROWS = (4, 2, 1)", "ROWS = (4,)", _INT8),
     Mutant("scales of the first group", _SUMS, 'b.mul(b.sdiv(panel, own["each"]), own["outputs"])', "I64(0)", _ONE),
     Mutant("scales of panels", _SUMS, 'b.sdiv(panel, own["each"])', "panel", _PAIRS),
     Mutant(
@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant("inputs of the first panel", _CODE, "(panel, size, 4), (first, 4)", "(first, 4)", _ONE),
     Mutant("bfloat16 scales read as float32", _CODE, "b.zext(of_two, I64)", "I64(0)", _INT8),
     Mutant("panels across groups", _CODE, "b.select(fits, size", "b.select(b.or_(fits, fits.type(1)), size", _ONE),
-    Mutant("later blocks are left out", _CODE, 'get(b, job, "blocks")', "I64(1)", _BLOCKS),
+    Mutant("later blocks are left out", "native/handlers", 'b.load(counter(b, job, "blocks"))', "I64(1)", _BLOCKS),
     Mutant("groups that vectors do not divide", _PRODUCT, "% _SUM_LANES", "% 1", _SHORT),
     Mutant("half a tile", _PRODUCT, "outputs % _TILE", "outputs % 32", _NARROW),
     Mutant(

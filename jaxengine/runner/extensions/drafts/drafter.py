@@ -49,7 +49,7 @@ class Drafter(StageExtension):
         devices = list(programs.target.mesh.devices.flat)
         self._backend = devices[0].platform
         self.params = jax.tree.leaves(params)
-        self.executables = ExecutableCache(place, devices, family=type(programs.model), weights=self.params)
+        self.executables = ExecutableCache(place, devices, family=type(programs.model))
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._compiled: dict[tuple[str, Bucket], Executable] = {}
         self._newest: tuple[Bucket, jax.Array] | None = None

@@ -23,7 +23,7 @@ from jaxengine.runner.executables.bundle import AMONG, AT_LEAST, MANIFEST, Bundl
 from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.start import bundles
 from jaxengine.runner.start.open import open_resolved
-from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, WITHOUT_LLVMLITE
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = {"cudagraph_capture_sizes": [1], "prefill_sizes": [4]}
@@ -96,7 +96,11 @@ def test_it_starts_elsewhere_and_compiles_nothing(built, tmp_path):
     model = shutil.copytree(TINY_CHECKPOINT, tmp_path / "model")
     bundle = shutil.copytree(built[0], tmp_path / "image" / "bundle")
     options = OPTIONS | {"model": str(model), "bundle": str(bundle), "bundle_key_file": str(built[1])}
-    variables = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "code"), "JAX_PLATFORMS": "cpu"}
+    variables = os.environ | {
+        "HOME": str(tmp_path),
+        "PYTHONPATH": f"{tmp_path / 'code'}:{WITHOUT_LLVMLITE}",
+        "JAX_PLATFORMS": "cpu",
+    }
     line = [sys.executable, "-c", START, json.dumps(options)]
     done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 import platform
 import re
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 logger = logging.getLogger(__name__)
 
-# Structures of XLA's FFI as code.py reads and writes them: the names of their fields, in order.
+# Structures of XLA's FFI as handlers.py reads and writes them: the names of their fields, in order.
 _STRUCTURES = {
     "XLA_FFI_CallFrame": "struct_size extension_start api ctx stage args rets attrs future",
     "XLA_FFI_Args": "struct_size extension_start size types args",
@@ -43,56 +43,56 @@ class UnfitError(RuntimeError):
 
 
 def target_name(handler: str) -> str:
-    """Return the name under which a handler, a key of code.HANDLERS, is registered with XLA."""
-    return f"jaxengine_few_rows_{handler}"
+    """Return the name under which a handler is registered with XLA."""
+    return f"jaxengine_{handler}"
 
 
 @functools.cache
-def load() -> str:
-    """Compile, test and register the handlers, once per process. Return a description of the compiler and the
-    processor, or "" if handlers cannot be built, with the reason in the log (INFO).
+def load(rooms: tuple[str, ...]) -> str:
+    """Compile, test and register the handlers of `rooms`, once per process. Return a description of the compiler and
+    the processor, or "" if handlers cannot be built, with the reason in the log (INFO). rooms: as in `made`.
     """
     try:
-        return made()[0]
+        return made(rooms)[0]
     except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for what LLVM refuses
-        logger.info("products of few rows run as plain XLA, not as machine code of llvmlite: %s", error)
+        logger.info("this CPU runs plain XLA, and no machine code of llvmlite: %s", error)
         return ""
 
 
 @functools.cache
-def made() -> tuple[str, Any]:
-    """Compile, test and register the handlers, once per process. Return a description of the compiler and the
-    processor, and llvmlite's engine, which owns the code and must live as long as the process.
+def made(rooms: tuple[str, ...]) -> tuple[str, Any]:
+    """Compile, test and register handlers, once per process. Return a description of the compiler and the processor,
+    and llvmlite's engine, which owns the code and must live as long as the process.
 
+    rooms: packages, each with a module `code`, which has the names HANDLERS and a function `build`, and a module
+    `check`, whose function `check` gets the addresses of functions by name and raises UnfitError if one is wrong.
     Raises ImportError without llvmlite, RuntimeError for what LLVM refuses, and UnfitError for a processor other than
-    x86_64 or without AVX2 and FMA, for an unknown FFI header, and if a test product of the code is wrong.
+    x86_64 or without AVX2 and FMA, for an unknown FFI header, and if the code computes something wrong.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
-    from jaxengine.pallas_kernels.matmul.native.code import HANDLERS
-
-    about, engine = compiled(llvm.get_host_cpu_name(), llvm.get_host_cpu_features())
-    for handler, (kind, is_table) in HANDLERS.items():
-        _try(kind, is_table, engine.get_function_address(f"{handler}_rows"))
-    for handler in HANDLERS:
-        capsule = _capsule(engine.get_function_address(handler))
-        jax.ffi.register_ffi_target(target_name(handler), capsule, platform="cpu")
+    about, engine = compiled(rooms, llvm.get_host_cpu_name(), llvm.get_host_cpu_features())
+    for room in rooms:
+        importlib.import_module(f"{room}.check").check(engine.get_function_address)
+    for room in rooms:
+        for handler in importlib.import_module(f"{room}.code").HANDLERS:
+            capsule = _capsule(engine.get_function_address(handler))
+            jax.ffi.register_ffi_target(target_name(handler), capsule, platform="cpu")
     return about, engine
 
 
-def compiled(cpu: str, features: Any) -> tuple[str, Any]:
-    """Compile the handlers for a processor. Return a description of the compiler and the processor, and llvmlite's
-    engine with the code.
+def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]:
+    """Compile the handlers of `rooms` for a processor. Return a description of the compiler and the processor, and
+    llvmlite's engine with the code.
 
-    cpu: the processor's name in LLVM. features: llvmlite's FeatureMap. Raises UnfitError without AVX2 and FMA or for
-    an FFI header that `ffi_abi` refuses, ImportError without llvmlite, RuntimeError for what LLVM refuses.
+    rooms: as in `made`. cpu: the processor's name in LLVM. features: llvmlite's FeatureMap. Raises UnfitError without
+    AVX2 and FMA or for an FFI header that `ffi_abi` refuses, ImportError without llvmlite, RuntimeError for what LLVM
+    refuses.
     """
     import llvmlite  # pyright: ignore[reportMissingImports]
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
-
-    from jaxengine.pallas_kernels.matmul.native.code import Code
 
     if missing := [name for name in _NEEDED if not features.get(name)]:
         raise UnfitError(f"the processor has no {missing[0]}")
@@ -101,16 +101,22 @@ def compiled(cpu: str, features: Any) -> tuple[str, Any]:
     llvm.initialize_native_asmprinter()
     wide = bool(features.get("avx512f"))
     bits = 512 if wide else 256
-    code = Code(llvm.get_process_triple(), abi, table_lookup=wide)
     host = {"cpu": cpu, "features": features.flatten(), "opt": 3, "jit": True}
     machine = llvm.Target.from_default_triple().create_target_machine(**host)
-    module = llvm.parse_assembly(with_vector_width(str(code.module), bits))
-    module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=1)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
-    engine = llvm.create_mcjit_compiler(module, machine)
+    engine = None
+    for room in rooms:
+        code = importlib.import_module(f"{room}.code").build(llvm.get_process_triple(), abi, wide=wide)
+        module = llvm.parse_assembly(with_vector_width(str(code), bits))
+        module.verify()
+        builder.getModulePassManager().run(module, builder)
+        if engine is None:
+            engine = llvm.create_mcjit_compiler(module, machine)
+        else:
+            engine.add_module(module)
+    assert engine is not None
     engine.finalize_object()
     about = f"llvmlite {llvmlite.__version__}, FFI {abi['major']}.{abi['minor']}, {cpu}, vectors of {bits} bits"
     return about, engine
@@ -132,11 +138,11 @@ def with_vector_width(text: str, bits: int) -> str:
 
 
 def ffi_abi(header: Path) -> dict[str, int]:
-    """Return the FFI's version ("major", "minor") and the offsets of its functions by name, which code.Code needs, from
+    """Return the FFI's version ("major", "minor") and the offsets of its functions by name, which Handlers need, from
     jaxlib's header.
 
-    Raises UnfitError if the header cannot be read, has a major version other than 0, lacks a function that code.py
-    calls, or has a structure or constant that is not what code.py assumes.
+    Raises UnfitError if the header cannot be read, has a major version other than 0, lacks a function that handlers.py
+    calls, or has a structure or constant that is not what it assumes.
     """
     try:
         text = re.sub(r"//.*", "", header.read_text())
@@ -166,38 +172,3 @@ def _capsule(address: int) -> Any:
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return new(address, None, None)
-
-
-def _try(kind: str, is_table: bool, address: int) -> None:
-    """Test the function NAME_rows at `address`: multiply a small random matrix of this kind (a table if is_table) and
-    compare with numpy. Raises UnfitError if results differ.
-    """
-    from jaxengine.pallas_kernels.matmul.native.builder import FIELDS, TILE
-
-    rng = np.random.default_rng(0)
-    rows, inputs, outputs, groups = 7, 128, 2 * TILE, 2
-    x = rng.standard_normal((rows, inputs)).astype(np.float32)
-    if kind == "bfloat16":
-        bits = rng.standard_normal((inputs, outputs)).astype(np.float32).view(np.uint32) & 0xFFFF0000
-        matrix, wide = (bits >> 16).astype(np.uint16), bits.view(np.float32)
-    else:
-        codes = rng.integers(-8, 8, (inputs, outputs), np.int8)
-        matrix = codes if kind == "int8" else (codes[0::2] & 15 | codes[1::2] << 4).view(np.uint8)
-        wide = codes.astype(np.float32)
-    scales, zeros = (rng.standard_normal((groups, outputs)).astype(np.float32) for _ in range(2))
-    if is_table and kind == "bfloat16":  # which has none
-        scales, zeros = np.ones_like(scales), np.zeros_like(zeros)
-    each, panel = inputs // groups, len(matrix) // groups
-    exact = x.astype(np.float64) @ (wide * np.repeat(scales, each, axis=0) - np.repeat(zeros, each, axis=0))
-    y = np.full((rows, outputs), np.nan, np.float32)
-    sums = x.reshape(rows, groups, -1).sum(axis=2)
-    if is_table:
-        matrix = np.ascontiguousarray(matrix.T)
-        x = np.ascontiguousarray(x.reshape(rows, -1, 16, 2).swapaxes(2, 3)) if kind == "pairs" else x
-    arrays = {"x": x, "matrix": matrix, "scales": scales, "zeros": zeros, "y": y, "sums": sums}
-    numbers = {"blocks": 1, "width": outputs, "rows": rows, "inputs": inputs, "outputs": outputs}
-    numbers |= {"panels": groups, "panel": panel, "each": 1} | {name: own.ctypes.data for name, own in arrays.items()}
-    job = (ctypes.c_int64 * len(FIELDS))(*(numbers.get(name, 0) for name in FIELDS))
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
-    if not np.allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max()):
-        raise UnfitError(f"products of {kind}{'s of a table' * is_table} are wrong on this processor")

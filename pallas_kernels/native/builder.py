@@ -1,4 +1,4 @@
-"""Base of the machine code: LLVM's types, an IRBuilder with loops, and the fields of a job."""
+"""Base of the machine code: LLVM's types, an IRBuilder with loops, and jobs, which threads share."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ from typing import Any
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 LANES = 16
-TILE = 4 * LANES  # the outputs of a block are a multiple of this
-ROWS = (4, 2, 1)  # numbers of rows of x that can be multiplied at once
-# Kind -> (inputs in an element of the matrix, its bytes).
-KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2)}
 
 I8, I16, I32, I64, F32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
 PTR, NOTHING = I8.as_pointer(), ir.VoidType()
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 NULL = ir.Constant(PTR, None)
 
-# Fields of a job, eight bytes each: counters, then values that handlers write.
-COUNTERS = "next", "done", "owners"
-FIELDS = (*COUNTERS, "blocks", "width", "x", "matrix", "scales", "zeros", "y", "sums")
-FIELDS += ("rows", "inputs", "outputs", "panels", "panel", "each", "bf16_scales", "bf16_zeros")
-_POINTERS = {"x", "matrix", "scales", "zeros", "y", "sums"}
-JOB_BYTES = 8 * len(FIELDS)
+# First fields of every job: the next block, blocks that are done, threads that hold the job, and number of blocks.
+COUNTERS = "next", "done", "owners", "blocks"
 
 
 class Builder(ir.IRBuilder):
@@ -98,19 +90,36 @@ def each_lane(number: int | float) -> Any:
     return ir.Constant(INTS if isinstance(number, int) else FLOATS, [number] * LANES)
 
 
-def get(b: Builder, job: Any, name: str) -> Any:
-    """Emit a load of the field `name` of a job, a pointer to FIELDS of eight bytes each; return the value, a pointer or
-    i64. Raises ValueError for another name.
-    """
-    return b.read(job, 8 * FIELDS.index(name), PTR if name in _POINTERS else I64, 8)
+class Job:
+    """Layout of a job, whose fields have eight bytes each: those of COUNTERS, then pointers, then i64 numbers."""
+
+    def __init__(self, pointers: Sequence[str], numbers: Sequence[str]):
+        """Define the fields `pointers` and `numbers`, by name."""
+        self.fields = (*COUNTERS, *pointers, *numbers)
+        self.num_bytes = 8 * len(self.fields)
+        self._pointers = frozenset(pointers)
+
+    def get(self, b: Builder, job: Any, name: str) -> Any:
+        """Emit a load of the field `name` of a job; return the value, a pointer or i64. Raises ValueError for another
+        name.
+        """
+        return b.read(job, 8 * self.fields.index(name), PTR if name in self._pointers else I64, 8)
+
+    def set(self, b: Builder, job: Any, name: str, value: Any) -> None:
+        """Emit a store of a value to the field `name` of a job. Raises ValueError for another name."""
+        b.write(value, job, 8 * self.fields.index(name), 8)
+
+
+def counter(b: Builder, job: Any, name: str) -> Any:
+    """Emit the computation of a pointer to the counter `name` of any job, and return it."""
+    return b.bitcast(b.at(job, 8 * COUNTERS.index(name)), I64.as_pointer())
 
 
 def count(b: Builder, job: Any, name: str, change: int) -> Any:
     """Emit an atomic addition of the int `change` to the counter `name` of a job, to which several threads may add;
     return the previous value, i64.
     """
-    place = b.bitcast(b.at(job, 8 * FIELDS.index(name)), I64.as_pointer())
-    return b.atomic_rmw("add", place, I64(change), "seq_cst")
+    return b.atomic_rmw("add", counter(b, job, name), I64(change), "seq_cst")
 
 
 def indices(numbers: Sequence[int]) -> Any:

@@ -1,0 +1,1 @@
+"""Paged attention for CPUs as machine code of llvmlite."""

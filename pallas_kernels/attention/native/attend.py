@@ -1,0 +1,136 @@
+"""Paged attention on CPUs as machine code: the registry's functions of kind "native".
+
+Dispatches the public operation to the handlers of code.py. Attention that they do not support (`why_not`) runs as plain
+XLA, which reads the same pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.xla import attend as attend_xla
+from jaxengine.pallas_kernels.attention.xla import schedule as schedule_xla
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
+from jaxengine.pallas_kernels.native.library import target_name
+from jaxengine.pallas_kernels.tuning import Tuning
+
+LANES, MAX_HEAD_DIM = 16, 512  # LANES: of code.py
+HANDLER_OF_DTYPE = {"float32": "attention_float32", "bfloat16": "attention_bfloat16"}
+_ROWS = 48  # most rows, tokens times query heads of a KV head, of an item
+_SMALL = 1 << 19  # multiplications of a step up to which one thread is as fast as several
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule:
+    """Work list of one step's attention, a pytree. An item is a tile and a KV head."""
+
+    tiles: jax.Array  # i32 [3, n] sequence, first token and number of tokens of each tile
+    ranges: jax.Array  # i32 [2, T] first key that a token sees, and one past the last, 0 for padding
+    sizes: jax.Array  # i32 [4] tiles in use, tokens of a page, most tokens of a tile, whether one thread suffices
+    tuning: Tuning = field(metadata={"static": True})  # for calls that run as plain XLA
+
+
+def why_not(spec: AttentionSpec, page_size: int, kv: KVSpec | None = None, *, tree_mask: bool = False) -> str | None:
+    """Return the reason why the handlers do not support an attention; None if they support it.
+
+    kv: None if it is not known yet (a schedule is built before); conditions on it are then not checked. tree_mask:
+    whether there is one.
+    """
+    if spec.values_in_keys:
+        return "values that lie in keys"
+    if spec.head_dim % LANES or spec.v_head_dim % LANES or max(spec.head_dim, spec.v_head_dim) > MAX_HEAD_DIM:
+        return f"head dims {spec.head_dim}/{spec.v_head_dim} are not multiples of {LANES} up to {MAX_HEAD_DIM}"
+    if page_size % LANES:
+        return f"pages of {page_size} tokens, which are no multiple of {LANES}"
+    if spec.group_size > _ROWS:
+        return f"{spec.group_size} query heads per KV head are more than {_ROWS}"
+    if spec.soft_cap is not None or spec.mutual or tree_mask:
+        return "soft caps, tree masks and keys that only some tokens see"
+    if spec.xla_only is not None:
+        return spec.xla_only
+    if kv is not None and (kv.token_scales or kv.dtype not in HANDLER_OF_DTYPE):
+        return f"keys and values of {kv.kv_dtype}"
+    return None
+
+
+def attention_schedule(
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    kv_limits: jax.Array | None = None,
+) -> Schedule | schedule_xla.Schedule:
+    """Return the tiles of the step, or XLA's work list if `spec` and page_size alone rule the handlers out. Arguments
+    are those of attention.op.attention_schedule, which has checked them.
+    """
+    if why_not(spec, page_size) is not None:
+        options = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning, "kv_limits": kv_limits}
+        return schedule_xla.attention_schedule(batch, spec, **options)
+    num_seqs = batch.kv_lens.shape[0]
+    live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
+    q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
+    block_q = min(max(_ROWS // spec.group_size, 1), num_tokens)
+    tiles = (q_lens + block_q - 1) // block_q
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    index = jnp.arange(num_tokens // block_q + min(num_seqs, num_tokens), dtype=jnp.int32)
+    seqs = jnp.minimum(_count(index[:, None] >= ends), num_seqs - 1)
+    offset = (index - (ends - tiles)[seqs]) * block_q
+    counts = jnp.clip(q_lens[seqs] - offset, 0, block_q)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.minimum(_count(token[:, None] >= batch.cu_q_lens[1:]), num_seqs - 1)
+    valid = token < batch.cu_q_lens[batch.num_seqs]
+    rule = schedule_xla.KeyRule(batch, q_lens, spec, kv_limits)
+    ranges = jnp.stack(schedule_xla.visible_keys(rule, row, token - batch.cu_q_lens[row], valid))
+    work = jnp.sum(ranges[1], dtype=jnp.float32) * spec.num_q_heads * (spec.head_dim + spec.v_head_dim)
+    sizes = jnp.stack([ends[-1], jnp.int32(page_size), jnp.int32(block_q), (work <= _SMALL).astype(jnp.int32)])
+    return Schedule(jnp.stack([seqs, batch.cu_q_lens[seqs] + offset, counts]), ranges, sizes, tuning)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: Schedule | schedule_xla.Schedule,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tree_mask: jax.Array | None,
+    **rest: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the attention of queries over the pages of their sequences on a CPU: return o [T, N, Hv] in q's dtype and
+    lse f32 [T, N].
+
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask and those of
+    `rest` may be None. schedule: result of this module's `attention_schedule`. Plain XLA computes what the handlers do
+    not support.
+    """
+    num_tokens, heads, _ = q.shape
+    if why_not(spec, kv.page_size, kv.spec, tree_mask=tree_mask is not None) is not None:
+        if isinstance(schedule, Schedule):
+            sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "tuning": schedule.tuning}
+            schedule = schedule_xla.attention_schedule(batch, spec, **sizes)
+        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask}
+        return attend_xla.ragged_paged_attention(q, kv, batch, schedule, **options, **rest)
+    assert isinstance(schedule, Schedule)
+    sinks = jnp.full((heads,), -jnp.inf) if sinks is None else sinks
+    shapes = [jax.ShapeDtypeStruct((num_tokens, heads, width), jnp.float32) for width in (spec.v_head_dim, 2)]
+    call = jax.ffi.ffi_call(target_name(HANDLER_OF_DTYPE[kv.spec.dtype]), shapes, vmap_method="sequential")
+    step = batch.page_table, schedule.tiles, schedule.ranges, jnp.float32([spec.sm_scale]), sinks, schedule.sizes
+    o, softmax = call(q.astype(jnp.float32), kv.data, *step)
+    lse = softmax[..., 0] + jnp.log(softmax[..., 1])
+    valid = (jnp.arange(num_tokens) < batch.cu_q_lens[batch.num_seqs])[:, None]
+    o, lse = jnp.where(valid[..., None], o, 0.0), jnp.where(valid, lse, -jnp.inf)
+    return o.astype(q.dtype), lse
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    """Return the number of true elements of `mask` along the last axis, i32."""
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)

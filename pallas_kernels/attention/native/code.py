@@ -1,0 +1,473 @@
+"""LLVM IR of paged attention, and of the XLA FFI handlers that run it.
+
+Online softmax over blocks of BLOCK keys (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022,
+arXiv 2205.14135). A handler cuts a step into items, a few tokens of one sequence and one KV head each, which the
+threads of XLA's pool, and the calling thread, take one after another. For each block of keys an item copies the keys
+that its tokens see, transposed and widened, and the values, widened, into its own memory; all its rows, one for each
+token and query head, are then multiplied by them from there.
+
+Blocks begin at multiples of BLOCK in the sequence's own positions, and the order of additions to an element follows
+from these alone: a token has the same bits whatever other tokens are in its item or in the step, and for any number of
+threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
+
+from jaxengine.pallas_kernels.native.builder import (
+    COUNTERS,
+    F32,
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    NOTHING,
+    PTR,
+    Builder,
+    Job,
+    each_lane,
+    indices,
+    least,
+)
+from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME, Handlers
+
+BLOCK = 4 * LANES  # keys
+_CHUNKS = BLOCK // LANES  # vectors of keys in a block
+ROWS = (4, 3, 2, 1)  # numbers of rows that are multiplied at once
+# Handler -> bytes of an element of the pool: float32, and bits of bfloat16.
+HANDLERS = {"attention_float32": 4, "attention_bfloat16": 2}
+# Arguments of a handler, in order, with the fields of a job that are sizes of their axes.
+_ARGUMENTS = {
+    "q": ("num_tokens", "heads", "width"),  # f32 [T, N, H]
+    "pool": ("num_pages", "kv_heads", ""),  # [P, K, page_size * (H + Hv)]
+    "page_table": ("", "columns"),  # i32 [S, W]
+    "tiles": ("", "num_tiles"),  # i32 [3, n]: sequence, first token, tokens
+    "ranges": ("", ""),  # i32 [2, T]: first key that a token sees, one past the last
+    "scale": ("",),  # f32 [1]
+    "sinks": ("",),  # f32 [N]
+    "sizes": ("",),  # i32 [4]: _SIZES
+}
+_RESULTS = {"o": ("", "", "value_width"), "softmax": ("", "")}  # f32 [T, N, Hv]; f32 [T, N, 2]: largest logit, total
+# Tiles in use, tokens of a page, most tokens of a tile, and whether one thread is as fast as several.
+_SIZES = "tiles_in_use", "page_size", "block_q", "is_small"
+JOB = Job(
+    (*_ARGUMENTS, *_RESULTS),
+    (*(size for sizes in (*_ARGUMENTS.values(), *_RESULTS.values()) for size in sizes if size), *_SIZES[:-1]),
+)
+# Memory of an item, in this order.
+_SCRATCH = "keys", "values", "weights", "sums", "largest", "total", "decay"
+# Cephes' expf: exponents of 2 in a number, ln 2 in two parts, coefficients from the highest power on.
+_LOG2_E, _LN_2 = 1.44269504088896341, (0.693359375, -2.12194440e-4)
+_EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
+_SMALLEST = -87.0  # exponents below give 0
+
+
+class AttentionCode(Handlers):
+    """Module of LLVM IR with one handler for each of HANDLERS, named as it, and for each a function NAME_items(job),
+    which computes the items of a job with the fields of JOB until none is left.
+    """
+
+    def __init__(self, triple: str, abi: Mapping[str, int], *, wide: bool):
+        """Build the module.
+
+        triple, abi: see Handlers. wide: whether the processor has vectors of 512 bits; with narrower ones
+        half as many chunks of keys are multiplied at once, as it has half as many registers.
+        """
+        super().__init__("attention", triple, abi)
+        self._chunks = _CHUNKS if wide else _CHUNKS // 2
+        self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
+        self._max = self.declare("llvm.maxnum.v16f32", FLOATS, [FLOATS] * 2)
+        self._nearest = self.declare("llvm.nearbyint.v16f32", FLOATS, [FLOATS])
+        self._highest = self.declare("llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
+        self._add_up = self.declare("llvm.vector.reduce.fadd.v16f32", F32, [F32, FLOATS])
+        self._exp = self._make_exp()
+        self._weigh = self._make_weigh()
+        dots = {rows: self._make_dots(rows) for rows in ROWS}
+        sums = {rows: self._make_sums(rows) for rows in ROWS}
+        for name, size in HANDLERS.items():
+            copies = self._make_copy_keys(name, size), self._make_copy_values(name, size)
+            item = self._make_item(name, size, copies, dots, sums)
+            self.make_handler(name, JOB, self.make_work(f"{name}_items", item))
+
+    def _make_exp(self) -> Any:
+        """Build exp(f32 vector), for numbers up to 0, and return the LLVM function: exactly 1 for 0, and 0 below
+        _SMALLEST.
+        """
+        function, b = self.begin("exp", FLOATS, [FLOATS])
+        function.attributes.add("alwaysinline")
+        (x,) = function.args
+        is_small = b.fcmp_ordered("<", x, each_lane(_SMALLEST))
+        x = b.select(is_small, each_lane(_SMALLEST), x)
+        exponent = b.call(self._nearest, [b.fmul(x, each_lane(_LOG2_E))])
+        rest = x
+        for part in _LN_2:
+            rest = b.call(self._fma, [exponent, each_lane(-part), rest])
+        found = each_lane(_EXP[0])
+        for coefficient in _EXP[1:]:
+            found = b.call(self._fma, [found, rest, each_lane(coefficient)])
+        found = b.call(self._fma, [found, b.fmul(rest, rest), rest])
+        found = b.fadd(found, each_lane(1.0))
+        power = b.shl(b.add(b.fptosi(exponent, INTS), each_lane(127)), each_lane(23))
+        found = b.fmul(found, b.bitcast(power, FLOATS))
+        b.ret(b.select(is_small, each_lane(0.0), found))
+        return function
+
+    def _make_copy_keys(self, name: str, size: int) -> Any:
+        """Build NAME_keys(source, width, target), which copies LANES keys of `width` elements of `size` bytes each to a
+        column of f32 [width, BLOCK], transposed. Return the LLVM function.
+        """
+        function, b = self.begin(f"{name}_keys", NOTHING, [PTR, I64, PTR])
+        source, width, target = function.args
+        done = I64(0)
+        for elements in (2 * LANES, LANES) if size == 2 else (LANES,):  # two elements of two bytes are moved as one
+            stop = b.total((done,), (b.sdiv(b.sub(width, done), I64(elements)), elements))
+            with b.loop(done, stop, elements) as (first, _):
+                places = [b.total((width, key * size), (first, size)) for key in range(LANES)]
+                if elements == LANES:
+                    columns = _transposed(b, [_widened(b, source, place, size) for place in places])
+                else:
+                    pairs = _transposed(b, [b.read(source, place, INTS) for place in places])
+                    columns = [
+                        b.bitcast(bits, FLOATS)
+                        for pair in pairs
+                        for bits in (b.shl(pair, each_lane(16)), b.and_(pair, each_lane(-65536)))
+                    ]
+                for element, column in enumerate(columns):
+                    b.write(column, target, b.total((first, 4 * BLOCK), (4 * BLOCK * element,)))
+            done = stop
+        b.ret_void()
+        return function
+
+    def _make_copy_values(self, name: str, size: int) -> Any:
+        """Build NAME_values(source, numbers, target), which copies so many numbers of `size` bytes each, a multiple of
+        LANES, to f32. Return the LLVM function.
+        """
+        function, b = self.begin(f"{name}_values", NOTHING, [PTR, I64, PTR])
+        source, numbers, target = function.args
+        with b.loop(I64(0), numbers, LANES) as (first, _):
+            b.write(_widened(b, source, b.total((first, size)), size), target, b.total((first, 4)))
+        b.ret_void()
+        return function
+
+    def _make_dots(self, rows: int) -> Any:
+        """Build dots(`rows` pointers to queries, width, keys, logits), which writes the products of queries f32 [width]
+        and keys f32 [width, BLOCK] to logits f32 [rows, BLOCK]. Return the LLVM function.
+        """
+        function, b = self.begin(f"dots_{rows}", NOTHING, [*[PTR] * rows, I64, PTR, PTR])
+        *queries, width, keys, logits = function.args
+        for first in range(0, _CHUNKS, self._chunks):
+            with b.loop(I64(0), width, 1, [each_lane(0.0)] * rows * self._chunks) as (element, sums):
+                own = [
+                    b.read(keys, b.total((element, 4 * BLOCK), (4 * LANES * (first + chunk),)), FLOATS)
+                    for chunk in range(self._chunks)
+                ]
+                for row, query in enumerate(queries):
+                    x = b.all_lanes(b.read(query, b.total((element, 4)), F32))
+                    for chunk, key in enumerate(own):
+                        at = row * self._chunks + chunk
+                        sums[at] = b.call(self._fma, [x, key, sums[at]])
+            for at, found in enumerate(sums):
+                row, chunk = divmod(at, self._chunks)
+                b.write(found, logits, 4 * (row * BLOCK + LANES * (first + chunk)))
+        b.ret_void()
+        return function
+
+    def _make_weigh(self) -> Any:
+        """Build weigh(logits, scale, first, end, largest, total, decay), which replaces one row's logits f32 [BLOCK],
+        after multiplying them by `scale`, by its weights, which are 0 outside [first, end). It updates the row's
+        running largest logit and total of weights, and writes the factor for what it has summed before to `decay`;
+        these three are pointers. Return the LLVM function.
+        """
+        function, b = self.begin("weigh", NOTHING, [PTR, F32, I64, I64, PTR, PTR, PTR])
+        row, scale, first, end, largest, total, decay = function.args
+        scale = b.all_lanes(scale)
+        first, end = (b.all_lanes(b.trunc(each, I32)) for each in (first, end))
+        never = each_lane(-math.inf)
+        logits, seen = [], []
+        for chunk in range(_CHUNKS):
+            place = indices(range(LANES * chunk, LANES * (chunk + 1)))
+            seen.append(b.and_(b.icmp_signed(">=", place, first), b.icmp_signed("<", place, end)))
+            logit = b.fmul(b.read(row, 4 * LANES * chunk, FLOATS), scale)
+            logits.append(b.select(seen[-1], logit, never))
+        highest = logits[0]
+        for logit in logits[1:]:
+            highest = b.call(self._max, [highest, logit])
+        before = b.read(largest, 0, F32)
+        new = b.call(self._highest, [highest])
+        new = b.select(b.fcmp_ordered(">", new, before), new, before)
+        shift = b.select(b.fcmp_ordered("==", new, F32(-math.inf)), F32(0.0), new)
+        shifts = b.all_lanes(shift)
+        found = each_lane(0.0)
+        for chunk, (logit, is_seen) in enumerate(zip(logits, seen, strict=True)):
+            weight = b.select(is_seen, b.call(self._exp, [b.fsub(logit, shifts)]), each_lane(0.0))
+            found = b.fadd(found, weight)
+            b.write(weight, row, 4 * LANES * chunk)
+        factor = b.extract_element(b.call(self._exp, [b.all_lanes(b.fsub(before, shift))]), I32(0))
+        added = b.call(self._add_up, [F32(0.0), found])
+        b.write(b.fadd(b.fmul(b.read(total, 0, F32), factor), added), total, 0)
+        b.write(new, largest, 0)
+        b.write(factor, decay, 0)
+        b.ret_void()
+        return function
+
+    def _make_sums(self, rows: int) -> Any:
+        """Build sums(width, values, begin, end, weights, decay, sums), which multiplies sums f32 [rows, width] by decay
+        f32 [rows], and adds to them rows [begin, end) of values f32 [BLOCK, width], each times its weight in weights
+        f32 [rows, BLOCK]. Return the LLVM function.
+        """
+        function, b = self.begin(f"sums_{rows}", NOTHING, [I64, PTR, I64, I64, PTR, PTR, PTR])
+        width, values, begin, end, weights, decay, sums = function.args
+        factors = [b.all_lanes(b.read(decay, 4 * row, F32)) for row in range(rows)]
+        done = I64(0)
+        for vectors in (self._chunks, 1):
+            stop = b.total((done,), (b.sdiv(b.sub(width, done), I64(vectors * LANES)), vectors * LANES))
+            with b.loop(done, stop, vectors * LANES) as (first, _):
+                places = [
+                    b.total((width, 4 * row), (first, 4), (4 * LANES * vector,))
+                    for row in range(rows)
+                    for vector in range(vectors)
+                ]
+                start = [b.fmul(b.read(sums, place, FLOATS), factors[at // vectors]) for at, place in enumerate(places)]
+                with b.loop(begin, end, 1, start) as (key, found):
+                    own = [
+                        b.read(values, b.total((key, width, 4), (first, 4), (4 * LANES * vector,)), FLOATS)
+                        for vector in range(vectors)
+                    ]
+                    for row in range(rows):
+                        weight = b.all_lanes(b.read(weights, b.total((key, 4), (4 * BLOCK * row,)), F32))
+                        for vector, value in enumerate(own):
+                            at = row * vectors + vector
+                            found[at] = b.call(self._fma, [weight, value, found[at]])
+                for place, new in zip(places, found, strict=True):
+                    b.write(new, sums, place)
+            done = stop
+        b.ret_void()
+        return function
+
+    def _make_item(self, name: str, size: int, copies: tuple[Any, Any], dots: dict, sums: dict) -> Any:
+        """Build NAME_item(job, index), which computes one item, and return the LLVM function.
+
+        size: bytes of an element of the pool. copies, dots, sums: LLVM functions, the last two by number of rows.
+        """
+        function, b = self.begin(f"{name}_item", NOTHING, [PTR, I64])
+        job, index = function.args
+        own = {field: JOB.get(b, job, field) for field in JOB.fields if field not in COUNTERS}
+        own["group"] = b.sdiv(own["heads"], own["kv_heads"])
+        _Item(self, b, own, self._scratch(b, own), index, size).compute(copies, dots, sums)
+        b.ret_void()
+        return function
+
+    def _scratch(self, b: Builder, own: dict[str, Any]) -> dict[str, Any]:
+        """Emit the allocation of an item's memory in the stack frame of the function; return pointers by name."""
+        rows = b.mul(own["block_q"], own["group"])
+        sizes = (own["width"], BLOCK), (own["value_width"], BLOCK), (rows, BLOCK), (rows, own["value_width"])
+        found = {}
+        for each, factors in zip(_SCRATCH, (*sizes, (rows,), (rows,), (rows,)), strict=True):
+            found[each] = b.alloca(ir.IntType(8), b.total((*factors, 4)))
+            found[each].align = 64
+        return found
+
+    @property
+    def fma(self) -> Any:
+        """LLVM function of a fused multiply-add of vectors."""
+        return self._fma
+
+    @property
+    def weigh(self) -> Any:
+        """LLVM function of `_make_weigh`."""
+        return self._weigh
+
+    def operands(self, b: Builder, handler: str, frame: Any) -> dict[str, Any]:
+        """Emit reads, from an XLA_FFI_CallFrame, of the arguments and results. Return the values of a job's fields by
+        name, and "is_small", which an argument says.
+        """
+        values = {}
+        for place, table in (("arguments", _ARGUMENTS), ("results", _RESULTS)):
+            buffers = b.read(frame, FRAME[place], PTR)
+            for index, (name, axes) in enumerate(table.items()):
+                buffer = b.read(buffers, 8 * index, PTR)
+                values[name] = b.read(buffer, BUFFER["data"], PTR)
+                dims = b.read(buffer, BUFFER["dims"], PTR)
+                values |= {axis: b.read(dims, 8 * at, I64) for at, axis in enumerate(axes) if axis}
+        sizes = [b.sext(b.read(values["sizes"], 4 * index, I32), I64) for index in range(len(_SIZES))]
+        values |= dict(zip(_SIZES, sizes, strict=True))
+        values["is_small"] = b.icmp_signed("!=", values["is_small"], I64(0))
+        return values
+
+    def cut(self, b: Builder, values: Mapping[str, Any], threads: Any) -> dict[str, Any]:
+        """Emit the computation of the number of items, and return it. values: fields of the job by name."""
+        return {"blocks": b.mul(values["tiles_in_use"], values["kv_heads"])}
+
+
+class _Item:
+    """Emits the computation of one item: at most block_q tokens of a sequence, and one KV head."""
+
+    def __init__(self, code: AttentionCode, b: Builder, own: dict[str, Any], scratch: dict, item: Any, size: int):
+        """Emit reads of the item's tile. own: fields of the job by name. size: bytes of an element of the pool."""
+        self._code, self._b, self._own, self._scratch, self._size = code, b, own, scratch, size
+        self._head = b.srem(item, own["kv_heads"])
+        tile = b.sdiv(item, own["kv_heads"])
+        lines = [b.total((own["num_tiles"], 4 * line), (tile, 4)) for line in range(3)]
+        self._seq, self._first, self._count = (b.sext(b.read(own["tiles"], line, I32), I64) for line in lines)
+        self._rows = b.mul(self._count, own["group"])
+
+    def compute(self, copies: tuple[Any, Any], dots: dict[int, Any], sums: dict[int, Any]) -> None:
+        """Emit the computation: `copies` of keys and values of a chunk, `dots` and `sums` of a number of rows."""
+        b, own, scratch = self._b, self._own, self._scratch
+        self._start()
+        with b.loop(I64(0), self._count, 1, [I64(2**31 - 1), I64(0)]) as (token, limits):
+            low, high = self._range(token)
+            some = b.icmp_signed(">", high, low)
+            limits[0] = b.select(some, least(b, limits[0], low), limits[0])
+            limits[1] = b.select(b.and_(some, b.icmp_signed(">", high, limits[1])), high, limits[1])
+        low, high = limits
+        scale = b.read(own["scale"], 0, F32)
+        first = b.total((b.sdiv(low, I64(BLOCK)), BLOCK))
+        with b.loop(first, high, BLOCK) as (base, _):
+            begin, end = b.sub(low, base), b.sub(high, base)
+            begin = b.select(b.icmp_signed("<", begin, I64(0)), I64(0), begin)
+            end = least(b, end, I64(BLOCK))
+            self._copy(base, begin, end, copies)
+            self._by_rows(
+                dots,
+                lambda rows, row: [
+                    *(self._query(b.add(row, I64(each))) for each in range(rows)),
+                    own["width"],
+                    scratch["keys"],
+                    b.at(scratch["weights"], b.total((row, 4 * BLOCK))),
+                ],
+            )
+            with b.loop(I64(0), self._rows, 1) as (row, _):
+                start, stop = self._range(b.sdiv(row, own["group"]))
+                softmax = [b.at(scratch[each], b.total((row, 4))) for each in ("largest", "total", "decay")]
+                logits = b.at(scratch["weights"], b.total((row, 4 * BLOCK)))
+                b.call(self._code.weigh, [logits, scale, b.sub(start, base), b.sub(stop, base), *softmax])
+            self._by_rows(
+                sums,
+                lambda rows, row: [
+                    own["value_width"],
+                    scratch["values"],
+                    begin,
+                    end,
+                    b.at(scratch["weights"], b.total((row, 4 * BLOCK))),
+                    b.at(scratch["decay"], b.total((row, 4))),
+                    b.at(scratch["sums"], b.total((row, own["value_width"], 4))),
+                ],
+            )
+        self._finish()
+
+    def _by_rows(self, functions: dict[int, Any], arguments: Callable[[int, Any], list[Any]]) -> None:
+        """Emit calls of `functions`, by number of rows, that cover the item's rows. arguments(rows, row): of a call."""
+        b, done = self._b, I64(0)
+        for rows in ROWS:
+            stop = b.total((done,), (b.sdiv(b.sub(self._rows, done), I64(rows)), rows))
+            with b.loop(done, stop, rows) as (row, _):
+                b.call(functions[rows], arguments(rows, row))
+            done = stop
+
+    def _start(self) -> None:
+        """Emit the start of each row's softmax: its sink, if it has one, and no sums."""
+        b, own, scratch = self._b, self._own, self._scratch
+        with b.loop(I64(0), self._rows, 1) as (row, _):
+            sink = b.read(own["sinks"], b.total((self._query_head(row), 4)), F32)
+            has_sink = b.fcmp_ordered(">", sink, F32(-math.inf))
+            b.write(sink, scratch["largest"], b.total((row, 4)))
+            b.write(b.select(has_sink, F32(1.0), F32(0.0)), scratch["total"], b.total((row, 4)))
+            with b.loop(I64(0), own["value_width"], LANES) as (first, _):
+                b.write(each_lane(0.0), scratch["sums"], b.total((row, own["value_width"], 4), (first, 4)))
+
+    def _query_head(self, row: Any) -> Any:
+        """Emit and return the query head of a row of the item."""
+        b, group = self._b, self._own["group"]
+        return b.total((self._head, group), (b.srem(row, group),))
+
+    def _place(self, row: Any) -> Any:
+        """Emit and return the index of a row in [T, N]."""
+        b, own = self._b, self._own
+        token = b.add(self._first, b.sdiv(row, own["group"]))
+        return b.total((token, own["heads"]), (self._query_head(row),))
+
+    def _query(self, row: Any) -> Any:
+        """Emit and return a pointer to the query of a row."""
+        b, own = self._b, self._own
+        return b.at(own["q"], b.total((self._place(row), own["width"], 4)))
+
+    def _range(self, token: Any) -> tuple[Any, Any]:
+        """Emit reads of the range of keys that a token of the item sees, and return its ends."""
+        b, own = self._b, self._own
+        token = b.add(self._first, token)
+        places = (token, 4), b.total((own["num_tokens"], 4), (token, 4))
+        start, end = (
+            b.sext(b.read(own["ranges"], b.total(place) if isinstance(place, tuple) else place, I32), I64)
+            for place in places
+        )
+        return start, end
+
+    def _copy(self, base: Any, begin: Any, end: Any, copies: tuple[Any, Any]) -> None:
+        """Emit copies of the chunks of a block that contain keys [begin, end), counted from its first key `base`."""
+        b, own, scratch, size = self._b, self._own, self._scratch, self._size
+        first = b.total((b.sdiv(begin, I64(LANES)), LANES))
+        with b.loop(first, end, LANES) as (key, _):
+            position = b.add(base, key)
+            column = least(b, b.sdiv(position, own["page_size"]), b.sub(own["columns"], I64(1)))
+            page = b.sext(b.read(own["page_table"], b.total((self._seq, own["columns"], 4), (column, 4)), I32), I64)
+            page = least(b, page, b.sub(own["num_pages"], I64(1)))
+            page = b.select(b.icmp_signed("<", page, I64(0)), I64(0), page)
+            within = b.srem(position, own["page_size"])
+            tile = b.total((page, own["kv_heads"]), (self._head,))
+            elements = b.add(own["width"], own["value_width"])
+            tile = b.at(own["pool"], b.total((tile, own["page_size"], elements, size)))
+            source = b.at(tile, b.total((within, own["width"], size)))
+            b.call(copies[0], [source, own["width"], b.at(scratch["keys"], b.total((key, 4)))])
+            source = b.at(tile, b.total((own["page_size"], own["width"], size), (within, own["value_width"], size)))
+            target = b.at(scratch["values"], b.total((key, own["value_width"], 4)))
+            b.call(copies[1], [source, b.mul(own["value_width"], I64(LANES)), target])
+
+    def _finish(self) -> None:
+        """Emit writes of the item's results."""
+        b, own, scratch = self._b, self._own, self._scratch
+        with b.loop(I64(0), self._rows, 1) as (row, _):
+            place = self._place(row)
+            for index, name in enumerate(("largest", "total")):
+                number = b.read(scratch[name], b.total((row, 4)), F32)
+                b.write(number, own["softmax"], b.total((place, 8), (4 * index,)))
+            divisor = b.select(b.fcmp_ordered(">", number, F32(0.0)), number, F32(1.0))
+            divisor = b.all_lanes(divisor)
+            with b.loop(I64(0), own["value_width"], LANES) as (first, _):
+                found = b.read(scratch["sums"], b.total((row, own["value_width"], 4), (first, 4)), FLOATS)
+                b.write(b.fdiv(found, divisor), own["o"], b.total((place, own["value_width"], 4), (first, 4)))
+
+
+def _transposed(b: Builder, vectors: list[Any]) -> list[Any]:
+    """Emit the transposition of LANES vectors, and return its vectors."""
+    # Rounds of perfect shuffles of two halves: each moves one bit of a number's vector to its lane.
+    for _ in range(int(math.log2(LANES))):
+        halves = zip(vectors[: LANES // 2], vectors[LANES // 2 :], strict=True)
+        vectors = [
+            b.shuffle_vector(*pair, indices([lane // 2 + LANES * (lane % 2) for lane in range(at, at + LANES)]))
+            for pair in halves
+            for at in (0, LANES)
+        ]
+    return vectors
+
+
+def _widened(b: Builder, pointer: Any, offset: Any, size: int) -> Any:
+    """Emit a read of LANES numbers of `size` bytes, float32 or bits of bfloat16, at `offset` bytes from a pointer;
+    return them as f32.
+    """
+    if size == 4:
+        return b.read(pointer, offset, FLOATS)
+    bits = b.zext(b.read(pointer, offset, ir.VectorType(I16, LANES)), INTS)
+    return b.bitcast(b.shl(bits, each_lane(16)), FLOATS)
+
+
+def build(triple: str, abi: Mapping[str, int], *, wide: bool) -> ir.Module:
+    """Return the module of LLVM IR with the handlers. triple, abi, wide: see AttentionCode."""
+    return AttentionCode(triple, abi, wide=wide).module

@@ -1,0 +1,138 @@
+"""Attention as machine code: against the oracle, the same bits in every step, and what it leaves to plain XLA."""
+
+from __future__ import annotations
+
+import ctypes
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.pallas_kernels.attention.native import attend
+from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
+from jaxengine.pallas_kernels.native import library
+from jaxengine.pallas_kernels.registry import EXACT, NATIVE_ROOMS, attention_rows, kernel_kind, rows_of, without_rows
+from jaxengine.pallas_kernels.tuning import tuning_of
+from tests.pallas_kernels import conformance
+from tests.pallas_kernels.cases import BY_NAME
+from tests.pallas_kernels.implementations import NATIVE
+from tests.pallas_kernels.problems import build
+from tests.tables import each_row
+
+IMPLEMENTATIONS = {attend.attention_schedule, attend.ragged_paged_attention}
+# Cases that the handlers take, of one program as far as they can be; and those that they leave to plain XLA.
+TAKEN = (
+    *("mixed", "block edges", "q tile straddles a kv block", "decode bucket", "padded decode bucket"),
+    *("infinite unseen slots", "shared prefix", "large logits", "sinks and window", "window on both sides"),
+    *("chunks of 45", "pictures", "dims (192, 128)", "one long among many short", "production blocks"),
+)
+LEFT = "soft cap 30", "slopes", "biases", "tree branches", "int8 of each token", "mutual pictures", "latent mixed"
+
+
+@each_row("name", TAKEN)
+def test_against_the_oracle(machine_code, name):
+    for dtype in ("float32", "bfloat16"):
+        conformance.check_attention(BY_NAME[name], dtype, "normal", NATIVE)
+        assert runs_a_handler(name, dtype)
+
+
+@each_row("name", LEFT)
+def test_what_is_left_to_xla(machine_code, name):
+    conformance.check_attention(BY_NAME[name], "float32", "normal", NATIVE)
+    assert not runs_a_handler(name, "float32")
+
+
+def runs_a_handler(name: str, dtype: str) -> bool:
+    """Whether the case's program calls a handler, of the pool's dtype."""
+    case = NATIVE.adapted(BY_NAME[name])
+    arguments = conformance.operands(case, build(case, dtype, "normal"), dtype, NATIVE)
+    program = str(conformance.compiled(NATIVE, case.spec).trace(*arguments).jaxpr)
+    found = {handler for handler in attend.HANDLER_OF_DTYPE.values() if library.target_name(handler) in program}
+    assert found <= {f"attention_{dtype}"}
+    return bool(found)
+
+
+def test_bits_do_not_depend_on_the_step(machine_code):
+    """A prompt at once, in chunks, token by token, alone and beside others; and by one thread or several."""
+    spec = AttentionSpec(6, 2, 32, 48, 0.2, window=150)
+    kv_len, rng = 200, np.random.default_rng(0)
+    bits = rng.standard_normal((26, 2, 16 * (32 + 48))).astype(np.float32).view(np.uint32) >> 16
+    held = KVSpec(26, 16, 2, 32, 48, "bfloat16")
+    pool = KVPages(jnp.asarray(bits, jnp.uint16), None, None, held, "cpu")
+    q = jnp.asarray(rng.standard_normal((2, kv_len, 6, 32)), jnp.float32)
+    pages = np.arange(26, dtype=np.int32).reshape(2, 13)
+
+    @jax.jit
+    def attended(q, batch):
+        sizes = {"num_tokens": q.shape[0], "page_size": 16, "tuning": tuning_of("cpu")}
+        schedule = attend.attention_schedule(batch, spec, **sizes)
+        return attend.ragged_paged_attention(q, pool, batch, schedule, spec=spec, sinks=None, tree_mask=None)
+
+    def step(*rows: tuple[int, int, int]) -> list[np.ndarray]:
+        """Outputs of rows (sequence, first position, one past the last), each an array of its tokens."""
+        lens = np.cumsum([0, *(end - first for _, first, end in rows)], dtype=np.int32)
+        tokens = jnp.concatenate([q[own, first:end] for own, first, end in rows])
+        tables, ends = pages[[own for own, *_ in rows]], np.array([end for *_, end in rows], np.int32)
+        slots = np.full(len(tokens), -1, np.int32)
+        arrays = map(jnp.asarray, (lens, ends, tables, slots))
+        o, _ = attended(tokens, RaggedBatch(*arrays, jnp.int32(len(rows)), None))
+        return np.split(np.asarray(o), lens[1:-1])
+
+    (whole,) = step((0, 0, kv_len))
+    assert np.isfinite(whole).all() and np.abs(whole).max() > 0.1
+    beside = step((1, 3, 77), (0, 31, 120), (1, 180, 181))
+    np.testing.assert_array_equal(beside[1], whole[31:120])
+    for first in (0, 63, 64, 149, 199):
+        (alone,), both = step((0, first, first + 1)), step((1, 199, 200), (0, first, first + 1))
+        np.testing.assert_array_equal(alone, whole[first : first + 1])
+        np.testing.assert_array_equal(both[1], alone)
+
+
+def test_width_of_vectors_changes_no_bits(machine_code):
+    """The code for a processor without AVX-512."""
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
+
+    from jaxengine.pallas_kernels.attention.native.code import JOB
+
+    narrow = llvm.get_host_cpu_features()
+    for name in narrow:
+        narrow[name] = narrow[name] and not name.startswith(("avx512", "amx"))
+    engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow)[1], library.made(NATIVE_ROOMS)[1]]
+    rng = np.random.default_rng(0)
+    arrays = {"q": rng.standard_normal((5, 6, 48)), "scale": rng.random(1), "sinks": rng.standard_normal(6)}
+    arrays = {name: own.astype(np.float32) for name, own in arrays.items()}
+    arrays["tiles"] = np.array([[0], [0], [5]], np.int32)
+    arrays["ranges"] = np.array([[0, 1, 2, 3, 40], [70, 71, 72, 73, 74]], np.int32)
+    arrays["page_table"] = np.arange(5, dtype=np.int32)[None]
+    numbers = {"blocks": 2, "num_tokens": 5, "heads": 6, "width": 48, "num_pages": 5, "kv_heads": 2, "columns": 5}
+    numbers |= {"num_tiles": 1, "value_width": 80, "tiles_in_use": 1, "page_size": 16, "block_q": 5}
+    for handler, dtype in (("attention_float32", np.uint32), ("attention_bfloat16", np.uint16)):
+        bits = rng.standard_normal((5, 2, 16 * 128)).astype(np.float32).view(np.uint32)
+        arrays["pool"] = bits if dtype is np.uint32 else (bits >> 16).astype(dtype)
+        found = []
+        for engine in engines:
+            arrays |= {name: np.full((5, 6, width), np.nan, np.float32) for name, width in (("o", 80), ("softmax", 2))}
+            fields = numbers | {name: own.ctypes.data for name, own in arrays.items()}
+            job = (ctypes.c_int64 * len(JOB.fields))(*(fields.get(name, 0) for name in JOB.fields))
+            address = engine.get_function_address(f"{handler}_items")
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
+            found.append((arrays["o"], arrays["softmax"]))
+        assert np.isfinite(found[0][0]).all()
+        for each, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(each, other)
+
+
+def test_exact_models_have_none(machine_code, monkeypatch):
+    """An engine with rl_exact has the bits of a trainer's forward pass, whose pages have one token."""
+    monkeypatch.setattr("jaxengine.pallas_kernels.registry._BUILT", {"native"})
+    assert kernel_kind("ragged_paged_attention", "cpu") == "native"
+    with rows_of(EXACT):
+        assert kernel_kind("ragged_paged_attention", "cpu") == "xla"
+
+
+def test_attention_backend_xla_has_none(machine_code, monkeypatch):
+    monkeypatch.setattr("jaxengine.pallas_kernels.registry._BUILT", {"native"})
+    with without_rows(attention_rows("cpu")):
+        assert kernel_kind("ragged_paged_attention", "cpu") == kernel_kind("attention_schedule", "cpu") == "xla"
+        assert kernel_kind("matmul", "cpu") == "native"

@@ -1,0 +1,137 @@
+"""Faults of attention as machine code."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from tests.pallas_kernels.mutants.mutant import Mutant, attention
+
+SECONDS = 60
+UNLESS = "" if find_spec("llvmlite") else "llvmlite is not installed"
+
+_CODE, _ATTEND = "attention/native/code", "attention/native/attend"
+
+
+def _on(*cases: str, dtype: str = "float32"):
+    return attention("native", dtype, *cases)
+
+
+_ANY = _on("mixed", "q tile straddles a kv block")
+_BF16 = _on("mixed", dtype="bfloat16")
+_LONG = _on("one long among many short")
+_WINDOW, _SINKS, _STALE = (
+    _on("window 400 of 900"),
+    _on("sinks and window"),
+    _on("sinks and window", "infinite unseen slots"),
+)
+
+MUTANTS = [
+    Mutant(
+        "first key of a block for all chunks", _CODE, "(4 * LANES * (first + chunk),)), FLOATS)", "(0,)), FLOATS)", _ANY
+    ),
+    Mutant("products of the first row for all", _CODE, "logits, 4 * (row * BLOCK", "logits, 4 * (0 * BLOCK", _ANY),
+    Mutant("keys that are not transposed", _CODE, "lane // 2 + LANES * (lane % 2)", "lane", _ANY),
+    Mutant("odd elements as even ones", _CODE, "b.and_(pair, each_lane(-65536))", "b.shl(pair, each_lane(16))", _BF16),
+    Mutant(
+        "bfloat16 in the low half",
+        _CODE,
+        "b.bitcast(b.shl(bits, each_lane(16)), FLOATS)",
+        "b.bitcast(bits, FLOATS)",
+        _BF16,
+    ),
+    Mutant(
+        "last key of a token dropped",
+        _CODE,
+        'b.icmp_signed("<", place, end)',
+        'b.icmp_signed("<=", b.add(place, each_lane(2)), end)',
+        _ANY,
+    ),
+    Mutant("a key too many", _CODE, 'b.icmp_signed("<", place, end)', 'b.icmp_signed("<=", place, end)', _ANY),
+    Mutant(
+        "keys before a window",
+        _CODE,
+        'b.icmp_signed(">=", place, first)',
+        'b.icmp_signed(">=", b.add(place, each_lane(1)), first)',
+        _WINDOW,
+    ),
+    Mutant(
+        "no scale",
+        _CODE,
+        "b.read(row, 4 * LANES * chunk, FLOATS), scale)",
+        "b.read(row, 4 * LANES * chunk, FLOATS), each_lane(1.0))",
+        _ANY,
+    ),
+    Mutant("old sums do not decay", _CODE, "FLOATS), factors[at // vectors])", "FLOATS), each_lane(1.0))", _LONG),
+    Mutant(
+        "the old total does not decay", _CODE, "b.fmul(b.read(total, 0, F32), factor)", "b.read(total, 0, F32)", _LONG
+    ),
+    Mutant(
+        "values before a window",
+        _CODE,
+        "with b.loop(begin, end, 1, start)",
+        "with b.loop(I64(0), end, 1, start)",
+        _STALE,
+    ),
+    Mutant(
+        "largest of the first chunk", _CODE, "for logit in logits[1:]:", "for logit in logits[:0]:", _on("large logits")
+    ),
+    Mutant("weights of the first row", _CODE, "(4 * BLOCK * row,)), F32)", "(0,)), F32)", _ANY),
+    Mutant("decay of the first row", _CODE, "b.read(decay, 4 * row, F32)", "b.read(decay, 0, F32)", _LONG),
+    Mutant(
+        "the rest of a value left out",
+        _CODE,
+        "for vectors in (self._chunks, 1):",
+        "for vectors in (self._chunks,):",
+        _ANY,
+    ),
+    Mutant("no sinks", _CODE, "b.select(has_sink, F32(1.0), F32(0.0))", "F32(0.0)", _SINKS),
+    Mutant(
+        "sinks of the first heads",
+        _CODE,
+        "b.total((self._head, group), (b.srem(row, group),))",
+        "b.srem(row, group)",
+        _SINKS,
+    ),
+    Mutant(
+        "first page for all keys",
+        _CODE,
+        '(self._seq, own["columns"], 4), (column, 4)',
+        '(self._seq, own["columns"], 4)',
+        _ANY,
+    ),
+    Mutant("first row of the page table", _CODE, '(self._seq, own["columns"], 4)', '(0, own["columns"], 4)', _ANY),
+    Mutant(
+        "first KV head",
+        _CODE,
+        'tile = b.total((page, own["kv_heads"]), (self._head,))',
+        'tile = b.total((page, own["kv_heads"]))',
+        _ANY,
+    ),
+    Mutant("keys as values", _CODE, '(own["page_size"], own["width"], size), (within', "(within", _ANY),
+    Mutant("sums that are not divided", _CODE, "b.fdiv(found, divisor)", "found", _ANY),
+    Mutant("exp without its power of two", _CODE, "b.fmul(found, b.bitcast(power, FLOATS))", "found", _ANY),
+    Mutant(
+        "later items left out", _CODE, 'b.mul(values["tiles_in_use"], values["kv_heads"])', 'values["kv_heads"]', _ANY
+    ),
+    Mutant(
+        "later tiles of a sequence left out",
+        _ATTEND,
+        "(q_lens + block_q - 1) // block_q",
+        "jnp.minimum(q_lens, 1)",
+        _on("prefill longer than a tile"),
+    ),
+    Mutant(
+        "tiles from the first token on",
+        _ATTEND,
+        "batch.cu_q_lens[seqs] + offset, counts",
+        "batch.cu_q_lens[seqs], counts",
+        _on("prefill longer than a tile"),
+    ),
+    Mutant(
+        "padding is not cleared",
+        _ATTEND,
+        "jnp.where(valid[..., None], o, 0.0), jnp.where(valid, lse, -jnp.inf)",
+        "o, lse",
+        _ANY,
+    ),
+]
