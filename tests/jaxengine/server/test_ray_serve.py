@@ -247,8 +247,7 @@ def test_prefixes_are_found_by_both_ingresses(client, report):
     """But for what a busy machine publishes late. Prompts that ingresses do not read, as of pictures, are spread by
     their ids alone: half of them come to the same replica again.
     """
-    unread = {"metadata": {"type": "image"}}
-    found, without = hit_rate(client, 1), hit_rate(client, 2, **unread)
+    found, without = hit_rate(client, 1), hit_rate(client, 2, metadata={"type": "image"})
     report(f"hit rate over two replicas: {found:.2f} by published digests, {without:.2f} without")
     assert found > 0.9 > without
 
