@@ -65,6 +65,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
             "min_replicas": ray_config.min_replicas,
             "max_replicas": ray_config.max_replicas,
             "target_ongoing_requests": target,
+            "upscale_delay_s": ray_config.upscale_delay,
+            "downscale_delay_s": ray_config.downscale_delay,
         },
         max_ongoing_requests=_MOST_PER_TARGET * target,
         max_queued_requests=server.max_num_queued_reqs or -1,

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -203,16 +204,16 @@ class KVTransfer(LoopExtension):
         """Return the distinct keys of the named columns (pages) of a request's prompt, for each cache group and then
         for states.
 
-        columns: indices of pages in the prompt for each cache group, and last indices of states if the model has them.
-        Columns that the prompt does not have, or that the request computes in any case, are left out. Sets the
-        request's page digests.
+        columns: increasing indices of pages in the prompt for each cache group, and last indices of states if the model
+        has them. Columns that the prompt does not have, or that the request computes in any case, are left out. Sets
+        the request's page digests.
         """
         rank = self.loop.scheduler.ranks[0]
         request.compute_with(rank.weights_digest)
         digests, num_groups = rank.findable(request, request.prompt_token_ids), rank.pages.num_groups
         keys = []
         for group, own in enumerate(columns):
-            known = [digests[column] for column in own if column < len(digests)]
+            known = [digests[column] for column in own[: bisect_left(own, len(digests))]]
             if group < num_groups:
                 keys += [page_key(digest, group) for digest in known]
             elif rank.pages.snapshots is not None:

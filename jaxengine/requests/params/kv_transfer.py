@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from jaxengine.config.kv.kv_transfer import MAX_PORT, is_host
@@ -22,13 +23,14 @@ def _is_id(value: Any) -> bool:
 
 def _are_columns(value: Any) -> bool:
     """Whether a value is a list of lists (or tuples) of integers, one for each of at most _MAX_GROUPS cache groups. The
-    integers, from 0 to _MAX_COLUMNS - 1, are at most _MAX_COLUMNS in each list.
+    integers of a list increase, from 0 at least to _MAX_COLUMNS - 1 at most, so that none takes work twice.
     """
     return (
         isinstance(value, list | tuple)
         and len(value) <= _MAX_GROUPS
         and all(isinstance(each, list | tuple) and len(each) <= _MAX_COLUMNS for each in value)
         and all(type(column) is int and 0 <= column < _MAX_COLUMNS for each in value for column in each)
+        and all(before < after for each in value for before, after in pairwise(each))
     )
 
 
@@ -43,7 +45,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_remote_prefill": (lambda value: type(value) is bool, "true or false"),
     "remote_engine_id": (_is_id, "the id of an engine"),
     "remote_request_id": (_is_id, "the id of a request"),
-    "remote_block_ids": (_are_columns, "a list of integers for each cache group, as the prefilling engine gave it"),
+    "remote_block_ids": (_are_columns, "increasing integers for each cache group, as the prefilling engine gave them"),
     "remote_host": (is_host, "the name or address of a host"),
     "remote_port": (_is_whole(1, MAX_PORT), f"an integer from 1 to {MAX_PORT}"),
     "tp_size": (_is_whole(1, 1 << 20), "an integer from 1"),

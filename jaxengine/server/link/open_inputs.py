@@ -23,19 +23,27 @@ def packed_source(source: InputSource) -> Any:
     return packed(replace(source, config=replace(source.config, quantization=None), control_vectors={}))
 
 
+def inputs_of(source: Any, config: ResolvedConfig, index: int = 0) -> InputProcessor:
+    """Return the input processor of process `index` for an engine in another one.
+
+    source: what `packed_source` made; its files must be on this machine under the same path. config: the engine's.
+    Loads the plugins, and reads the tokenizer, the chat template and control vectors from disk, which takes a long
+    time. The model's configuration is the engine's, so that neither its class nor, for a model without towers, jax is
+    imported. Raises ConfigError and ModelFileError for plugins and files that cannot be used here.
+    """
+    load_plugins(config.plugins)
+    opened: InputSource = unpacked(source)
+    opened = replace(opened, control_vectors=read_control_vectors(config.steering_vectors, opened.config))
+    return input_processor(opened, config, origin=index)
+
+
 def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSender]:
     """Return the input processor and the media sender of the API process `index`.
 
-    welcome: the engine's message, whose model must be readable on this machine under the same path. Loads the plugins,
-    and reads the tokenizer, the chat template and control vectors from disk, which takes a long time. The model's
-    configuration is the engine's, so that neither its class nor, for a model without towers, jax is imported. Raises
-    ConfigError and ModelFileError for plugins and files that cannot be used here.
+    welcome: the engine's message. See `inputs_of`.
     """
     config = ResolvedConfig(**welcome.config)
-    load_plugins(config.plugins)
-    source: InputSource = unpacked(welcome.source)
-    source = replace(source, control_vectors=read_control_vectors(config.steering_vectors, source.config))
-    inputs = input_processor(source, config, origin=index)
+    inputs = inputs_of(welcome.source, config, index)
     if inputs.media is None:
         return inputs, MediaSender()
     sender = media_sender(welcome.media_cache, config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
-from jaxengine.requests.inputs import input_processor
+from jaxengine.requests.inputs import InputProcessor, input_processor
 from jaxengine.requests.params.options import SESSION, session_key
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.adapters.lora_routes import LoraRoutes, route_key
@@ -33,7 +32,9 @@ from jaxengine.server.http.app import TrafficMiddleware, TrafficState, cors
 from jaxengine.server.http.request.arrival import LimitsMiddleware, Uploads, is_streamed
 from jaxengine.server.http.request.auth import given_key
 from jaxengine.server.http.request.errors import ApiError, as_api_error
-from jaxengine.server.ray.messages import Hint, HttpCall, decode_piece, encode
+from jaxengine.server.link.open_inputs import inputs_of
+from jaxengine.server.link.records import unpacked
+from jaxengine.server.ray.messages import Hint, HttpCall, decode_description, decode_piece, encode
 from jaxengine.server.ray.options import RayConfig
 from jaxengine.server.ray.prompts import PATHS, PromptReader
 from jaxengine.server.ray.store import RayStore
@@ -70,22 +71,38 @@ class Ingress:
     ):
         """Get the engine's config from a replica, waiting for one, and create the application. Opens the model's
         tokenizer, to route by the tokens of prompts, if there may be several replicas, they publish digests, and prefix
-        caching is on; the model's weights are neither downloaded nor opened.
+        caching is on; the model's weights are neither downloaded nor opened. See `_inputs`.
 
         replicas, store: handles of the deployments of engines and of stored responses; store may be None. options:
         options of EngineConfig.
         """
-        config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
+        described = decode_description(await replicas.describe.remote())
+        config = ResolvedConfig(**described["config"])
         reader = None
         if ray_config.max_replicas > 1 and ray_config.routing_digest_bytes and config.enable_prefix_caching:
-            without_weights = EngineConfig.from_options(**options | {"load_format": "dummy"})
-            inputs = input_processor(open_model(without_weights), config)
+            inputs = _inputs(described["source"], config, options)
             reader = PromptReader(inputs, server, None if store is None else RayStore(store))
         self._app = Front(replicas, names_of(config.model, server), server, ray_config.num_attempts, reader).app
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application. Ray Serve calls this."""
         return self._app
+
+
+def _inputs(source: Any, config: ResolvedConfig, options: dict[str, Any]) -> InputProcessor:
+    """Return an input processor equal to the replicas'.
+
+    source: a replica's opened model, which is used as it is if its files are on this machine too; otherwise the model
+    that the engine's `options` name is opened again, without its weights, which imports jax.
+    """
+    load_plugins(config.plugins)  # a source may have records of theirs
+    opened = unpacked(source)
+    if all(path is None or path.exists() for path in (opened.path, opened.tokenizer_path)):
+        return inputs_of(source, config)
+    from jaxengine.checkpoint.model_source import open_model
+
+    without_weights = EngineConfig.from_options(**options | {"load_format": "dummy"})
+    return input_processor(open_model(without_weights), config)
 
 
 class Front:

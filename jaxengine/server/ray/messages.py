@@ -50,6 +50,7 @@ class Piece(msgspec.Struct, omit_defaults=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_call = msgspec.msgpack.Decoder(HttpCall).decode
 decode_piece = msgspec.msgpack.Decoder(Piece).decode
+decode_description = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 class Hint:

@@ -30,6 +30,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "num_gpus": (0, 2**20),
     "routing_imbalance": (0, 2**31),
     "routing_period": (0.1, 3600),
+    "upscale_delay": (0, 2**31),
+    "downscale_delay": (0, 2**31),
 }
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 # Bytes of published digests; fewer hold none, and Ray's controller passes all of them on to every ingress.
@@ -45,6 +47,8 @@ class RayConfig:
       max_replicas: largest number of engines.
       target_ongoing_requests: requests per replica, running and waiting, that Ray aims at; None: max_num_seqs, or 32
         if that is not given.
+      upscale_delay: seconds for which there must be too many requests before Ray adds a replica.
+      downscale_delay: seconds for which there must be too few before Ray removes one.
       num_ingresses: processes that choose the replica of each request and pass it on.
       num_cpus: CPUs that Ray reserves on each host of a replica.
       num_gpus: GPUs that Ray reserves on each host of a replica.
@@ -61,6 +65,8 @@ class RayConfig:
     min_replicas: int = 1
     max_replicas: int = 1
     target_ongoing_requests: int | None = None
+    upscale_delay: float = 30.0
+    downscale_delay: float = 600.0
     num_ingresses: int = 1
     num_cpus: float = 1.0
     num_gpus: float = 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import socket
@@ -29,6 +28,7 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.service import BatchService
 from jaxengine.server.http.app import create_app
+from jaxengine.server.link.open_inputs import packed_source
 from jaxengine.server.observe.spans import traced
 from jaxengine.server.ray.messages import Headers, Hint, Piece, decode_call, encode
 from jaxengine.server.ray.store import RayStore
@@ -144,9 +144,12 @@ class Replica(Responder):
         batches = BatchService(self._app, client, server).run() if server.enable_batch_api else None
         self._batches = None if batches is None else asyncio.create_task(batches)
 
-    async def describe(self) -> str:
-        """Return a JSON object with the engine's resolved config ("config") and this process's id ("pid")."""
-        return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
+    async def describe(self) -> bytes:
+        """Return a map encoded as msgpack: "config", the engine's resolved config; "source", the opened model as
+        `packed_source` makes it; and "pid", this process's id.
+        """
+        config, source = dataclasses.asdict(self._engine.inputs.config), packed_source(self._llm.core.source)
+        return encode({"config": config, "source": source, "pid": os.getpid()})
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return what Ray passes on to all routers: "digests", at most `digest_bytes` bytes of 8-byte big-endian

@@ -1,6 +1,8 @@
-"""Models, adapters and compiled steps at an S3 server on this machine (moto), through a proxy that fails as real ones.
+"""Models, adapters and compiled steps at an S3 server on this machine (moto), through a proxy that fails as real ones,
+and at a server of GCS's JSON API.
 
-moto and s3fs are in no extra, for they are fifty packages: `pip install "moto[server]" s3fs`, then `--thorough`.
+Both are in no extra, for they are fifty packages: `pip install "moto[server]" s3fs gcsfs gcp-storage-emulator`, then
+`--thorough`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import http.client
 import http.server
 import importlib
 import importlib.util
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,11 @@ def proxy():
     inner.stop()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def options(tmp_path: Path) -> EngineConfig:
     return EngineConfig(model="s3://bucket/model", download_dir=str(tmp_path), skip_tokenizer_init=True)
 
@@ -173,3 +181,50 @@ def test_compiled_steps_are_kept_in_a_bucket(proxy, caplog):
     nowhere.write("name", b"code")
     assert nowhere.read("name") is None and not nowhere.can_keep()
     assert [record.levelname for record in caplog.records if record.name.startswith("jaxengine")] == ["WARNING"]
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """gcsfs's file system, at a server of GCS's JSON API with an empty bucket."""
+    if missing := [name for name in ("gcsfs", "gcp_storage_emulator") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"a GCS server needs {', '.join(missing)}: pip install gcsfs gcp-storage-emulator")
+    server = importlib.import_module("gcp_storage_emulator.server")
+    port = free_port()
+    inner = server.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    inner.start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks by gRPC, which that server has not
+    monkeypatch.setitem(importlib.import_module("fsspec.config").conf, "gs", {"token": "anon"})
+    monkeypatch.setattr(remote, "_WAIT_SECONDS", 0.0)
+    fs: Any = importlib.import_module("fsspec").filesystem("gs")
+    yield fs
+    inner.stop()
+
+
+def test_gs(bucket, tmp_path, monkeypatch, caplog):
+    """A model's weights by range, its other files and an adapter whole, and compiled steps, with what is not there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    adapter = next(iter(sorted((FIXTURES / "peft_adapters").iterdir())))
+    for folder, name in ((FOLDER, "model"), (adapter, "one")):
+        for file in folder.iterdir():
+            bucket.pipe_file(f"bucket/{name}/{file.name}", file.read_bytes())
+    source = open_model(EngineConfig(model="gs://bucket/model", download_dir=str(tmp_path), skip_tokenizer_init=True))
+    local = SafetensorsCheckpoint(FOLDER)
+    assert isinstance(source.weights, SafetensorsCheckpoint)
+    name = "model.layers.0.mlp.down_proj.weight"
+    before, part = source.weights.bytes_read, (slice(0, source.weights.shape(name)[0] // 2), WHOLE)
+    np.testing.assert_array_equal(source.weights.read(name, *part), local.read(name, *part))
+    assert source.weights.bytes_read - before <= 1.02 * local.read(name, *part).nbytes
+    load_params(build_model(source.config, Build(np.float32)), source.weights)
+    source.close()
+    found = Path(local_adapter("gs://bucket/one"))
+    assert all((found / name).read_bytes() == (adapter / name).read_bytes() for name in ADAPTER_FILES)
+    with pytest.raises(ModelFileError, match="cannot be read|has no adapter_config.json"):
+        local_adapter("gs://bucket/nothing")
+    ExecutableFiles("gs://bucket/steps/own").write("name", b"code")
+    files = ExecutableFiles("gs://bucket/steps/own")
+    assert files.read("name") == b"code" and files.read("other") is None and files.names("n") == ["name"]
+    assert not [record for record in caplog.records if record.name.startswith("jaxengine")]
+    nowhere = ExecutableFiles("gs://nowhere/steps")
+    nowhere.write("name", b"code")
+    assert nowhere.read("name") is None and not nowhere.can_keep()

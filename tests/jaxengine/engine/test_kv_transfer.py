@@ -221,6 +221,7 @@ PREFILL = DECODE | {
         ({"remote_block_ids": [[-1]]}, "kv_transfer_params.remote_block_ids is"),
         ({"remote_block_ids": [[1.0]]}, "kv_transfer_params.remote_block_ids is"),
         ({"remote_block_ids": [[1 << 40]]}, "kv_transfer_params.remote_block_ids is"),
+        ({"remote_block_ids": [[0], [0, 0]]}, "kv_transfer_params.remote_block_ids is"),
         ({"remote_block_ids": None}, "kv_transfer_params.remote_block_ids is None"),
         ({"remote_request_id": "x" * 300}, "kv_transfer_params.remote_request_id is"),
         ({"do_remote_decode": True}, "kv_transfer_params.do_remote_decode is True"),

@@ -125,6 +125,23 @@ def test_a_conversation_stays_while_replicas_come_and_go():
         assert (busy[choose([], "s0", None, busy)].name == homes["s0"]) == stays
 
 
+def test_a_replica_that_claims_every_page_gets_little_more():
+    """At most `imbalance` requests more than another one, and the one that is being sent."""
+    replicas, queues = Replicas(), dict.fromkeys("abcd", 0)
+    numbers = {replicas.add(name): name for name in queues}
+    replicas.learn("a", range(1000))
+    rng = np.random.default_rng(0)
+    for step in range(400):
+        for name, queue in queues.items():
+            replicas.set_queue(name, queue)
+        chosen = numbers[replicas.choose(rng.integers(0, 1000, 4).tolist(), None, None, key=str(step), imbalance=8.0)]
+        queues[chosen] += 1
+        assert queues[chosen] <= min(queues.values()) + 9
+        if step >= 40:
+            queues[max(queues, key=lambda name: queues[name])] -= 1
+    assert queues.pop("a") > max(queues.values())  # as it does where it has the pages
+
+
 def test_equal_requests_meet_and_others_spread():
     idle = [ReplicaState(f"r{number}") for number in range(4)]
     assert len({choose([7, 8], None, None, idle, key=str(number)) for number in range(50)}) == 1

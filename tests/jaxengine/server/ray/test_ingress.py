@@ -14,11 +14,13 @@ import pytest
 ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 
 from jaxengine.api.engine_client import EngineDeadError, EngineWrapper  # noqa: E402
+from jaxengine.checkpoint import model_source  # noqa: E402
 from jaxengine.config.base.errors import ConfigError  # noqa: E402
 from jaxengine.server.base.keys import NO_KEY  # noqa: E402
 from jaxengine.server.base.options import MIB, ServerConfig  # noqa: E402
 from jaxengine.server.base.routing import Replicas, prompt_digests  # noqa: E402
 from jaxengine.server.http.app import create_app  # noqa: E402
+from jaxengine.server.link.open_inputs import packed_source  # noqa: E402
 from jaxengine.server.ray import ingress, messages, request_router  # noqa: E402
 from jaxengine.server.ray.ingress import Front  # noqa: E402
 from jaxengine.server.ray.messages import Hint  # noqa: E402
@@ -326,6 +328,16 @@ async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
         assert handle.hints[-1].session == hint.session
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_an_ingress_opens_the_model_only_if_a_replica_is_elsewhere(chat_engine, chat_options, monkeypatch, is_here):
+    opened, source = [], chat_engine.core.source
+    monkeypatch.setattr(model_source, "open_model", lambda config: opened.append(config) or source)
+    described = packed_source(source if is_here else dataclasses.replace(source, path=source.path / "elsewhere"))
+    inputs = ingress._inputs(described, chat_engine.inputs.config, chat_options)
+    assert inputs.read_prompt("Hi there")[1] == chat_engine.inputs.read_prompt("Hi there")[1]
+    assert [each.load_format for each in opened] == ([] if is_here else ["dummy"])
+
+
 def test_pages_that_a_replica_may_have_are_forgotten():
     """Also of a replica that is alone, whose state nobody reads."""
     known = request_router._Known(index := Replicas(), "r")
@@ -441,6 +453,8 @@ REFUSED = (
     ({"routing_imbalance": -1}, "routing_imbalance"),
     ({"routing_digest_bytes": 8}, "routing_digest_bytes"),
     ({"routing_period": 0}, "routing_period"),
+    ({"upscale_delay": -1}, "upscale_delay is -1; allowed: 0 to"),
+    ({"downscale_delay": "soon"}, "downscale_delay"),
     ({"placement_strategy": "X"}, "placement_strategy"),
     ({"resources": {"TPU": -1}}, "resources"),
     ({"resources": 3}, "resources"),
