@@ -30,7 +30,7 @@ MUTANTS = [
         "unused blocks attended to",
         _SELECTED,
         "blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)\n        seen = (blocks >= 0)[",
-        "jnp.abs(blocks)[..., None] * size + jnp.arange(size, dtype=jnp.int32)\n        seen = (blocks >= -1)[",
+        "jnp.maximum(blocks, 0)[..., None] * size + jnp.arange(size, dtype=jnp.int32)\n        seen = (blocks >= -1)[",
         _HEADS,
     ),
     Mutant("blocks one too short", _SELECTED, "blocks[..., None] * size +", "blocks[..., None] * (size - 1) +", _HEADS),
