@@ -163,8 +163,8 @@ def programs_of(platform: str) -> Iterator[tuple[Callable, tuple]]:
     counts = (num_seqs + 1,), (num_seqs,), (num_seqs, 3), (num_tokens,), (), ()
     batch = RaggedBatch(*(shape(*sizes, dtype=jnp.int32) for sizes in counts))
 
-    def pool(*sizes: int) -> KVPages:
-        return jax.eval_shape(partial(alloc, KVSpec(20, 16, *sizes, "bfloat16"), platform=platform))
+    def pool(heads: int, key: int, index: int) -> KVPages:
+        return jax.eval_shape(partial(alloc, KVSpec(20, 16, heads, key, index, "bfloat16"), platform=platform))
 
     latents, joined = pool(1, 40, 16), pool(2, 256, 128)
     spec = AttentionSpec(8, 1, 40, 24, 0.2, values_in_keys=True)

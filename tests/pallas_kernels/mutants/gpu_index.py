@@ -19,12 +19,13 @@ _KEYS, _BLOCKS, _FIVE = (
     _on("indexer of blocks"),
     _on("indexer of five heads"),
 )
+_ONE_SPAN = _on("indexer of keys")  # of several blocks
 _SEVERAL = _on("indexer of many heads' blocks")
 
 MUTANTS = [
     Mutant("the first span's keys for all", _INDEX, "key = begin + number", "key = number", _KEYS),
     Mutant("span of blocks begins early", _INDEX, "span.first * span.size,", "span.first,", _KEYS),
-    Mutant("the first block's keys for all", _INDEX, "number = pl.program_id(1) * plan.keys", "number = 0", _KEYS),
+    Mutant("the first block's keys for all", _INDEX, "number = pl.program_id(1) * plan.keys", "number = 0", _ONE_SPAN),
     Mutant("the span's last block left out", _INDEX, "-(-num_keys // plan.keys)", "num_keys // plan.keys", _KEYS),
     Mutant("page of the next column", _INDEX, "key // spec.page_size]", "key // spec.page_size + 1]", _KEYS),
     Mutant("pages of the row's index", _INDEX, "refs.seqs[index],", "index,", _KEYS),
