@@ -150,11 +150,11 @@ def test_they_lower_for_a_card():
         assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 2
 
 
-@pytest.mark.parametrize("platform", ["gpu_triton", "gpu", "gpu_blackwell"])
-def test_sparse_attention_lowers_for_all_cards_where_jax_lowers_them(platform, monkeypatch, caplog):
+def test_sparse_attention_lowers_for_hopper_where_jax_lowers_triton(monkeypatch, caplog):
+    """And is plain XLA elsewhere, which the log says."""
     lowers = lowers_triton()
     log_once.cache_clear()
-    for function, arguments in programs_of(platform):
+    for function, arguments in programs_of("gpu"):
         monkeypatch.setattr(attend, "lowers_triton", lambda: False)
         assert "pallas_call" not in str(jax.make_jaxpr(partial(function))(*arguments))
         assert "lowers no Triton kernels" in caplog.text
