@@ -28,7 +28,7 @@ def largest(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     places = jnp.where(above | equal, places, count).astype(jnp.int32)
     numbers = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
     found = jnp.zeros((len(rows), count), jnp.int32)
-    found = found.at[jnp.arange(len(rows))[:, None], places].set(numbers, mode="drop", unique_indices=False)
+    found = found.at[jnp.arange(len(rows))[:, None], places].set(numbers, mode="drop")
     values = jnp.take_along_axis(rows, found, axis=1)
     _, found, values = lax.sort((~_order(values), found, values), num_keys=2)
     return values, found
