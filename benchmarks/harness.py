@@ -28,6 +28,10 @@ BENCHMARKS = {
     "proof_start": ("kernels.proof_start", "how much the proof of kernels delays a start (stand-ins on a CPU)"),
     "few_rows": ("kernels.few_rows", "products of few rows on this CPU: machine code beside plain XLA"),
     "gpu_launches": ("kernels.gpu_launches", "launches of attention on cards without a kernel for it (jax's compiler)"),
+    "sparse_attention": (
+        "kernels.sparse_attention",
+        "bytes, launches and registers of sparse attention on CUDA cards beside plain XLA (jax's compiler)",
+    ),
     "triton_attention": (
         "kernels.triton_attention",
         "launches, registers and spills of Triton attention (jax's compiler)",

@@ -71,6 +71,11 @@ def lowers_triton() -> bool:
     return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
 
 
+def no_triton() -> str:
+    """Return the reason why the installed jax runs no Triton kernels, as a phrase. Call it only where it runs none."""
+    return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
+
+
 def plain_operations(capability: str) -> str:
     """Return the operations that a CUDA card of this compute capability runs as plain XLA: "attention and quantised
     products" if it has no kernels, else "".
@@ -84,7 +89,7 @@ def why_no_kernels(capability: str) -> str:
     card that has none.
     """
     if capability in _TRITON_CAPABILITIES and not lowers_triton():
-        return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
+        return no_triton()
     return f"compute capability {capability}"
 
 

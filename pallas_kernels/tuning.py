@@ -63,6 +63,10 @@ class XlaSelection(_Sizes):
     gathered_keys: int = 256  # selected keys of each of them that are gathered at a time
 
 
+# As _XLA_ON_CUDA: fewer and larger blocks.
+_SELECTION_ON_CUDA = XlaSelection(block_seqs=64, block_q=64, block_kv=2048, block_tokens=16, gathered_keys=1024)
+
+
 @dataclass(frozen=True)
 class TpuAttention(_Sizes):
     """Tile, block and buffer sizes of attention.tpu. `single` tiles hold one token and are bound by bandwidth, `run`
@@ -120,6 +124,14 @@ class TritonAttention(_Sizes):
     # Triton's stages. Five keep two blocks of keys in flight, as the loads of page ids and of pages share them.
     num_stages: int = 5
     merged_parts: int = 16  # parts that a program of the merge loads at a time; a power of two
+    # Query heads that share a selected key in a program, a power of two from 16 on: with more, 576 elements of a key do
+    # not fit the shared memory of Ada.
+    selected_rows: int = 32
+    selected_keys: int = 64  # selected keys that are multiplied at a time; of wide ones half as many. A power of two
+    selected_stages: int = 3  # Triton's stages of attention to selected keys, which are wider
+    least_part: int = 128  # fewest and most selected keys of a program, powers of two: with more a decode of few tokens
+    most_part: int = 512  # leaves multiprocessors idle
+    partial_bytes: int = 64 << 20  # most partial results of the tokens that attend to selected keys at a time
 
 
 @dataclass(frozen=True)
@@ -226,7 +238,7 @@ def tuning_of(platform: str) -> Tuning:
             products = replace(table.tpu_products, int8_products=2 if faster else 1, cores=chip.num_cores)
             return replace(table, tpu_attention=sizes, tpu_products=products)
     if backend_of(platform) == "cuda":
-        table = replace(table, xla_attention=_XLA_ON_CUDA)
+        table = replace(table, xla_attention=_XLA_ON_CUDA, xla_selection=_SELECTION_ON_CUDA)
     if platform == "gpu_triton" and (card := card_of_trace()) is not None and card.num_sms:
         table = replace(
             table,
@@ -237,4 +249,6 @@ def tuning_of(platform: str) -> Tuning:
         attention = replace(table.hopper_attention, num_ctas=card.num_sms)
         products = replace(table.hopper_products, num_ctas=card.num_sms)
         table = replace(table, hopper_attention=attention, hopper_products=products)
+    if platform in ("gpu", "gpu_blackwell"):  # 64 rows are those of a product of theirs
+        table = replace(table, triton_attention=replace(table.triton_attention, selected_rows=64))
     return table

@@ -53,6 +53,12 @@ and `jaxengine check` (on Hopper and Blackwell):
 
 {attention}
 
+**Sparse attention**, of one layer in a decode of 8 sequences of 131,072 keys, by `python -m benchmarks
+sparse_attention`. Bytes include what query heads that do not fit a program read again, from the L2 cache as a rule; a
+sort counts as one launch:
+
+{sparse}
+
 **Quantised products** of an 8B, by `python -m benchmarks triton_products` and, on Hopper, `jaxengine check`. Each row
 has the range over the model's matrices and 1 to 1,024 rows:
 
@@ -65,7 +71,8 @@ The TPU's kernels beside those of tpu-inference: `python -m benchmarks tpu_peers
 
 def page() -> str:
     """Return the content of docs/kernels.md."""
-    tables = {"operations": operation_rows(), "attention": attention_rows(), "products": product_rows()}
+    tables = {"operations": operation_rows(), "attention": attention_rows()}
+    tables |= {"sparse": sparse_rows(), "products": product_rows()}
     return _PAGE.format(**{name: "\n".join(rows) for name, rows in tables.items()})
 
 
@@ -105,6 +112,21 @@ def attention_rows() -> Iterator[str]:
                 )
     for row in _rows("gpu_launches.json"):
         yield _line(row["target"], f"{row['heads']} of 128", row["step"], "XLA", row["launches"], None, None, None)
+
+
+def sparse_rows() -> Iterator[str]:
+    """Yield the rows of a table of sparse attention as compiled, for each chip, model and operation: of the kernel and
+    of plain XLA.
+    """
+    names = "chip", "model on a device", "operation", "runs as", "launches", "bytes moved ÷ needed", "registers"
+    names = *names, "spilled bytes"
+    yield f"| {' | '.join(names)} |"
+    yield "|---" * len(names) + "|"
+    for row in _rows("sparse_attention.json"):
+        about = row["target"], row["model"], f"`{row['operation']}`"
+        figures = row["launches"], row["moved / needed"], row["registers"], row["spilled bytes"]
+        yield _line(*about, "kernel", *figures)
+        yield _line(*about, "XLA", row["XLA: launches"], row["XLA: moved / needed"], None, None)
 
 
 def product_rows() -> Iterator[str]:

@@ -46,20 +46,22 @@ SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     "16/8 heads of 256, e4m3": (16, 8, 256, "float8_e4m3fn", {}),
 }
 OF_STEPS = ("decode 64 x 2,048", "prefill 1 x 2,048")
+_TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores")
 _SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
 
 
-def ptxas_figures(ptx: Path, capability: tuple[int, int]) -> tuple[int, int]:
-    """Assemble a PTX file; return (registers of a thread, bytes of spill stores), each the largest of its kernels.
-
-    capability: compute capability of the card. Runs the ptxas of the installed nvidia packages and writes a .cubin.
+def ptxas_figures(ptx: Path) -> tuple[int, int]:
+    """Assemble a PTX file for the card it names; return (registers of a thread, bytes of spill stores), each the
+    largest of its kernels. Runs the ptxas of the installed nvidia packages and writes a .cubin.
     """
     folder = find_spec("nvidia")
     assert folder is not None and folder.submodule_search_locations
     tool = next(path for at in folder.submodule_search_locations for path in Path(at).glob("*/bin/ptxas"))
-    command = [tool, "-v", f"-arch=sm_{capability[0]}{capability[1]}", ptx, "-o", ptx.with_suffix(".cubin")]
+    target = _TARGET.search(ptx.read_text())
+    assert target is not None, ptx
+    command = [tool, "-v", f"-arch={target[1]}", ptx, "-o", ptx.with_suffix(".cubin")]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return max(map(int, _USED.findall(said))), max(map(int, _SPILLS.findall(said)))
 
@@ -105,7 +107,7 @@ def measure(target: str, shape: str, step: str) -> dict[str, Any]:
         compiled = lowered.compile({"xla_dump_to": folder})
         ptx = next(each for each in Path(folder).glob("*.ptx") if f".entry {KERNEL}(" in each.read_text())
         assert found.gpu is not None
-        registers, spills = ptxas_figures(ptx, found.gpu.capability)
+        registers, spills = ptxas_figures(ptx)
         sequence = next(Path(folder).glob("*.thunk_sequence.txt")).read_text()
     module, said = hlo.parse(compiled.as_text() or ""), _SHARED.search(sequence)
     analysis: Any = compiled.memory_analysis()

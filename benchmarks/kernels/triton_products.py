@@ -71,7 +71,7 @@ def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> d
         if not plain:
             files = [each for each in Path(folder).glob("*.ptx") if f".entry {KERNEL}(" in each.read_text()]
             if files:
-                row["registers"], row["spilled bytes"] = ptxas_figures(files[0], found.gpu.capability)
+                row["registers"], row["spilled bytes"] = ptxas_figures(files[0])
                 said = _SHARED.search(next(Path(folder).glob("*.thunk_sequence.txt")).read_text())
                 row["KiB of shared memory"] = 0 if said is None else int(said[1]) >> 10
     module = hlo.parse(compiled.as_text() or "")

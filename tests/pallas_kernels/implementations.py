@@ -270,7 +270,17 @@ TRITON = Implementation(
     "gpu_triton",
     interpret=lambda: True,
     elsewhere=_not_triton,
-    tuning=Tuning(triton_attention=TritonAttention(num_ctas=3, merged_parts=2)),
+    tuning=Tuning(
+        triton_attention=TritonAttention(
+            num_ctas=3,
+            merged_parts=2,
+            selected_rows=16,
+            selected_keys=32,
+            least_part=64,
+            most_part=64,
+            partial_bytes=40_000,
+        )
+    ),
 )
 NATIVE = Implementation(
     "native",

@@ -24,10 +24,12 @@ from tests.pallas_kernels.mutants import (
     gpu_blackwell,
     gpu_blackwell_attention,
     gpu_decode,
+    gpu_index,
     gpu_latent,
     gpu_lora,
     gpu_prefill,
     gpu_products,
+    gpu_selected,
     gpu_triton,
     gpu_triton_products,
     native,
@@ -62,6 +64,8 @@ GATES: dict[str, ModuleType] = {
     "gpu-lora": gpu_lora,
     "gpu-triton": gpu_triton,
     "gpu-triton-products": gpu_triton_products,
+    "gpu-selected": gpu_selected,
+    "gpu-index": gpu_index,
     "counters": counters,
 }
 

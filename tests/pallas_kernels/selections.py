@@ -6,7 +6,9 @@ are drawn, because it must not depend on how they came about.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.pallas_kernels import reference
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.selected import block_attention, select_blocks, select_keys, selected_attention
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
 from jaxengine.pallas_kernels.tuning import XlaSelection
 from tests.pallas_kernels.conformance import MAX_OF_V, pool, ragged_batch, watched
 from tests.pallas_kernels.implementations import Implementation
@@ -33,7 +37,7 @@ class Selection(NamedTuple):
     width: int
     size: int | None = None
     near: int | None = None
-    refused: str = ""  # why plain XLA must run it
+    refused: str = ""  # why plain XLA must run it on a TPU
 
 
 _MIXED = (1, 1, 6, 0, 1), (100, 17, 30, 0, 140)
@@ -50,7 +54,7 @@ def _latents(
     refused: str = "",
     **changes: Any,
 ):
-    fields: dict[str, Any] = {"heads": (16, 1), "dims": (40, 12), **_FEW, **changes}
+    fields: dict[str, Any] = {"heads": (16, 1), "dims": (40, 16), **_FEW, **changes}
     return Selection(Case(name, q_lens, kv_lens, **fields), count, 24, None, near, refused)
 
 
@@ -72,7 +76,9 @@ def _by_name(*selections: Selection) -> dict[str, Selection]:
 QUICK = _by_name(
     _latents("keys, mixed, with sinks", 40, sinks="mixed"),
     # Keys in more groups than a block of copies has.
-    _latents("keys of decodes, near each other", 120, _DECODES[0], (700, 17, 128, 9, 1), near=640, **_LONG),
+    _latents(
+        "keys of decodes, near each other", 120, _DECODES[0], (700, 17, 128, 9, 1), near=640, heads=(20, 1), **_LONG
+    ),
     _blocks("blocks, mixed", 3, 32),
     _blocks("blocks that straddle pages, one head", 4, 24, *_DECODES, dims=(64, 32), heads=(3, 1), **_OF_DECODES),
     _blocks("heads between lane tiles", 3, 16, dims=(160, 32), refused="they do not begin at lane tiles"),
@@ -117,10 +123,14 @@ SELECTIONS = QUICK | THOROUGH | PRODUCTION
 _SEQUENCES = (1, 1, 7, 0, 1), (300, 17, 30, 0, 140)
 INDEXERS = _by_name(
     _latents("indexer of keys", 40, *_SEQUENCES)._replace(width=16),
+    _latents("indexer of few keys, in several spans", 2, *_SEQUENCES)._replace(width=16),
     _latents("indexer of blocks", 2, *_SEQUENCES, heads=(4, 2))._replace(width=1, size=32),
     _latents("indexer of five heads", 6, refused="its heads fill no sublane tile")._replace(width=5),
 )
 MORE_INDEXERS = _by_name(
+    _latents("indexer of many heads' blocks", 2, (7,), (90,), heads=(32, 32), num_tokens=7, max_seqs=1)._replace(
+        width=1, size=32
+    ),
     _latents("indexer of keys, float32", 6, *_SEQUENCES, dtypes=("float32",))._replace(width=8),
     _latents("indexer of keys, codes", 6, *_DECODES, kv_dtype="int8", **_OF_DECODES)._replace(width=8),
     _latents(
@@ -135,6 +145,37 @@ MORE_INDEXERS = _by_name(
     )._replace(width=64),
 )
 _TILES = XlaSelection(block_seqs=2, block_q=3, block_kv=32)
+# Kernels of each platform: of attention and of an indexer's scores.
+_KERNELS = {"tpu": ("paged_attention_single", "index_scores"), "gpu_triton": ("selected_rows", "index_scores")}
+
+
+def _is_refused(given: Selection, dtype: str, implementation: Implementation) -> bool:
+    return bool(given.refused) if implementation.platform == "tpu" else dtype == "float32"
+
+
+def programs_of(platform: str) -> Iterator[tuple[Callable, tuple]]:
+    """Each operation of sparse attention, and shapes that the kernels of TPUs and in Triton take."""
+    num_tokens, num_seqs = 6, 3
+
+    def shape(*sizes: int, dtype=jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    counts = (num_seqs + 1,), (num_seqs,), (num_seqs, 3), (num_tokens,), (), ()
+    batch = RaggedBatch(*(shape(*sizes, dtype=jnp.int32) for sizes in counts))
+
+    def pool(heads: int, key: int, index: int) -> KVPages:
+        return jax.eval_shape(partial(alloc, KVSpec(20, 16, heads, key, index, "bfloat16"), platform=platform))
+
+    latents, joined = pool(1, 40, 16), pool(2, 256, 128)
+    spec = AttentionSpec(8, 1, 40, 24, 0.2, values_in_keys=True)
+    index = shape(num_tokens, 8, 16), shape(num_tokens, 8, dtype=jnp.float32)
+    parts = shape(num_tokens, 8, 24), shape(num_tokens, 8, 16)
+    yield partial(select_keys, count=5), (*index, latents, batch)
+    positions, blocks = (shape(num_tokens, *sizes, dtype=jnp.int32) for sizes in ((20,), (2, 2)))
+    yield partial(selected_attention, spec=spec), (*parts, latents, batch, positions)
+    yield partial(select_blocks, size=16, count=2, local=1), (shape(num_tokens, 2, 128), joined, batch)
+    attend = partial(block_attention, spec=AttentionSpec(4, 2, 128, 128, 0.1), size=16)
+    yield attend, (shape(num_tokens, 4, 128), joined, batch, blocks)
 
 
 def attention_to_selected(name: str, implementation: Implementation) -> None:
@@ -147,8 +188,9 @@ def attention_to_selected(name: str, implementation: Implementation) -> None:
     run = jax.jit(lambda q, kv, batch, chosen: _attend(given, q, kv, batch, chosen, problem.sinks, implementation))
     q = jnp.asarray(problem.q[..., : _key_dim(given)], dtype)
     program = str(run.trace(q, kv, batch, chosen).jaxpr)
-    assert ("paged_attention_single" in program) == (not given.refused), "kernel or plain XLA, unlike what is said"
-    if given.refused:
+    refused = _is_refused(given, dtype, implementation)
+    assert (_KERNELS[implementation.platform][0] in program) != refused, "kernel or plain XLA, unlike what is said"
+    if refused:
         return
     with watched(implementation, name):
         got = np.asarray(run(q, kv, batch, chosen), np.float32)
@@ -171,7 +213,8 @@ def selected_by_indexer(name: str, implementation: Implementation) -> None:
     """Every token of a batch selects what the oracle says, exactly."""
     given = (INDEXERS | MORE_INDEXERS)[name]
     case, of_blocks = given.case, given.size is not None
-    (dtype,) = case.dtypes if len(case.dtypes) == 1 else ("float32" if case.kv_dtype else "bfloat16",)
+    on_tpu = implementation.platform == "tpu"
+    (dtype,) = case.dtypes if len(case.dtypes) == 1 else ("float32" if case.kv_dtype and on_tpu else "bfloat16",)
     problem, rng = build(case, dtype, "normal"), np.random.default_rng(13)
     heads = case.heads[1] if of_blocks else given.width
     q = jnp.asarray(rng.standard_normal((case.num_tokens, heads, case.dims[1])), dtype)
@@ -182,7 +225,8 @@ def selected_by_indexer(name: str, implementation: Implementation) -> None:
         problem = problem._replace(v_codes=np.repeat(problem.v_codes[:, :, :1], heads, axis=2))
     kv, batch = pool(problem, implementation.platform, aligned_values=True), ragged_batch(problem)
     options: dict[str, Any] = {"count": given.count, **implementation._options()}
-    options["sizes"] = implementation._tuning().tpu_attention
+    if on_tpu:
+        options["sizes"] = implementation._tuning().tpu_attention
     tuning = replace(implementation._tuning(), xla_selection=_TILES)
 
     @jax.jit
@@ -194,8 +238,9 @@ def selected_by_indexer(name: str, implementation: Implementation) -> None:
             return implementation._kernel("select_blocks")(q, kv, batch, schedule, **own, **options)
         return implementation._kernel("select_keys")(q, weights, kv, batch, schedule, pooling=None, **options)
 
-    assert ("index_scores" in str(run.trace(q, weights, kv, batch).jaxpr)) == (not given.refused)
-    if given.refused:
+    refused = _is_refused(given, dtype, implementation)
+    assert (_KERNELS[implementation.platform][1] in str(run.trace(q, weights, kv, batch).jaxpr)) != refused
+    if refused:
         return
     with watched(implementation, name):
         got = np.asarray(run(q, weights, kv, batch))

@@ -54,6 +54,9 @@ TRITON_FEATURES = (
     "split decodes",
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
+TRITON_SELECTIONS = ("keys, mixed, with sinks", "keys of decodes, near each other", "blocks, mixed")
+TPU_INDEXERS = ("indexer of keys", "indexer of blocks", "indexer of five heads")
+TRITON_INDEXERS = ("indexer of few keys, in several spans", "indexer of blocks")
 PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[-1].name)
 EAGER_BATCHES = ("mixed",)
 # Of the quick cases of plain XLA those whose kernels the others meet as well, or that no mutant needs.
@@ -116,7 +119,9 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("lora_product", TPU_LAZY.name, name) for name in lora_products.QUICK])
     groups.append([("microscaled", TPU_LAZY.name, name) for name in microscaled.QUICK])
     groups.append([("attention_to_selected", TPU_LAZY.name, name) for name in selections.QUICK])
-    groups.append([("selected_by_indexer", TPU_LAZY.name, name) for name in selections.INDEXERS])
+    groups.append([("selected_by_indexer", TPU_LAZY.name, name) for name in TPU_INDEXERS])
+    groups.append([("attention_to_selected", TRITON.name, name) for name in TRITON_SELECTIONS])
+    groups.append([("selected_by_indexer", TRITON.name, name) for name in TRITON_INDEXERS])
     groups.append([("lora_product", MOSAIC_GPU.name, name) for name in lora_products.HOPPER_QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
@@ -147,7 +152,7 @@ def thorough_groups() -> list[list[Job]]:
     groups += [[("gated_product", name, case) for case in products.GATED] for name in WRITES]
     groups += [[("lora_product", name, case) for case in lora_products.PRODUCTS] for name in WRITES]
     groups += [[("microscaled", name, case) for case in microscaled.ROWS] for name in WRITES]
-    for one in TPU:
+    for one in (*TPU, TRITON):
         groups += [[("attention_to_selected", one.name, case)] for case in selections.SELECTIONS]
         groups += [[("selected_by_indexer", one.name, case)] for case in selections.INDEXERS | selections.MORE_INDEXERS]
     on_hopper = lora_products.HOPPER | lora_products.THOROUGH

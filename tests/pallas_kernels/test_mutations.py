@@ -36,6 +36,8 @@ SAMPLE = [
     pytest.param("gpu-blackwell-attention:scaled sums not committed", marks=SAME),
     pytest.param("gpu-lora:rows of others' tiles of slots kept", marks=SAME),
     pytest.param("gpu-triton:merge takes the next row's parts", marks=SAME),
+    pytest.param("gpu-selected:sums of empty parts added", marks=SAME),
+    pytest.param("gpu-index:keys of a tile's first token", marks=SAME),
 ]
 
 

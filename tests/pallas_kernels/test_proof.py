@@ -14,12 +14,6 @@ import pytest
 
 from jaxengine.pallas_kernels import registry
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, ragged_paged_attention
-from jaxengine.pallas_kernels.attention.selected import (
-    block_attention,
-    select_blocks,
-    select_keys,
-    selected_attention,
-)
 from jaxengine.pallas_kernels.interpreted import interpreted
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, storage_dtype
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
@@ -45,6 +39,7 @@ from tests.pallas_kernels.cases import BY_NAME
 from tests.pallas_kernels.checks import SLOTS
 from tests.pallas_kernels.conformance import check_attention, check_update
 from tests.pallas_kernels.implementations import Implementation
+from tests.pallas_kernels.selections import programs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
@@ -319,31 +314,12 @@ def test_tpu_attention_passes_over_pages_with_nan_and_faults_do_not(window, monk
         assert call.op == "ragged_paged_attention" and "is wrong: row" in judged(call).error
 
 
-def sparse_programs(num_tokens: int = 6, num_seqs: int = 3):
-    """Operations of sparse attention, and shapes that TPU kernels take."""
-    batch = (shape(I32, num_seqs + 1), shape(I32, num_seqs), shape(I32, num_seqs, 3), shape(I32, num_tokens))
-    batch = RaggedBatch(*batch, shape(I32), shape(I32))
-
-    def pool(*sizes: int) -> KVPages:
-        spec = KVSpec(20, 16, *sizes, "bfloat16")
-        return KVPages(shape(BF16, *pool_shape(spec, registry.layout_of("tpu"))), None, None, spec, "tpu")
-
-    latents, joined = pool(1, 40, 12), pool(2, 256, 128)
-    spec = AttentionSpec(8, 1, 40, 24, 0.2, values_in_keys=True)
-    index = shape(BF16, num_tokens, 8, 12), shape(F32, num_tokens, 8)
-    parts = shape(BF16, num_tokens, 8, 24), shape(BF16, num_tokens, 8, 16)
-    yield partial(select_keys, count=5), (*index, latents, batch)
-    yield partial(selected_attention, spec=spec), (*parts, latents, batch, shape(I32, num_tokens, 20))
-    yield partial(select_blocks, size=16, count=2, local=1), (shape(BF16, num_tokens, 2, 128), joined, batch)
-    attend = partial(block_attention, spec=AttentionSpec(4, 2, 128, 128, 0.1), size=16)
-    yield attend, (shape(BF16, num_tokens, 4, 128), joined, batch, shape(I32, num_tokens, 2, 2))
-
-
 @pytest.mark.thorough("each is interpreted for all mixes")
-def test_sparse_attention_of_tpus_passes_and_faults_do_not(monkeypatch):
-    with interpreted("tpu"):
-        for program in sparse_programs():
-            call = judged_calls(recorded_calls(*program, {"tpu"}))[-1]
+@pytest.mark.parametrize("platform", ["tpu", "gpu_triton"])
+def test_sparse_attention_passes_and_faults_do_not(monkeypatch, platform):
+    with interpreted(platform):
+        for program in programs_of(platform):
+            call = judged_calls(recorded_calls(*program, {platform}))[-1]
             verdict = judged(call, thorough=True)
             assert (verdict.error, verdict.note) == ("", "") and verdict.difference < 0.02, (call.op, verdict)
             with monkeypatch.context() as patched:

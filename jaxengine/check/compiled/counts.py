@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxengine.check.compiled.hlo import PASSIVE, Instruction, Module, bytes_of
 
@@ -88,12 +88,13 @@ def _width(dtype: str) -> int:
     return int(digits[0]) if digits else 8
 
 
-def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
+def moved_bytes(module: Module, leave_out: Collection[int], trips: Sequence[int] = ()) -> int:
     """Return the bytes that a program reads from and writes to device memory: operands and results of what it executes.
 
     Arrays that are updated in place or of which only slices are read count only as far as they are touched. A loop
     counts as often as it runs, and of a conditional only the branch that moves most. leave_out: element counts of
-    arrays (pools) that are never processed as a whole; such arrays count nothing.
+    arrays (pools) that are never processed as a whole; such arrays count nothing. trips: how often loops run whose trip
+    count is data, the outermost first, then those in it; once beyond.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
@@ -109,14 +110,15 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
             )
         )
 
-    return _executed(module, module.entry, of_body, fused=False)["bytes"]
+    return _executed(module, module.entry, of_body, fused=False, trips=trips)["bytes"]
 
 
-def launches(module: Module, scope: str = "") -> int:
+def launches(module: Module, scope: str = "", trips: Sequence[int] = ()) -> int:
     """Return the number of kernels and copies that one run of a GPU's program launches.
 
     scope: count only those of one named scope, such as "layer_1"; "" counts all. A loop counts as often as it runs. A
-    conditional counts as one, because the host may wait for it, in addition to the branch that launches most.
+    conditional counts as one, because the host may wait for it, in addition to the branch that launches most. trips: as
+    in `moved_bytes`.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
@@ -124,7 +126,7 @@ def launches(module: Module, scope: str = "") -> int:
         starting = (each for each in body if each.opcode not in _NO_LAUNCH)
         return Counter(launches=sum(not scope or f"/{scope}/" in each.rest for each in starting))
 
-    return _executed(module, module.entry, of_body, fused=False)["launches"]
+    return _executed(module, module.entry, of_body, fused=False, trips=trips)["launches"]
 
 
 def _fetches(instruction: Instruction) -> bool:
@@ -226,24 +228,31 @@ def _combines(module: Module, update: Instruction) -> bool:
 
 
 def _executed(
-    module: Module, name: str, of_body: Callable[[list[Instruction]], Counter[str]], *, fused: bool
+    module: Module,
+    name: str,
+    of_body: Callable[[list[Instruction]], Counter[str]],
+    *,
+    fused: bool,
+    trips: Sequence[int] = (),
 ) -> Counter[str]:
     """Return the sum of `of_body` over a computation and all that it calls, weighted by how often each runs.
 
     name: name of the computation; the sum is empty if the module lacks it. of_body: returns the figures of a
     computation's instructions. fused: include the bodies of fusions and of asynchronous starts. Of a conditional only
-    the branch with the largest sum counts, and a loop without a known trip count counts once.
+    the branch with the largest sum counts, and a loop without a known trip count counts `trips[0]` times, or once.
     """
     body = module.computations.get(name, [])
     total = of_body(body)
     for instruction in body:
         if not fused and (instruction.opcode == "fusion" or instruction.opcode.endswith("-start")):
             continue
-        counted = [_executed(module, each, of_body, fused=fused) for each in instruction.called]
+        known = _TRIPS.search(instruction.rest) if instruction.opcode == "while" else None
+        of_data = instruction.opcode == "while" and known is None
+        inner, runs = (trips[1:], (*trips, 1)[0]) if of_data else (trips, int(known[1]) if known else 1)
+        counted = [_executed(module, each, of_body, fused=fused, trips=inner) for each in instruction.called]
         if instruction.opcode == "conditional":
             counted = [max(counted, key=Counter.total, default=Counter())]
-        trips = _TRIPS.search(instruction.rest) if instruction.opcode == "while" else None
         for each in counted:
             for key, count in each.items():
-                total[key] += count * (int(trips[1]) if trips else 1)
+                total[key] += count * runs
     return total

@@ -14,7 +14,6 @@ so its result does not depend on the rest of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, tokens_of
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.tpu.attend import attend_tiles
 from jaxengine.pallas_kernels.attention.tpu.schedule import walk_of
 from jaxengine.pallas_kernels.attention.tpu.tiles import LANES
@@ -30,7 +29,6 @@ from jaxengine.pallas_kernels.attention.xla import selected, selected_blocks
 from jaxengine.pallas_kernels.attention.xla.attend import log_once
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.tuning import Tuning
-from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 GROUP = 8  # rows of a page that one copy moves at least
 _NONE = jnp.iinfo(jnp.int32).max  # sorts after every position
@@ -68,7 +66,7 @@ def selected_attention(
         options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning, "interpret": interpret}
         return _attend_runs(q, q_rest, rows, batch, runs, num_keys, seen=seen, **options)
 
-    return _over_tokens(kv, batch, (q, q_rest, positions), attend, tuning.tpu_attention.selected_tokens)
+    return selected.over_tokens(kv, batch, (q, q_rest, positions), attend, tuning.tpu_attention.selected_tokens)
 
 
 def block_attention(
@@ -111,7 +109,7 @@ def block_attention(
             found.append(_attend_runs(heads, None, rows, batch, runs, num_keys, **options))
         return jnp.concatenate(found, axis=1)
 
-    return _over_tokens(kv, batch, (q, blocks), attend, tuning.tpu_attention.selected_tokens)
+    return selected.over_tokens(kv, batch, (q, blocks), attend, tuning.tpu_attention.selected_tokens)
 
 
 def _unsupported(q: jax.Array, kv: KVPages, run: int) -> str:
@@ -135,30 +133,6 @@ def _runs_of(kv: KVPages, spec: Any, run: int, lanes: tuple[int, int]) -> KVPage
     num_pages = kv.data.shape[0] * (kv.page_size // run)
     own = replace(spec, num_pages=num_pages, page_size=run)
     return replace(kv, data=kv.data.reshape(num_pages, run, kv.data.shape[2]), spec=own, lanes=lanes)
-
-
-def _over_tokens(
-    kv: KVPages, batch: RaggedBatch, operands: Sequence[jax.Array], attend: Callable[..., jax.Array], size: int
-) -> jax.Array:
-    """Return attend(*operands, seqs, ends) of all tokens, `size` tokens at a time, which bounds its memory.
-
-    operands: [T, ...]. seqs: i32 [T], the sequence of a token. ends: i32 [T], how many keys it sees, 0 for tokens of no
-    sequence, which get 0. attend: function of some tokens; it returns [T, N, Hv].
-    """
-    num_tokens, num_live = len(operands[0]), batch.cu_q_lens[batch.num_seqs]
-    operands = (*operands, *tokens_of(batch, num_tokens))
-    if num_tokens <= size:
-        return attend(*operands)
-    padded = -(-num_tokens // size) * size
-    operands = [jnp.pad(x, ((0, padded - num_tokens), *[(0, 0)] * (x.ndim - 1))) for x in operands]
-
-    def some(part: jax.Array, o: jax.Array) -> jax.Array:
-        own = (lax.dynamic_slice_in_dim(x, part * size, size) for x in operands)
-        return lax.dynamic_update_slice_in_dim(o, attend(*own), part * size, 0)
-
-    shape = jax.eval_shape(attend, *(jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in operands))
-    o = zeros_in_layer(kv.data, (padded, *shape.shape[1:]), shape.dtype)
-    return lax.fori_loop(0, -(-num_live // size), some, o)[:num_tokens]
 
 
 def _attend_runs(

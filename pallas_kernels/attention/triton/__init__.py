@@ -1,1 +1,1 @@
-"""Paged attention on Ampere and Ada, in Pallas-Triton kernels."""
+"""Pallas-Triton kernels: paged attention on Ampere and Ada, and sparse attention on these, Hopper and Blackwell."""

@@ -18,6 +18,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, Ragge
 from jaxengine.pallas_kernels.attention.triton.kernel import Shape, most_rows, rows_attention
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
 from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
+from jaxengine.pallas_kernels.cards import lowers_triton, no_triton
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, check_token_scales
 from jaxengine.pallas_kernels.tuning import Tuning
 
@@ -56,14 +57,33 @@ def why_not(
         return "a tree mask"
     if spec.xla_only is not None:
         return spec.xla_only
-    if q_dtype is None or kv is None:
-        return None
+    return None if q_dtype is None or kv is None else _why_not_dtypes(q_dtype, kv)
+
+
+def why_not_pool(q_dtype: Any, kv: KVPages, *, interpret: bool) -> str | None:
+    """Return the reason why kernels in Triton do not read the pool for queries of `q_dtype`, or do not run at all,
+    unless `interpret`; None if they do.
+    """
+    if not interpret and not lowers_triton():
+        return no_triton()
+    return _why_not_dtypes(q_dtype, kv.spec) or _why_not_size(kv)
+
+
+def _why_not_dtypes(q_dtype: Any, kv: KVSpec) -> str | None:
+    """Return the reason why kernels do not take these dtypes of queries and pool, or None."""
     if (name := jnp.dtype(q_dtype).name) not in KV_DTYPES[:2]:
         return f"queries of {name}"
     if kv.token_scales:
         return "scales of single tokens"
     if kv.dtype not in KV_DTYPES or (jnp.dtype(kv.dtype).itemsize == 2 and kv.dtype != name):
         return f"queries of {name} over keys and values of {kv.dtype}"
+    return None
+
+
+def _why_not_size(kv: KVPages) -> str | None:
+    """Return the reason why kernels cannot address all elements of the pool, or None."""
+    if kv.data.dtype.itemsize == 1 and 2**31 < kv.data.size <= 2**32:
+        return f"a pool of {kv.data.size} codes, whose offsets jax's lowering keeps in 32 bits"
     return None
 
 
@@ -112,8 +132,7 @@ def ragged_paged_attention(
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)
     reason = why_not(spec, q.dtype, kv.spec, tree_mask=tree_mask is not None)
-    if kv.data.dtype.itemsize == 1 and 2**31 < kv.data.size <= 2**32:
-        reason = f"a pool of {kv.data.size} codes, whose offsets jax's lowering keeps in 32 bits"
+    reason = _why_not_size(kv) or reason
     if reason is None and isinstance(schedule, xla_schedule.Schedule):
         reason = "tokens that see some that follow"
     if reason is not None:

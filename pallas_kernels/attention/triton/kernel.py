@@ -182,11 +182,11 @@ def _attend(shape: Shape, refs: _Refs) -> None:
         in_row = index < shape.tokens
         token = plt.load(refs.row_tokens.at[pair // spec.num_kv_heads, index], mask=in_row, other=refs.q.shape[0])
         live = token < refs.q.shape[0]
-        columns, q_mask = _columns(spec.head_dim, live)
+        columns, q_mask = masked_columns(spec.head_dim, live)
         q = plt.load(refs.q.at[token[:, None], query_head[:, None], columns], mask=q_mask, other=0)
         largest, total, acc = _softmax(shape, refs, item, q, index)
         part = refs.item_parts[item]
-        columns, mask = _columns(spec.v_head_dim, live)
+        columns, mask = masked_columns(spec.v_head_dim, live)
 
         @pl.when(part < 0)
         def _():
@@ -224,9 +224,9 @@ def _softmax(shape: Shape, refs: _Refs, item, q, index):
             page = refs.page_table[seq, jnp.minimum(block // (page_size // num_keys), last_column)]
         else:
             page = plt.load(refs.page_table.at[seq, key // page_size], mask=in_use, other=0)[:, None]
-        keys = _tile(shape, refs.pool, page, head, offset[:, None] * spec.head_dim, spec.head_dim, in_use)
+        keys = tile_of(shape.dtype, refs.pool, page, head, offset[:, None] * spec.head_dim, spec.head_dim, in_use)
         at = page_size * spec.head_dim + offset[:, None] * spec.v_head_dim
-        values = _tile(shape, refs.pool, page, head, at, spec.v_head_dim, in_use)
+        values = tile_of(shape.dtype, refs.pool, page, head, at, spec.v_head_dim, in_use)
         products = plt.dot(q, keys, trans_b=True)
         logits = jnp.where(_seen(spec, key[None], last, begin, end), _logits(spec, products, scale), -jnp.inf)
         new_largest = jnp.maximum(largest, jnp.max(logits, axis=1))
@@ -238,21 +238,21 @@ def _softmax(shape: Shape, refs: _Refs, item, q, index):
 
     steps = DECODE_KEYS // num_keys
     first, stop = refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK]
-    return lax.fori_loop(first * steps, stop * steps, attend_block, _nothing(shape.rows, spec.v_head_dim))
+    return lax.fori_loop(first * steps, stop * steps, attend_block, no_keys(shape.rows, spec.v_head_dim))
 
 
-def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
+def tile_of(dtype: Any, pool, page, head, start, width: int, in_use):
     """Load the keys or values of a block as operands [keys, padded width]. Slots that are not in use give 0: they may
     hold NaN, and 0 * NaN is not 0.
 
-    page: page of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1], offset of each key in the page's
-    elements for kv head `head`. width: elements of a key or value. in_use: bool [keys].
+    dtype: dtype of the operands. page: page of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1], offset of
+    each key in the page's elements for kv head `head`. width: elements of a key or value. in_use: bool [keys].
     """
-    columns, mask = _columns(width, in_use)
+    columns, mask = masked_columns(width, in_use)
     source = pool.at[page, head, start + columns]
-    if pool.dtype == shape.dtype:
+    if pool.dtype == dtype:
         return plt.load(source, mask=mask, other=0)
-    return jnp.where(mask, widened(plt.load(source, mask=mask), shape.dtype), 0)
+    return jnp.where(mask, widened(plt.load(source, mask=mask), dtype), 0)
 
 
 def _logits(spec: AttentionSpec, products, scale):
@@ -317,7 +317,7 @@ def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
             largest, total, acc = carry
             part = first + step * most + jnp.arange(most, dtype=jnp.int32)
             live = part < end
-            columns, mask = _columns(spec.v_head_dim, live)
+            columns, mask = masked_columns(spec.v_head_dim, live)
             part_largest = plt.load(refs.largest.at[part, lane], mask=live, other=NOTHING)
             part_total = plt.load(refs.total.at[part, lane], mask=live, other=0)
             sums = plt.load(refs.sums.at[part[:, None], lane, columns], mask=mask, other=0)
@@ -327,17 +327,17 @@ def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
             acc = acc * decay[:, None] + jnp.sum(sums * weight[:, None], axis=0, keepdims=True)
             return new_largest, total, acc
 
-        nothing = _nothing(1, spec.v_head_dim)
+        nothing = no_keys(1, spec.v_head_dim)
         largest, total, acc = lax.fori_loop(0, pl.cdiv(end - first, most), merge_parts, nothing)
         tokens = jnp.full((1,), token)
-        columns, mask = _columns(spec.v_head_dim, tokens < refs.o.shape[0])
+        columns, mask = masked_columns(spec.v_head_dim, tokens < refs.o.shape[0])
         sink = jnp.full((1,), refs.sinks[head])
         o, lse = _finished(largest, total, acc, sink, refs.v_scale[kv_head])
         plt.store(refs.o.at[token, head, columns], o.astype(shape.dtype), mask=mask)
         plt.store(refs.lse.at[tokens, head], lse, mask=tokens < refs.o.shape[0])
 
 
-def _nothing(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def no_keys(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the running softmax of no keys: maxima NOTHING f32 [rows], denominators 0 f32 [rows], and sums of values 0
     f32 [rows, padded width].
     """
@@ -345,7 +345,7 @@ def _nothing(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.full((rows,), NOTHING, jnp.float32), zeros, jnp.zeros((rows, padded(width)), jnp.float32)
 
 
-def _columns(width: int, live):
+def masked_columns(width: int, live):
     """Return the column numbers i32 [1, padded width], and a mask bool [len(live), padded width] that is True in
     columns below `width` of rows where `live`, bool [n], is.
     """

@@ -20,14 +20,17 @@ from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, tokens_of
 from jaxengine.pallas_kernels.attention.xla.attend import gather_columns, operand
+from jaxengine.pallas_kernels.attention.xla.largest import largest
 from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVPages, token_scales
-from jaxengine.pallas_kernels.registry import TOKEN_ROWS
+from jaxengine.pallas_kernels.registry import TOKEN_ROWS, backend_of
 from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 _CAUSAL = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, v_head_dim=1, sm_scale=1.0)
-_MERGED = 4  # times k, the keys whose scores are merged into the best so far at a time
+# Times k: keys whose scores are merged into the best so far at a time. On a GPU a merge is many launches.
+_MERGED, _MERGED_ON_GPU = 4, 32
+_FEW = 256  # keys or blocks that are selected up to which a GPU finds them by a sort
 
 
 def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, tuning: Tuning) -> Schedule:
@@ -124,6 +127,30 @@ def over_tiles(
     return jnp.where(in_single, found, of_runs[:num_tokens])
 
 
+def over_tokens(
+    kv: KVPages, batch: RaggedBatch, operands: Sequence[jax.Array], attend: Callable[..., jax.Array], size: int
+) -> jax.Array:
+    """Return attend(*operands, seqs, ends) of all tokens, `size` tokens at a time, which bounds its memory.
+
+    operands: [T, ...]. seqs: i32 [T], the sequence of a token. ends: i32 [T], how many keys it sees, 0 for tokens of no
+    sequence, which get 0. attend: function of some tokens; it returns [T, N, Hv].
+    """
+    num_tokens, num_live = len(operands[0]), batch.cu_q_lens[batch.num_seqs]
+    operands = (*operands, *tokens_of(batch, num_tokens))
+    if num_tokens <= size:
+        return attend(*operands)
+    padded = -(-num_tokens // size) * size
+    operands = [jnp.pad(x, ((0, padded - num_tokens), *[(0, 0)] * (x.ndim - 1))) for x in operands]
+
+    def some(part: jax.Array, o: jax.Array) -> jax.Array:
+        own = (lax.dynamic_slice_in_dim(x, part * size, size) for x in operands)
+        return lax.dynamic_update_slice_in_dim(o, attend(*own), part * size, 0)
+
+    shape = jax.eval_shape(attend, *(jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in operands))
+    o = zeros_in_layer(kv.data, (padded, *shape.shape[1:]), shape.dtype)
+    return lax.fori_loop(0, -(-num_live // size), some, o)[:num_tokens]
+
+
 def operand_dtype(q: jax.Array, kv: KVPages) -> jnp.dtype:
     """Return the dtype of the products' operands: bfloat16 if the queries `q` and the pool `kv` both have it, else
     float32.
@@ -170,7 +197,9 @@ def best_groups(
     unit = math.lcm(kv.page_size, group)
     num_keys = max(sizes.block_kv_of(kv.page_size, ends.size) // unit, 1) * unit
     block = num_keys // group
-    most = -(-_MERGED * count // block)
+    on_gpu = backend_of(kv.platform) == "cuda"
+    most = -(-(_MERGED_ON_GPU if on_gpu else _MERGED) * count // block)
+    top_k = largest if on_gpu and count > _FEW else lax.top_k
     # Where every row selects all that it sees, no score is needed.
     last = jnp.max(ends)
     num_blocks = jnp.where(last > count, -(-last // block), 0)
@@ -182,7 +211,7 @@ def best_groups(
         # The best so far come first, so that of equal scores the lowest position does.
         scores = jnp.concatenate([best[0], scores.reshape(ends.size, -1)], axis=1)
         more = jnp.broadcast_to(index * most * block + offsets, (ends.size, len(offsets)))
-        top, which = lax.top_k(scores, count)
+        top, which = top_k(scores, count)
         return top, jnp.take_along_axis(jnp.concatenate([best[1], more], axis=1), which, axis=1)
 
     start = zeros_in_layer(kv.data, (ends.size, count)) - jnp.inf

@@ -88,6 +88,9 @@ def test_loops_and_what_is_inside_of_fusions():
     assert operations(module(P, known, more=inside)) == {"bf16": 5 * product}
     assert moved_bytes(module(P, known, more=inside), ()) == 5 * moved
     assert operations(module(P, once, more=inside)) == {"bf16": product}
+    nested = f"{inside}\n%nested (p: bf16[8,64]) -> (bf16[8,64]) {{\n  {P}\n  {once}\n}}\n"
+    outer = module(P, once.replace("body=%body", "body=%nested"), more=nested)
+    assert [moved_bytes(outer, (), trips) for trips in ((), (3,), (3, 2))] == [moved, 3 * moved, 6 * moved]
     # Of branches the dearest one, wherever it stands.
     inside += f"\n%many (p: bf16[8,64]) -> (bf16[8,64]) {{\n  {P}\n  {known}\n}}\n"
     for branches in (

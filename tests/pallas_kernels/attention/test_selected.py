@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxengine.check.compiled.hlo import parse
 from jaxengine.pallas_kernels import reference
@@ -20,6 +21,7 @@ from jaxengine.pallas_kernels.attention.selected import (
     selected_attention,
     selection_schedule,
 )
+from jaxengine.pallas_kernels.attention.xla.largest import largest
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, storage_dtype
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import Tuning, XlaSelection
@@ -157,6 +159,16 @@ def test_groups_of_keys_against_float64(name, platform, size, count):
         wanted += [group * size + token for group in of_token if group >= 0 for token in range(size)]
         assert found.tolist() == wanted + [-1] * (len(found) - len(wanted))
     assert (positions[len(ends) :] == -1).all()
+
+
+@each_row(("size", "count", "kinds"), [(40, 5, 3), (300, 300, 4), (97, 1, 1), (1000, 257, 900)])
+def test_largest_numbers_of_a_row_are_those_of_top_k(size, count, kinds):
+    """Few kinds of numbers, so that many are equal; both zeros, both infinities."""
+    rng = np.random.default_rng(3)
+    rows = np.float32(rng.standard_normal(kinds))[rng.integers(kinds, size=(4, size))]
+    rows[0, ::3], rows[1, ::2], rows[2, 1::2], rows[3, ::7] = -np.inf, 0.0, -0.0, np.inf
+    for found, wanted in zip(jax.jit(largest, static_argnums=1)(rows, count), lax.top_k(rows, count), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_of_equal_scores_the_lowest_position_comes_first():

@@ -26,10 +26,12 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
 from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.triton import attend
+from jaxengine.pallas_kernels.attention.xla.attend import log_once
 from jaxengine.pallas_kernels.cards import lowers_triton, plain_cards, plain_operations, why_no_kernels
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
 from jaxengine.pallas_kernels.registry import platform_of
 from jaxengine.pallas_kernels.tuning import Tuning
+from tests.pallas_kernels.selections import programs_of
 from tests.tables import each_row
 
 SPEC = AttentionSpec(8, 2, 128, 128, 0.1)
@@ -146,3 +148,18 @@ def test_they_lower_for_a_card():
         program = jax.jit(partial(ragged_paged_attention, spec=spec))
         lowered = program.trace(*_arguments(spec, dtype, num_tokens, 64, page_size)).lower(lowering_platforms=("cuda",))
         assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 2
+
+
+def test_sparse_attention_lowers_for_hopper_where_jax_lowers_triton(monkeypatch, caplog):
+    """And is plain XLA elsewhere, which the log says."""
+    lowers = lowers_triton()
+    log_once.cache_clear()
+    for function, arguments in programs_of("gpu"):
+        monkeypatch.setattr(attend, "lowers_triton", lambda: False)
+        assert "pallas_call" not in str(jax.make_jaxpr(partial(function))(*arguments))
+        assert "lowers no Triton kernels" in caplog.text
+        monkeypatch.undo()
+        if lowers:
+            lowered = jax.jit(partial(function)).trace(*arguments).lower(lowering_platforms=("cuda",))
+            tiles = 2 if "select_" in str(function) else 1  # of single tokens and of runs
+            assert lowered.as_text().count("@__gpu$xla.gpu.triton") == tiles

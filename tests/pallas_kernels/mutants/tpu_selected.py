@@ -115,9 +115,9 @@ MUTANTS = [
     ),
     Mutant(
         "the last tokens at a time left out",
-        _SELECTED,
-        "lax.fori_loop(0, -(-num_live // size)",
-        "lax.fori_loop(0, num_live // size",
+        "attention/xla/selected",
+        "lax.fori_loop(0, -(-num_live // size), some",
+        "lax.fori_loop(0, num_live // size, some",
         _HEADS,
     ),
     Mutant(
