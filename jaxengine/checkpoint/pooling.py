@@ -119,9 +119,13 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
 
 def _with_labels(fields: ConfigFields, architecture: str) -> ConfigFields:
-    """Return the fields of a config.json with the labels that it does not name itself: those of LABELS, and as many as
-    Qwen3's forced aligner has times (`classify_num`). Raises ModelConfigError for a wrong number of times.
+    """Return the fields of a config.json with the labels that it does not name itself: those of LABELS, as many as
+    Qwen3's forced aligner has times (`classify_num`), and those that only its `llm_config` names, whose type of pooling
+    counts likewise (Llama Nemotron VL). Raises ModelConfigError for a wrong number of times.
     """
+    inner = fields.mapping("llm_config") or {}
+    own = {name: inner[name] for name in ("pooling", "num_labels", "id2label") if name in inner}
+    fields = ConfigFields({**own, **fields.raw})
     if architecture in LABELS and not fields.has("num_labels") and not fields.has("id2label"):
         return ConfigFields({**fields.raw, "id2label": dict(enumerate(LABELS[architecture]))})
     if architecture == ALIGNER:
