@@ -19,8 +19,12 @@ def test_pooled_results_are_the_recorded_ones(kind, tmp_path, executables_dir):
         for name, (text, pictures) in PROMPTS.items():
             images = {"image": [picture(index) for index in pictures]}
             prompt = {"prompt": text, "multi_modal_data": images} if pictures else text
-            (output,) = (llm.embed if kind == EMBED else llm.classify)([prompt], use_tqdm=False)
+            if kind == EMBED:
+                (output,) = llm.embed([prompt], use_tqdm=False)
+                found = output.outputs.embedding
+            else:
+                (output,) = llm.classify([prompt], use_tqdm=False)
+                found = output.outputs.probs
             assert output.prompt_token_ids == goldens[f"{name}_ids"].tolist()
-            found = output.outputs.embedding if kind == EMBED else output.outputs.probs
             np.testing.assert_allclose(found, goldens[f"{kind}_{name}"], rtol=0, atol=1e-5)
     llm.shutdown()

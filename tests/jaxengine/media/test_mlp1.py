@@ -88,7 +88,7 @@ def test_images_of_eagle_have_numbers(tmp_path):
         ({"max_dynamic_tiles": 65}, "max_patches must be from min_patches 1 to 64"),
     ):
         with pytest.raises(ModelFileError, match=said):
-            opened(tmp_path, "eagle2_5_vision", **changes)
+            opened(tmp_path, "eagle2_5_vision", None, **changes)
     for field, value in (("mlp_connector_layers", 1), ("use_pixel_shuffle", False), ("ps_version", "v1")):
         with pytest.raises(ModelConfigError, match=f"{field} must be"):
             read_hf(read_config_json(FOLDER / "eagle2_5_vision") | {field: value})
