@@ -23,6 +23,8 @@ COLBERT_JINA = "ColBERTJinaRobertaModel"
 ALIGNER = "Qwen3ASRForcedAlignerForTokenClassification"
 # Those of a Llama behind Eagle 2.5's tower, whose tokens attend to the whole prompt.
 _NEMOTRON_VL = "LlamaNemotronVLModel", "LlamaNemotronVLForSequenceClassification"
+# Nemotron ColEmbed VL: Qwen3-VL whose tokens attend to the whole prompt, and whose states before the last norm count.
+COLEMBED = "Qwen3VLNemotronEmbedModel"
 # A reranker that reads a query with all of its documents.
 RANKING = "JinaForRanking"
 # Classes of pooling models whose names are not a family's name with a suffix -> (registered class, task).
@@ -37,6 +39,7 @@ POOLING_CLASSES = {
     "ColQwen2ForRetrieval": ("Qwen2VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen2_5ForRetrieval": ("Qwen2_5_VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen3": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
+    COLEMBED: ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
     "OpsColQwen3Model": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen3_5": ("Qwen3_5ForConditionalGeneration", TOKEN_EMBED),
     "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
@@ -89,7 +92,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
 }
 # Classes with a decoder's layers whose tokens attend to the whole prompt, whatever their files say.
 _OF_LLAMAS = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
-BIDIRECTIONAL = (*_OF_LLAMAS, *_NEMOTRON_VL, "ColPaliForRetrieval", "VoyageQwen3BidirectionalEmbedModel")
+BIDIRECTIONAL = (*_OF_LLAMAS, *_NEMOTRON_VL, COLEMBED, "ColPaliForRetrieval", "VoyageQwen3BidirectionalEmbedModel")
 # Values of the field `pooling` of classes that read it, by class or family; the first is the default.
 _OF_LLAMA = {"mean": MEAN, "avg": MEAN, "cls": CLS, "last": LAST}
 POOLINGS = dict.fromkeys((*_OF_LLAMAS, *_NEMOTRON_VL), _OF_LLAMA)

@@ -36,7 +36,7 @@ from jaxengine.config.features.pooling_model import (
     SentenceModel,
     check_dimensions,
 )
-from jaxengine.models.architectures import ALIGNER, LABELS, RANKING
+from jaxengine.models.architectures import ALIGNER, COLEMBED, LABELS, RANKING
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import (
     CLASSIFY,
@@ -154,7 +154,8 @@ def _embedder(
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
     head = retrieval_head(folder, fields, architecture) if task == TOKEN_EMBED and not dense else None
     is_first = family_of(architecture)[0] == EMBEDDING_GEMMA  # its projection comes before any Dense module
-    if is_first or not dense and (architecture == VOYAGE or task == TOKEN_EMBED and head is None):
+    projects = architecture == VOYAGE or task == TOKEN_EMBED and head is None and architecture != COLEMBED
+    if is_first or not dense and projects:
         dense = (own_projection(folder, fields), *dense)
         if task == EMBED and (pooling_type or usual) == MAX:  # of projected tokens; sums and single tokens may be later
             raise ConfigError("pooler_config.pooling_type", MAX, f"another type for {architecture}")
@@ -172,7 +173,8 @@ def _embedder(
     if adapter is not None and config.model is not None and is_url(config.model):
         raise ConfigError("model", config.model, f"a folder or a hub id for {architecture}, whose adapters are files")
     heads = () if head is None else (head,)
-    pooler = Pooler(pooling_type or usual, dense=dense, token_heads=heads, splade=splade, adapter=adapter)
+    parts: dict[str, Any] = {"dense": dense, "token_heads": heads, "splade": splade, "adapter": adapter}
+    pooler = Pooler(pooling_type or usual, **parts, normed=architecture != COLEMBED)
     normalize = sentence is None or sentence.normalize or task == TOKEN_EMBED
     return PoolingModel(
         pooler,

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.ovis2 import NUM_INDICATORS, Ovis2Processor, kept_share
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import MAX_TILES
 from jaxengine.media.processors.units import read_size
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.scheduler.base.errors import RequestError
 
 _IMAGE = "<image>"
 # Model types of the text -> the token at whose positions embeddings go, as in vLLM.
@@ -29,6 +31,7 @@ class OvisProcessor(Ovis2Processor):
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     # The published file is of CLIP's processor, which cuts nothing.
     defaults: ClassVar[Mapping[str, Any]] = {**Ovis2Processor.defaults, "max_patches": _TILES}
+    most_given = np.inf
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings. Raises ModelConfigError for a tokenizer without the token of images,
@@ -90,6 +93,23 @@ class OvisProcessor(Ovis2Processor):
         if enough:
             return min(enough, key=lambda tiling: (tiling[0] * tiling[1], -kept[tiling]))
         return min(kept or {(1, 1): 0.0}, key=lambda tiling: (-kept[tiling], tiling[0] * tiling[1]))
+
+    def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): the same one for each of its embeddings."""
+        return [self.image_id] * item.num_rows
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if a grid is given, and for a
+        number of embeddings that no image has.
+        """
+        each = self.tower.vit.num_patches // self.tower.merge
+        # Around and between n tiles, of which one is the whole itself, there are three and n - 1 embeddings.
+        counts = [each + 3, *((1 + tiles) * each + 2 + tiles for tiles in range(2, self.max_tiles + 1))]
+        if grid is not None or num_rows not in counts:
+            allowed = ", ".join(map(str, counts))
+            problem = f"embeddings of an image of this model must be one of {allowed}; they have no grid"
+            raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
+        return 1, 1, num_rows
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
         """Return units f32[..., 3] as they are: they were normalised before they got margins."""

@@ -31,6 +31,7 @@ class Ovis2Processor(TextPlaceholderProcessor):
     """
 
     config_defaults = {"image_token_id": 151665, _IDS: [*range(151666, 151671)]}
+    most_given = 1  # what stands between further tiles would be unknown
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and the ids of indicators. Raises ModelConfigError or ModelFileError for

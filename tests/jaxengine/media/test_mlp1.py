@@ -106,6 +106,30 @@ def test_settings_of_nemotron_embed(tmp_path):
         processor_for(tmp_path, raw | {"force_image_size": 32}, read_hf(raw), tokenizer)
 
 
+def test_tiles_of_ovis_have_margins(tmp_path):
+    made = opened(tmp_path, "ovis_vision")
+    assert (made.max_tiles, made.indicators, made.embedded_ids) == (9, (127,) * 5, (127,))
+    item = made.process("image", np.full((24, 60, 3), 255, np.uint8), {})
+    # The whole, and three tiles of which the last is no wider than the others; four embeddings each, and five around.
+    assert (item.num_rows, item.grid) == (4 * 4 + 5, (1, 4, 12)) and made.pieces(item) == [127] * 21
+    whole = item.patches.reshape(-1, made.tower.unit, 108)[0, :16].reshape(4, 4, 3, 6, 6).transpose(0, 3, 1, 4, 2)
+    lines = whole.reshape(24, 24, 3).any(axis=(1, 2))
+    assert lines.tolist() == [False] * 7 + [True] * 9 + [False] * 8  # zeros after normalising, not before
+    assert made.grid_of(21, None) == (1, 1, 21) and made.grid_of(7, None) == (1, 1, 7)
+    for rows, grid in ((8, None), (7, (1, 4, 4))):
+        with pytest.raises(RequestError, match="must be one of 7, 16, 21, .*; they have no grid"):
+            made.grid_of(rows, grid)
+    raw = read_config_json(FOLDER / "ovis_vision")
+    words = raw["visual_tokenizer_config"]
+    wrong = {"backbone_config": words["backbone_config"] | {"model_type": "siglip_vision_model"}}
+    for changes, said in (
+        (wrong, "backbone_config.model_type"),
+        ({"tokenize_function": "st_argmax"}, "tokenize_function"),
+    ):
+        with pytest.raises(ModelConfigError, match=f"{said} must be"):
+            read_hf(raw | {"visual_tokenizer_config": words | changes})
+
+
 def test_sizes_and_tokens_of_ovis2_5(tmp_path):
     folder = whole_checkpoint("ovis2_5_vision", tmp_path)
     raw = read_config_json(folder)
