@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,7 +19,7 @@ from tests.jaxengine.media.pictures import data_url, saved
 from tests.jaxengine.server.asgi_client import post
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 128,
     "max_num_seqs": 2,
@@ -45,9 +47,9 @@ def goldens():
 def case(request, tmp_path_factory, executables_dir):
     folder = make_retriever(tmp_path_factory.mktemp("retriever") / request.param, request.param)
     # Tokens of these see later ones, so their prompts are not cut.
-    whole = {"colpali": {"max_model_len": 32}, "nemotron_colembed": COLEMBED}
-    whole = whole.get(request.param, {})
-    llm = LLM(str(folder), **OPTIONS | whole, compile_cache_dir=executables_dir)
+    whole: dict[str, dict[str, Any]] = {"colpali": {"max_model_len": 32}, "nemotron_colembed": COLEMBED}
+    options = OPTIONS | whole.get(request.param, {})
+    llm = LLM(str(folder), **options, compile_cache_dir=executables_dir)
     yield request.param, llm
     llm.shutdown()
 
