@@ -21,6 +21,10 @@ POOLING_SUFFIXES = {
 COLBERT_JINA = "ColBERTJinaRobertaModel"
 # Qwen3's forced aligner: Qwen3-ASR that gives times to the tokens of a transcript.
 ALIGNER = "Qwen3ASRForcedAlignerForTokenClassification"
+# Those of a Llama behind Eagle 2.5's tower, whose tokens attend to the whole prompt.
+_NEMOTRON_VL = "LlamaNemotronVLModel", "LlamaNemotronVLForSequenceClassification"
+# Nemotron ColEmbed VL: Qwen3-VL whose tokens attend to the whole prompt, and whose states before the last norm count.
+COLEMBED = "Qwen3VLNemotronEmbedModel"
 # A reranker that reads a query with all of its documents.
 RANKING = "JinaForRanking"
 # Classes of pooling models whose names are not a family's name with a suffix -> (registered class, task).
@@ -35,10 +39,15 @@ POOLING_CLASSES = {
     "ColQwen2ForRetrieval": ("Qwen2VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen2_5ForRetrieval": ("Qwen2_5_VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen3": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
+    COLEMBED: ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
     "OpsColQwen3Model": ("Qwen3VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen3_5": ("Qwen3_5ForConditionalGeneration", TOKEN_EMBED),
     "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
     "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
+    **{
+        name: ("Eagle2_5_VLForConditionalGeneration", task)
+        for name, task in zip(_NEMOTRON_VL, (EMBED, CLASSIFY), strict=True)
+    },
     RANKING: ("Qwen3ForCausalLM", TOKEN_EMBED),
     "JinaEmbeddingsV5Model": ("Qwen3ForCausalLM", EMBED),
     "JinaEmbeddingsV5EncoderModel": ("LlamaForCausalLM", EMBED),  # the one above with is_decoder false
@@ -83,10 +92,10 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
 }
 # Classes with a decoder's layers whose tokens attend to the whole prompt, whatever their files say.
 _OF_LLAMAS = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
-BIDIRECTIONAL = (*_OF_LLAMAS, "ColPaliForRetrieval", "VoyageQwen3BidirectionalEmbedModel")
+BIDIRECTIONAL = (*_OF_LLAMAS, *_NEMOTRON_VL, COLEMBED, "ColPaliForRetrieval", "VoyageQwen3BidirectionalEmbedModel")
 # Values of the field `pooling` of classes that read it, by class or family; the first is the default.
 _OF_LLAMA = {"mean": MEAN, "avg": MEAN, "cls": CLS, "last": LAST}
-POOLINGS = dict.fromkeys(_OF_LLAMAS, _OF_LLAMA)
+POOLINGS = dict.fromkeys((*_OF_LLAMAS, *_NEMOTRON_VL), _OF_LLAMA)
 POOLINGS["JinaEmbeddingsV5EncoderModel"] = {"last": LAST}
 POOLINGS["CohereCompassForCausalLM"] = {"eos": LAST, "bos": CLS, "mean": MEAN}
 # Other class names -> registered class: names in a family's original code, and names of whole models of which only a
@@ -120,6 +129,7 @@ _OTHER_NAMES = {
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
     "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
+    "Ovis2_6ForCausalLM": "Ovis2_5",
     "Phi4MMForCausalLM": "Phi4MultimodalForCausalLM",
     "SkyworkR1VChatModel": "InternVLForConditionalGeneration",
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",

@@ -36,7 +36,7 @@ from jaxengine.config.features.pooling_model import (
     SentenceModel,
     check_dimensions,
 )
-from jaxengine.models.architectures import ALIGNER, LABELS, RANKING
+from jaxengine.models.architectures import ALIGNER, COLEMBED, LABELS, RANKING
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import (
     CLASSIFY,
@@ -119,9 +119,13 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
 
 def _with_labels(fields: ConfigFields, architecture: str) -> ConfigFields:
-    """Return the fields of a config.json with the labels that it does not name itself: those of LABELS, and as many as
-    Qwen3's forced aligner has times (`classify_num`). Raises ModelConfigError for a wrong number of times.
+    """Return the fields of a config.json with the labels that it does not name itself: those of LABELS, as many as
+    Qwen3's forced aligner has times (`classify_num`), and those that only its `llm_config` names, whose type of pooling
+    counts likewise (Llama Nemotron VL). Raises ModelConfigError for a wrong number of times.
     """
+    inner = fields.mapping("llm_config") or {}
+    own = {name: inner[name] for name in ("pooling", "num_labels", "id2label") if name in inner}
+    fields = ConfigFields({**own, **fields.raw})
     if architecture in LABELS and not fields.has("num_labels") and not fields.has("id2label"):
         return ConfigFields({**fields.raw, "id2label": dict(enumerate(LABELS[architecture]))})
     if architecture == ALIGNER:
@@ -150,7 +154,8 @@ def _embedder(
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
     head = retrieval_head(folder, fields, architecture) if task == TOKEN_EMBED and not dense else None
     is_first = family_of(architecture)[0] == EMBEDDING_GEMMA  # its projection comes before any Dense module
-    if is_first or not dense and (architecture == VOYAGE or task == TOKEN_EMBED and head is None):
+    projects = architecture == VOYAGE or task == TOKEN_EMBED and head is None and architecture != COLEMBED
+    if is_first or not dense and projects:
         dense = (own_projection(folder, fields), *dense)
         if task == EMBED and (pooling_type or usual) == MAX:  # of projected tokens; sums and single tokens may be later
             raise ConfigError("pooler_config.pooling_type", MAX, f"another type for {architecture}")
@@ -168,7 +173,8 @@ def _embedder(
     if adapter is not None and config.model is not None and is_url(config.model):
         raise ConfigError("model", config.model, f"a folder or a hub id for {architecture}, whose adapters are files")
     heads = () if head is None else (head,)
-    pooler = Pooler(pooling_type or usual, dense=dense, token_heads=heads, splade=splade, adapter=adapter)
+    parts: dict[str, Any] = {"dense": dense, "token_heads": heads, "splade": splade, "adapter": adapter}
+    pooler = Pooler(pooling_type or usual, **parts, normed=architecture != COLEMBED)
     normalize = sentence is None or sentence.normalize or task == TOKEN_EMBED
     return PoolingModel(
         pooler,

@@ -124,6 +124,7 @@ class Pooler:
       splade: sparse pooling, in place of pooling_type; None for none.
       adapter: folder, inside the model's folder, of a LoRA adapter that is added to the weights when they are loaded;
         None for none.
+      normed: whether hidden states are those after the last norm, in families that also have the others.
     """
 
     pooling_type: str = LAST
@@ -133,6 +134,7 @@ class Pooler:
     answers_tokens: bool = False
     splade: Splade | None = None
     adapter: str | None = None
+    normed: bool = True
 
     def width(self, hidden_size: int) -> int:
         """Return the number of elements of an embedding, for a model with hidden states of `hidden_size`: the

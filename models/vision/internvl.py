@@ -61,6 +61,8 @@ class InternVLTowerConfig(TowerConfig):
       last_norm: whether a norm follows the last layer.
       has_positions: whether learned positions are added to patches.
       joined_qkv: whether checkpoints have q, k and v of a layer in one module.
+      projector_bias: whether the projector's products have biases.
+      projector_size: outputs of the projector's first product; 0 for the size of the embeddings.
     """
 
     vit: VitConfig
@@ -73,6 +75,8 @@ class InternVLTowerConfig(TowerConfig):
     last_norm: bool
     has_positions: bool
     joined_qkv: bool = False
+    projector_bias: bool = True
+    projector_size: int = 0
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -174,7 +178,8 @@ class InternVLTower(nnx.Module):
         self.last_norm = norm
         size *= config.merge
         self.projector_norm = LayerNorm(size, _PROJECTOR_EPS, source=f"{PROJECTOR}.layer_norm", build=build)
-        self.projector = Projector(size, hidden_size, config.projector_activation, build)
+        options: dict[str, Any] = {"bias": config.projector_bias, "inner": config.projector_size}
+        self.projector = Projector(size, hidden_size, config.projector_activation, build, **options)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         del columns  # there are none: all units are alike

@@ -57,6 +57,7 @@ class Ovis2TowerConfig(TowerConfig):
       factor: number of patches along a side of the square that becomes one embedding.
       num_words: number of visual words, those of indicators included.
       attention_bias, mlp_bias: presence of biases in the layers.
+      as_first: whether checkpoints are as first published, whose code chooses words by the states before the last norm.
     """
 
     vit: VitConfig
@@ -64,6 +65,11 @@ class Ovis2TowerConfig(TowerConfig):
     num_words: int
     attention_bias: bool
     mlp_bias: bool
+    as_first: bool = False
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return (f"{_ENCODER}.rms_norm.",) if self.as_first else ()
 
     def make(self, hidden_size: int, build: Build) -> Ovis2Tower:
         return Ovis2Tower(self, hidden_size, build)
@@ -92,6 +98,12 @@ def read_ovis2(fields: ConfigFields) -> Ovis2TowerConfig:
         attention_bias=vision.boolean("qkv_bias", False),
         mlp_bias=vision.boolean("mlp_bias", False),
     )
+
+
+def mean_of_words(logits: jax.Array, words: jax.Array) -> jax.Array:
+    """Return the mean of visual words [W, D], weighted by the softmax of logits [R, W]: [R, D]."""
+    shares = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).astype(logits.dtype)
+    return jnp.dot(shares, words, preferred_element_type=jnp.float32).astype(words.dtype)
 
 
 class _Layer(nnx.Module):
@@ -137,10 +149,12 @@ class Ovis2Tower(nnx.Module):
         features = vit.num_features, size
         self.patches = PatchEmbedding(*features, source=f"{source}.patch_embedding", bias=True, build=build)
         self.first_norm = RMSNorm(size, eps, source=f"{source}.rms_norm", build=build)
-        self.positions = table(vit.num_patches, size, f"{source}.position_embedding.weight", build)
+        positions = f"{source}.position_embedding.weight"
+        self.positions = table(vit.num_patches, size, positions, build, flat=config.as_first)
         layers = range(vit.num_layers)
         self.layers = nnx.List([_Layer(config, f"{_ENCODER}.encoder.layers.{n}", build) for n in layers])
-        self.last_norm = RMSNorm(size, eps, source=f"{_ENCODER}.rms_norm", build=build)
+        norm = None if config.as_first else RMSNorm(size, eps, source=f"{_ENCODER}.rms_norm", build=build)
+        self.last_norm = norm
         axes = ("embed", "embed")
         self.head = linear(size * config.merge, f"{TOWER}.head_linear", words, axes, build, bias=False)
         self.head_norm = LayerNorm(words, _HEAD_EPS, source=f"{TOWER}.head_norm", build=build)
@@ -153,12 +167,14 @@ class Ovis2Tower(nnx.Module):
         num_units, words = len(units), self.words[...]
         with jax.named_scope("patches"):
             x = self.first_norm(self.patches(units.reshape(-1, patches.shape[1])))
-            x = (x.reshape(num_units, vit.num_patches, -1) + self.positions[...]).reshape(len(x), -1)
-        x = self.last_norm(run_layers(self.layers, x, num_units, (vit.num_layers,))[0])
+            positions = self.positions[...].reshape(vit.num_patches, -1)
+            x = (x.reshape(num_units, vit.num_patches, -1) + positions).reshape(len(x), -1)
+        x = run_layers(self.layers, x, num_units, (vit.num_layers,))[0]
+        if self.last_norm is not None:
+            x = self.last_norm(x)
         with jax.named_scope("words"):
             logits = self.head_norm(self.head(joined_neighbours(x, vit.grid, config.factor)))
-            shares = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).astype(x.dtype)
-            rows = jnp.dot(shares, words[:-NUM_INDICATORS], preferred_element_type=jnp.float32).astype(words.dtype)
+            rows = mean_of_words(logits, words[:-NUM_INDICATORS])
         rows = rows.reshape(num_units, -1, words.shape[1])
         ends = jnp.broadcast_to(words[-NUM_INDICATORS:], (num_units, NUM_INDICATORS, words.shape[1]))
         return jnp.concatenate([rows, ends], axis=1).reshape(-1, words.shape[1])

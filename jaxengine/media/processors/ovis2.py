@@ -19,7 +19,8 @@ from jaxengine.scheduler.base.errors import RequestError
 
 _IDS = "visual_indicator_token_ids"
 _TOKENS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
-_START, _GRID, _COLUMN, _ROW, _END = range(len(_TOKENS))
+NUM_INDICATORS = len(_TOKENS)
+_START, _GRID, _COLUMN, _ROW, _END = range(NUM_INDICATORS)
 # Share of an image's area that enough tiles keep.
 _ENOUGH = 0.9
 
@@ -30,6 +31,7 @@ class Ovis2Processor(TextPlaceholderProcessor):
     """
 
     config_defaults = {"image_token_id": 151665, _IDS: [*range(151666, 151671)]}
+    most_given = 1  # what stands between further tiles would be unknown
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and the ids of indicators. Raises ModelConfigError or ModelFileError for
@@ -84,7 +86,9 @@ class Ovis2Processor(TextPlaceholderProcessor):
         """
         if not self.covers:
             return super().tiling(height, width, least, most)
-        kept = {(rows, columns): _kept(height, width, columns, rows, self.side) for rows, columns in tilings(1, most)}
+        kept = {
+            (rows, columns): kept_share(height, width, columns, rows, self.side) for rows, columns in tilings(1, most)
+        }
         enough = [tiling for tiling, share in kept.items() if share > _ENOUGH]
         if enough:
             return min(enough, key=lambda tiling: (tiling[0] * tiling[1], -kept[tiling]))
@@ -142,7 +146,7 @@ class Ovis2Processor(TextPlaceholderProcessor):
         yield 0, _END
 
 
-def _kept(height: int, width: int, rows: int, columns: int, side: int) -> float:
+def kept_share(height: int, width: int, rows: int, columns: int, side: int) -> float:
     """Return the share of an image's area that is left if it is cut into rows and columns, the last ones larger, and
     each tile whose longer side exceeds `side` pixels is reduced to it.
     """

@@ -22,6 +22,7 @@ from jaxengine.scheduler.base.errors import RequestError
 WHOLE = "processor_config.json"
 IMAGES, VIDEOS = ("image_processor", "preprocessor_config.json"), ("video_processor", "video_preprocessor_config.json")
 OPTIONS = "mm_processor_kwargs"
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Limits of pixels of a side, and of an image, in settings and requests.
 MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
@@ -29,11 +30,12 @@ MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
 _MOST = 1e6
 
 
-def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
+def read_settings(folder: Path, *places: tuple[str, str], needed: bool = True) -> tuple[Path, ConfigFields]:
     """Return (file, settings) of a processor, from the first of `places` that the checkpoint has.
 
     folder: folder of the checkpoint. places: pairs of a key in the file of all processors (WHOLE) and the name of a
-    file with only this processor. Raises ModelFileError if it has none of them, and for an unreadable file.
+    file with only this processor. needed: whether it must have one of them; otherwise there may be no settings. Raises
+    ModelFileError if one that is needed is missing, and for an unreadable file.
     """
     whole = read_object(folder, WHOLE) or {}
     for key, name in places:
@@ -41,6 +43,8 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
             return folder / WHOLE, ConfigFields(whole[key])
         if (found := read_object(folder, name)) is not None:
             return folder / name, ConfigFields(found)
+    if not needed:
+        return folder / places[-1][1], ConfigFields({})
     raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of images")
 
 

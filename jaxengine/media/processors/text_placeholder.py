@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,25 @@ class TextPlaceholderProcessor(TextPlaceholder, TilesProcessor):
         return super().expand(self.with_tokens(token_ids), items)
 
 
-def with_one_token(text: str, token_ids: Sequence[int], placeholder: str, token: int, tokenizer: Any) -> list[int]:
-    """Return the token ids of a prompt `text`, with `token` for each occurrence of the text `placeholder`.
+def with_one_token(
+    text: str, token_ids: Sequence[int], placeholder: str | re.Pattern[str], token: int, tokenizer: Any
+) -> list[int]:
+    """Return the token ids of a prompt `text`, with `token` for each occurrence of `placeholder`, a text or a pattern.
+    Other arguments are those of `with_tokens_of`.
+    """
+    pattern = re.compile(re.escape(placeholder)) if isinstance(placeholder, str) else placeholder
+    return with_tokens_of(text, token_ids, pattern, lambda _: token, tokenizer)
+
+
+def with_tokens_of(
+    text: str,
+    token_ids: Sequence[int],
+    pattern: re.Pattern[str],
+    token_of: Callable[[str], int],
+    tokenizer: Any,
+) -> list[int]:
+    """Return the token ids of a prompt `text`, with one token for each text that `pattern` matches. token_of: function
+    from such a text to the token.
 
     token_ids: token ids of the whole text, tokenized with or without special tokens at its beginning, which are kept.
     The text between placeholders is tokenized again, because a placeholder's tokens may depend on the text around it.
@@ -81,8 +99,13 @@ def with_one_token(text: str, token_ids: Sequence[int], placeholder: str, token:
     before = len(token_ids) - len(plain)
     if before < 0 or list(token_ids[before:]) != plain:
         return list(token_ids)
-    found = list(token_ids[:before])
-    for number, piece in enumerate(text.split(placeholder)):
-        own = tokenizer.encode(piece, add_special_tokens=False) if piece else ()
-        found += [*([token] if number else ()), *own]
-    return found
+    found, end = list(token_ids[:before]), 0
+    for match in pattern.finditer(text):
+        found += [*_encoded(text[end : match.start()], tokenizer), token_of(match[0])]
+        end = match.end()
+    return [*found, *_encoded(text[end:], tokenizer)]
+
+
+def _encoded(text: str, tokenizer: Any) -> Sequence[int]:
+    """Return the token ids of a text, without special tokens around it; none of an empty one."""
+    return tokenizer.encode(text, add_special_tokens=False) if text else ()

@@ -77,8 +77,9 @@ class UnitProcessor:
     # transformers' defaults of missing settings, and of missing fields of config.json.
     defaults: Mapping[str, Any] = {}
     config_defaults: Mapping[str, Any] = {}
-    # Where settings are, as read_settings takes them.
+    # Where settings are, as read_settings takes them, and whether the checkpoint must have some.
     places: tuple[tuple[str, str], ...] = (IMAGES,)
+    needs_settings = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer if it is needed, ModelFileError
@@ -91,10 +92,10 @@ class UnitProcessor:
         self.tokenizer = tokenizer
         self.vocab_size = model_config.vocab_size
         self.config_fields = ConfigFields(config_json).with_defaults(**self.config_defaults)
-        path, found = read_settings(Path(folder), *self.places)
+        path, found = read_settings(Path(folder), *self.places, needed=self.needs_settings)
         settings = found.with_defaults(**self.defaults_of(found))
         try:
-            self.pixels = Pixels.read(settings)
+            self.pixels = self.read_pixels(settings)
             self.read_settings(settings)
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
@@ -106,6 +107,10 @@ class UnitProcessor:
         """
         del fields
         return self.defaults
+
+    def read_pixels(self, fields: ConfigFields) -> Pixels:
+        """Return the pixel transform in a processor's settings. Raises ModelConfigError for invalid ones."""
+        return Pixels.read(fields)
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read the family's settings, other than those of Pixels, from `fields` and set them. Raises ModelConfigError
@@ -149,6 +154,13 @@ class UnitProcessor:
     @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`) in the prompt, with `image_id` for each of its embeddings."""
+
+    def pieces_of(self, modality: str, item: Processed, number: int) -> list[int]:
+        """Return the tokens of an image or a video in the prompt. number: that of the item among those of its modality,
+        from 0; not used in this class.
+        """
+        del number
+        return self.pieces(item) if modality == "image" else self.video_pieces(item)
 
     @abstractmethod
     def largest_size(self) -> tuple[int, int]:
@@ -271,8 +283,7 @@ class UnitProcessor:
             modality, pieces = wanted.get(token), [token]
             if modality is not None:
                 number = sum(kind == modality for kind, _ in order)
-                item = items[modality][number]
-                pieces = self.pieces(item) if modality == "image" else self.video_pieces(item)
+                pieces = self.pieces_of(modality, items[modality][number], number)
                 order.append((modality, number))
             out += pieces
             owners += [-1 if modality is None else len(order) - 1] * len(pieces)

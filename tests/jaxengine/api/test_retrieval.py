@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,7 +19,7 @@ from tests.jaxengine.media.pictures import data_url, saved
 from tests.jaxengine.server.asgi_client import post
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 128,
     "max_num_seqs": 2,
@@ -25,6 +27,8 @@ OPTIONS = {
     "num_gpu_blocks_override": 64,
     "limit_mm_per_prompt": {"video": 0},
 }
+
+COLEMBED = {"max_model_len": 64, "max_num_batched_tokens": 72, "max_num_batched_encoder_tokens": 512}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +46,10 @@ def goldens():
 )
 def case(request, tmp_path_factory, executables_dir):
     folder = make_retriever(tmp_path_factory.mktemp("retriever") / request.param, request.param)
-    # Tokens of ColPali see later ones, so its prompts are not cut.
-    whole = {"max_model_len": 32} if request.param == "colpali" else {}
-    llm = LLM(str(folder), **OPTIONS | whole, compile_cache_dir=executables_dir)
+    # Tokens of these see later ones, so their prompts are not cut.
+    whole: dict[str, dict[str, Any]] = {"colpali": {"max_model_len": 32}, "nemotron_colembed": COLEMBED}
+    options = OPTIONS | whole.get(request.param, {})
+    llm = LLM(str(folder), **options, compile_cache_dir=executables_dir)
     yield request.param, llm
     llm.shutdown()
 
@@ -72,7 +77,8 @@ def test_embeddings_are_those_of_transformers(case, goldens):
     for key, output in zip(prompts, outputs, strict=True):
         assert output.prompt_token_ids == goldens[f"{name}_{key}_ids"].tolist()
         golden = goldens[f"{name}_{key}"]
-        assert output.outputs.data.shape == golden.shape == (len(output.prompt_token_ids), WIDTH)
+        width = WIDTH if CASES[name].projection else llm.core.inputs.model_config.hidden_size
+        assert output.outputs.data.shape == golden.shape == (len(output.prompt_token_ids), width)
         assert np.abs(output.outputs.data - golden).max() <= 1e-4, key
 
 

@@ -233,12 +233,15 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
     ]
     given = []
     for prompt in (case.prompts[name] for name in names):
-        rows = []
-        for picture in prompt["multi_modal_data"].get("image", []):
-            item = processor.process("image", picture, {})
+        rows, images = [], prompt["multi_modal_data"].get("image", [])
+        among = getattr(processor, "among", lambda options, _: options)
+        options = dict(among({}, {"image": len(images)}))
+        for picture in images:
+            item = processor.process("image", picture, options)
             llm.reset_mm_cache()
             llm.reset_prefix_cache()
-            answers(llm, [{"prompt": case.write("image"), "multi_modal_data": {"image": [picture]}}], [1])
+            alone = {"prompt": case.write("image"), "multi_modal_data": {"image": [picture]}}
+            answers(llm, [alone | {"mm_processor_kwargs": options}], [1])
             ((_, kept),) = pool._rows.items()
             values = np.asarray(llm.core.runner.stages[0].extensions["pictures"].rows, np.float32)[kept]
             rows.append({"image_embeds": values, "image_grid_thw": list(item.grid)} if grids else values)

@@ -34,7 +34,7 @@ from tests.fixtures.unit_pictures import CASES, picture, write_files
 def processor(folder, name: str, **changes: Any):
     """The processor of a recorded case, with other settings."""
     write_files(folder, name)
-    (folder / "preprocessor_config.json").write_text(json.dumps(CASES[name]["images"] | changes))
+    (folder / "preprocessor_config.json").write_text(json.dumps(CASES[name].get("images", {}) | changes))
     raw = read_config_json(FOLDER / name)
     return processor_class(raw["architectures"][0])(folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
 

@@ -22,6 +22,7 @@ def test_the_model_inside():
         ("qwen3_vl_vision", "ColQwen3", "Qwen3VLForConditionalGeneration"),
         ("qwen3_vl_vision", "OpsColQwen3Model", "Qwen3VLForConditionalGeneration"),
         ("qwen3_5_pictures_vision", "ColQwen3_5", "Qwen3_5ForConditionalGeneration"),
+        ("qwen3_vl_vision", "Qwen3VLNemotronEmbedModel", "Qwen3VLForConditionalGeneration"),
     ):
         inner = json.loads((FOLDER / name / "config.json").read_text())
         outer = {"architectures": [kind], "model_type": "outer", "embedding_dim": 12, "vlm_config": inner}
@@ -30,7 +31,8 @@ def test_the_model_inside():
         assert family_of(hf_architecture(ConfigFields(raw))) == (family, TOKEN_EMBED)
         config, plain = read_hf(raw, Pooler()), read_hf(inner)
         assert (config.architecture, config.hidden_size) == (family, plain.hidden_size)
-        assert config.is_causal == (kind != "ColPaliForRetrieval") and plain.is_causal
+        sees_all = kind in ("ColPaliForRetrieval", "Qwen3VLNemotronEmbedModel")
+        assert config.is_causal != sees_all and plain.is_causal
         if not config.is_causal:  # which takes prompts whole, with images or not
             assert config.tower is not None and not config.tower.attends_both_ways
             assert config.tower.whole_prompt == config.max_position_embeddings

@@ -20,7 +20,7 @@ FURTHER = frozenset(
         *("glm4v_moe_vision", "kimi_vl_vision", "kimi_k25_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
         *(name for name in PROMPTS if "ocr" in name),
         *("glm46v_vision", "minicpmv4_7_vision", "mistral4_pictures_vision", "hyperclovax_vision"),
-        *("video_llama3_vision", "mistral_large4_vision"),
+        *("video_llama3_vision", "mistral_large4_vision", "ovis2_6_moe_vision"),
         "gemma4_pictures_vision",
         *("hy_v4_vl_vision", "lfm3_vl_vision"),
         *("minicpmv4_5_vision", "minimax_m3_vision"),

@@ -66,7 +66,9 @@ def run_prompt(
     case, text: str, pictures: tuple[int, ...], more: np.ndarray, *videos: np.ndarray
 ) -> tuple[list[int], np.ndarray]:
     """The expanded prompt, and the logits of it and of the tokens `more` behind it."""
-    made = {"image": [case.processor.process("image", picture(index), {}) for index in pictures]}
+    among = getattr(case.processor, "among", lambda options, _: options)
+    options = among({}, {"image": len(pictures)})
+    made = {"image": [case.processor.process("image", picture(index), options) for index in pictures]}
     made["video"] = [case.processor.process("video", frames, {}) for frames in videos]
     expanded = case.processor.expand(case.tokenizer.encode(text, add_special_tokens=False), made)
     items = [made[modality][number] for modality, number in expanded.order]

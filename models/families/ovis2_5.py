@@ -1,0 +1,60 @@
+"""Ovis2.5 (Lu et al. 2025, arXiv:2508.11737) and Ovis2.6 (AIDC 2026): Qwen3, or Qwen3-MoE, with a vision tower for
+images of any shape that gives means of visual words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llava import FLATTENED, read_text
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.llava import TOWER
+from jaxengine.models.vision.ovis2 import WORDS
+from jaxengine.models.vision.ovis2_5 import HEAD, read_ovis2_5
+
+_NAMES = CheckpointNames(
+    prefixes=(
+        ("llm.model.", "model."),
+        ("llm.lm_head.", "lm_head."),
+        ("visual_tokenizer.vit.vision_model.", f"{TOWER}."),
+        ("visual_tokenizer.head.", f"{HEAD}."),
+        ("vte.", f"{WORDS}."),
+    ),
+    tower=(f"{TOWER}.", f"{HEAD}.", f"{WORDS}."),
+    flattened=FLATTENED,
+)
+
+
+def _with_text(fields: ConfigFields) -> ConfigFields:
+    """Return the fields with `llm_config` as `text_config`. Raises ModelConfigError without it."""
+    return ConfigFields({**fields.raw, "text_config": fields.value("llm_config", fields.value("text_config", None))})
+
+
+class Ovis2_5(LlamaForCausalLM):
+    """Qwen3, or another model with Llama's layers, with a vision tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = _NAMES
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_text(_with_text(fields), "qwen3") | {"tower": read_ovis2_5(fields)}
+
+
+class Ovis2_6_MoeForCausalLM(Qwen3MoeForCausalLM):
+    """Qwen3-MoE with a vision tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = Qwen3MoeForCausalLM.checkpoint_names._replace(
+        prefixes=_NAMES.prefixes,
+        tower=_NAMES.tower,
+        flattened=(*Qwen3MoeForCausalLM.checkpoint_names.flattened, *_NAMES.flattened),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(text_fields(_with_text(fields))) | {"tower": read_ovis2_5(fields)}
