@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.config.readers import dflash, eagle3
 from jaxengine.models.config.readers.dflash import DFlashConfig
 from jaxengine.models.config.readers.eagle3 import Eagle3Config
-from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family
+from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family, with_stored_biases
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
 from jaxengine.models.layers.dflash import DFlash
 from jaxengine.models.layers.eagle3 import Eagle3
@@ -205,18 +205,22 @@ def read_gguf(
     *,
     tie_word_embeddings: bool = True,
     rope_factors: RopeFactors = _NO_FACTORS,
+    biased: Collection[str] | None = None,
     pooler: Pooler | None = None,
 ) -> ModelConfig:
     """Return the ModelConfig of GGUF metadata. Raises ModelConfigError for wrong fields, and for an architecture that
     is not registered.
 
-    In that format two facts are in tensors instead of metadata, so the caller passes them: whether the file lacks an
-    output head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: the computation
-    of a pooling model on hidden states; None for a model that generates.
+    In that format three facts are in tensors instead of metadata, so the caller passes them: whether the file lacks an
+    output head (tie_word_embeddings), the content of the tensors that scale rope, if any, and which matrices have a
+    bias (`biased`, see `with_stored_biases`; None for those that the family usually has). pooler: the computation of a
+    pooling model on hidden states; None for a model that generates.
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
-    return ModelConfig(architecture=model.__name__, pooler=pooler, **model.read_gguf(gguf))
+    shape = model.read_gguf(gguf)
+    shape = shape if biased is None else with_stored_biases(shape, biased)
+    return ModelConfig(architecture=model.__name__, pooler=pooler, **shape)
 
 
 def build_model(config: ModelConfig, build: Build) -> CausalLM:

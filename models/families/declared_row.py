@@ -112,7 +112,7 @@ class GGUFRow(NamedTuple):
     Attributes:
       architecture: llama.cpp's name of the architecture.
       eps: name of the field with the epsilon of norms.
-      bias: whether projections have biases, which files do not say.
+      bias: whether projections usually have biases; those of a file follow from its tensors.
       rotates: whether layers have rope.
       choose: function from the metadata's fields and the row's form to the form of the file; None for the row's form.
     """

@@ -39,8 +39,8 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Return keyword arguments of ModelConfig, always with all biases and without a sliding window, as in
-        llama.cpp. Raises ModelConfigError for wrong fields.
+        """Return keyword arguments of ModelConfig, with all biases unless the file's tensors say otherwise,
+        and without a sliding window, as in llama.cpp. Raises ModelConfigError for wrong fields.
         """
         shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", bias=True, output_bias=True)
         return shared | {"mlp_bias": True}

@@ -5,7 +5,8 @@ Contains the key names of the GGUF specification (ggml/docs/gguf.md). Tensors ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
+# llama.cpp's names of a layer's matrices whose biases are those of attention's inputs, and of its MLP.
+_INPUTS, _MLP = ("attn_q", "attn_k", "attn_v", "attn_qkv"), ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
@@ -133,6 +136,17 @@ def gguf_fields(
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _ends(metadata, vocab_size),
     }
+
+
+def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dict[str, Any]:
+    """Return arguments of ModelConfig, `shape`, with the biases of attention and MLPs that a file has: no metadata say
+    it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
+
+    biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q.
+    """
+    own = {"bias": any(name in biased for name in _INPUTS), "output_bias": "attn_output" in biased}
+    layers = tuple(each if each.latent is not None else replace(each, **own) for each in shape["attention"])
+    return {**shape, "attention": layers, "mlp_bias": any(name in biased for name in _MLP)}
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from io import FileIO
@@ -33,6 +34,8 @@ MAX_EXPERTS = 4096
 
 # Ends of the names of factors of a whole matrix, in addition to the scales of its blocks (NVFP4).
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
+# A bias of a layer.
+_BIAS = re.compile(r"blk\.[0-9]+\.([a-z_]+)\.bias")
 _HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 
 
@@ -55,6 +58,7 @@ class GGUFFile:
       path: the given path, as text; of a split model, that of the first file.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
       architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
+      biased: llama.cpp's names of layers' matrices that have a bias in any layer, such as attn_q.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, or of another architecture.
     Several threads may read at once. It is a context manager, and `close` may be called twice.
@@ -79,6 +83,7 @@ class GGUFFile:
             self._heads = {part: self._head_count(key) for part, key in parts.items()}
             self._factors: dict[str, TensorInfo] = {}
             self._tensors = self._named(tensors)
+            self.biased = frozenset(match[1] for info in tensors if (match := _BIAS.fullmatch(info.name)))
             self._kept: dict[str, tuple[str, str]] = {}
         except BaseException as error:
             self.close()
@@ -265,8 +270,9 @@ class GGUFFile:
         """
         if not self._layout.permuted or not name.startswith("model.layers."):
             return None
+        kinds = ("weight", "bias") if self._layout.permuted_biases else ("weight",)
         for part, heads in self._heads.items():
-            if name.endswith((f".{part}.weight", f".{part}.bias")):
+            if name.endswith(tuple(f".{part}.{kind}" for kind in kinds)):
                 return heads
         return None
 

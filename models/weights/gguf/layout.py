@@ -92,6 +92,7 @@ class GGUFLayout(NamedTuple):
         in a module: the tensor's first axis is that of the experts.
       permuted: whether rows of q and k are in the order in which llama.cpp rotates neighbours (gguf/file.py,
         unpermute_rows).
+      permuted_biases: whether the biases of q and k are in that order too, if their rows are.
       norm_offset: number that the converter has added to the weights of norms.
       bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
       rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
@@ -100,6 +101,7 @@ class GGUFLayout(NamedTuple):
 
     parts: Mapping[str, str] = _NONE
     permuted: bool = False
+    permuted_biases: bool = True
     norm_offset: float = 0.0
     bare: Mapping[str, str] = _NONE
     rows: frozenset[str] = frozenset()
@@ -170,7 +172,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "llama4": GGUFLayout(_LLAMA4),
     "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "granite": GGUFLayout(permuted=True),
-    "minicpm": GGUFLayout(permuted=True),
+    "minicpm": GGUFLayout(permuted=True, permuted_biases=False),
     "gemma": GGUFLayout(norm_offset=1.0),
     "gemma2": GGUFLayout(_GEMMA, norm_offset=1.0),
     "gemma4": GGUFLayout(
@@ -224,7 +226,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
         }
     ),
     "arcee": GGUFLayout(permuted=True),
-    "olmo": GGUFLayout(permuted=True),
+    "olmo": GGUFLayout(permuted=True, permuted_biases=False),
     "phi2": GGUFLayout({"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
     "granitemoe": GGUFLayout(
         {

@@ -69,6 +69,20 @@ def test_qwen():
     assert qwen3.attention[0].qk_norm and qwen3.attention[0].head_dim == 32
 
 
+def test_biases_are_those_that_the_file_has():
+    """GLM-4-0414 has them in some of its sizes; the metadata of both are alike."""
+
+    def biases(architecture: str, *biased: str, **changes) -> tuple[bool, bool, bool]:
+        config = read_gguf(metadata(architecture, **changes), biased=biased)
+        return config.attention[1].bias, config.attention[1].output_bias, config.mlp_bias
+
+    assert read_gguf(metadata("glm4")).attention[0].bias and biases("glm4") == (False, False, False)
+    assert biases("glm4", "attn_q", "attn_k", "attn_v") == (True, False, False)
+    assert biases("llama", "attn_v", "attn_output", "attn_norm") == (True, True, False)
+    assert biases("llama", "ffn_down", "ffn_gate_exps") == (False, False, True)
+    assert biases("phi2", "attn_qkv", attention__layer_norm_epsilon=1e-5) == (True, False, False)
+
+
 def test_rope_scaling():
     linear = read_gguf(metadata(rope__scaling__type="linear", rope__scaling__factor=2.0))
     assert linear.attention[0].rope.scaling == RopeScaling("linear", 2.0)

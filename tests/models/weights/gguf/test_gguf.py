@@ -157,6 +157,7 @@ def test_query_and_key_rows_of_llama_files_are_put_back(opened, part, rows, head
     name = f"model.layers.0.self_attn.{part}_proj"
     np.testing.assert_array_equal(file.read(f"{name}.weight"), weight)
     np.testing.assert_array_equal(file.read(f"{name}.bias"), bias)
+    assert file.biased == {f"attn_{part}"}
 
 
 @pytest.mark.parametrize("chunk", [1, 300, 1 << 18])
@@ -175,15 +176,18 @@ def test_parts_are_cut_out_of_the_whole(opened, monkeypatch, chunk):
     np.testing.assert_array_equal(file.read(names[2], slice(1, 3), slice(30, 70)), head[1:3, 30:70])
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_rows_of_other_architectures_stay(opened, architecture):
-    entry, values = tensor("blk.0.attn_q.weight", 32, 8)
+@pytest.mark.parametrize(
+    ("architecture", "kind", "shape"),
+    [("qwen2", "weight", (32, 8)), ("qwen3", "weight", (32, 8)), ("olmo", "bias", (32,))],
+)
+def test_rows_of_other_architectures_stay(opened, architecture, kind, shape):
+    entry, values = tensor(f"blk.0.attn_q.{kind}", *shape)
     metadata = {
         "general.architecture": (STRING, architecture),
         f"{architecture}.attention.head_count": (U32, 4),
     }
     file = opened(gguf_bytes(metadata, [entry]))
-    np.testing.assert_array_equal(file.read("model.layers.0.self_attn.q_proj.weight"), values)
+    np.testing.assert_array_equal(file.read(f"model.layers.0.self_attn.q_proj.{kind}"), values)
 
 
 def test_unpermute_rows_by_hand():
