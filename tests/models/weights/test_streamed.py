@@ -278,15 +278,15 @@ def test_faults_of_what_is_split_name_what_was_given(model, end, is_held):
         "floating": own.astype(np.int32),
         "twice": own,
     }
-    for scheme in ("int8",) if model == "mixtral_tied" else (None,):
-        built = build_model(read_folder(folder), Build("float32", **({"scheme": rounded(scheme)} if scheme else {})))
-        for (fault, array), chunk_bytes in product(changes.items(), (None, 4096)):
-            pairs = [(key, array if key == name else each) for key, each in tensors.items()]
-            pairs = [(key, each) for key, each in pairs if each is not None] + [(name, own)] * (fault == "twice")
-            with pytest.raises(ModelFileError) as error:
-                load_streamed([(built, None)], pairs, chunk_bytes=chunk_bytes)
-            found = [(error.value.where, error.value.what), *error.value.others]
-            assert [each for each, _ in found] == [name] and fault in found[0][1], (fault, chunk_bytes, found)
+    build = Build("float32", scheme=rounded("int8")) if model == "mixtral_tied" else Build("float32")
+    built = build_model(read_folder(folder), build)
+    for (fault, array), chunk_bytes in product(changes.items(), (None, 4096)):
+        pairs = [(key, array if key == name else each) for key, each in tensors.items()]
+        pairs = [(key, each) for key, each in pairs if each is not None] + [(name, own)] * (fault == "twice")
+        with pytest.raises(ModelFileError) as error:
+            load_streamed([(built, None)], pairs, chunk_bytes=chunk_bytes)
+        found = [(error.value.where, error.value.what), *error.value.others]
+        assert [each for each, _ in found] == [name] and fault in found[0][1], (fault, chunk_bytes, found)
 
 
 def test_arrays_that_are_given_up_are_deleted_when_they_have_been_loaded():
