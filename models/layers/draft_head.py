@@ -139,6 +139,9 @@ class DraftHeadSource(WrappedSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._columns.shape if name == _COLUMNS else self._source.shape(self._stored[name])
 
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return ("d2t" if name == _COLUMNS else self._stored.get(name, name),)
+
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         return self._columns[rows] if name == _COLUMNS else self._source.read(self._stored[name], rows, columns)
 

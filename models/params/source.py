@@ -205,7 +205,7 @@ class WeightSource(Protocol):
 
 class WrappedSource:
     """Base of WeightSources that are views of another one, with the same path, names and shapes unless a subclass
-    overrides them. Subclasses define `read`.
+    overrides them. Subclasses define `read`, and `held_in` if their tensors are not those of the other source.
     """
 
     def __init__(self, source: WeightSource):
@@ -221,6 +221,24 @@ class WrappedSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
 
+    def held_in(self, name: str) -> tuple[str, ...]:
+        """Return the names of the wrapped source's tensors that have the numbers of the tensor `name`, at least one."""
+        return (name,)
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the checkpoint's own tensors that have the numbers of the tensor `name`, at least one;
+        `name` itself if there is no such tensor.
+        """
+        found = (each for held in self.held_in(name) for each in stored_names(self._source, held))
+        return tuple(dict.fromkeys(found))
+
     def close(self) -> None:
         """Close the wrapped source."""
         self._source.close()
+
+
+def stored_names(source: WeightSource, name: str) -> tuple[str, ...]:
+    """Return the names that a checkpoint itself has for the tensor `name` of `source`, which may be a view of it: one,
+    several if the view joins tensors, or `name` itself if there is no such tensor.
+    """
+    return source.stored_names(name) if isinstance(source, WrappedSource) else (name,)

@@ -26,6 +26,7 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource
+from jaxengine.models.params.stored_names import StoredNames, fault_in
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.weights.assembly import Assembly
 from jaxengine.models.weights.huge_pages import HugePages
@@ -145,7 +146,7 @@ def check_headers(model_abstract: CausalLM, source: WeightSource, *, kinds: bool
             if fault := _kind_fault(param.dtype, stored.read(name, slice(0, 0)).dtype):
                 faults.setdefault(name, fault)
     if faults:
-        (name, text), *others = faults.items()
+        (name, text), *others = StoredNames(stored).faults(faults.items())
         raise ModelFileError(source.path, text, name, others=others)
 
 
@@ -193,7 +194,7 @@ def add_tensors(
 def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> None:
     """Raise ModelFileError unless the tensor `name` has the expected shape."""
     if (shape := tuple(source.shape(name))) != expected:
-        raise ModelFileError(source.path, f"shape must be {expected}, got {shape}", name)
+        raise fault_in(source, name, f"shape must be {expected}, got {shape}")
 
 
 def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredParam] | None = None) -> WeightSource:
@@ -311,15 +312,15 @@ class _Loader:
         """
         first, last = int(rows.min()), int(rows.max()) + 1
         index = (slice(first, last), *columns)
-        array, path, expected = self.source.read(name, *index), self.source.path, _lengths(index)
+        array, expected = self.source.read(name, *index), _lengths(index)
         if array.shape != expected:
-            raise ModelFileError(path, f"was announced with shape {expected}, but has {array.shape}", name)
+            raise fault_in(self.source, name, f"was announced with shape {expected}, but has {array.shape}")
         if fault := _kind_fault(dtype, array.dtype):
-            raise ModelFileError(path, fault, name)
+            raise fault_in(self.source, name, fault)
         if array.dtype == np.int64 and not np.array_equal(array, array.astype(np.int32)):
-            raise ModelFileError(path, "a weight must hold integers of 32 bits, some have more", name)
+            raise fault_in(self.source, name, "a weight must hold integers of 32 bits, some have more")
         if self.tied_copy and name == EMBEDDING and not np.array_equal(array, self.source.read(HEAD, *index)):
-            raise ModelFileError(path, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
+            raise fault_in(self.source, HEAD, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true")
         return array if (np.diff(rows) == 1).all() else array[rows - first]
 
 
@@ -388,7 +389,7 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
         elif not is_unread(model, name) and not _is_zero_bias(source, name):
             faults.append((name, "the model has no use for this tensor"))
     if faults:
-        (name, text), *others = faults
+        (name, text), *others = StoredNames(source).faults(faults)
         raise ModelFileError(source.path, text, name, others=others)
     if rope_factors:
         _check_rope_factors(source, model, rope_factors)

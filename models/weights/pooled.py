@@ -97,6 +97,9 @@ class _Linear(WrappedSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(self._stored)
 
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return (self._stored,)
+
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         return self._source.read(self._stored, rows, columns)
 

@@ -21,6 +21,7 @@ from jaxengine.runner.weights.weight_names import WeightUpdateError
 
 MAX_PIECE_BYTES = 32 << 20  # most bytes of a tensor in one message; the channel takes twice as much
 _DEFAULT_PIECE_BYTES = 16 << 20
+Fault = tuple[str, str]  # a tensor's name, and what is wrong
 _keys = itertools.count(1)
 
 
@@ -107,14 +108,15 @@ class Spread:
         self._orders.give("forget_weights", key=self.key)()
 
 
-def raise_faults(answers: Sequence[Answer]) -> None:
+def raise_faults(answers: Sequence[Answer], of_given: Callable[[list[Fault]], list[Fault]] = list) -> None:
     """Raise WeightUpdateError with all faulty tensors that other processes report or, if there are none, with the first
-    other error. Does nothing if no answer has an error.
+    other error. Does nothing if no answer has an error. of_given: function of faults that returns them under the names
+    that the caller knows.
     """
     failed = [each for each in answers if "error" in each.content]
     faults = [(name, f"{text} ({each.who})") for each in failed for name, text in each.content["faults"]]
     if faults:
-        raise WeightUpdateError.of(faults)
+        raise WeightUpdateError.of(of_given(faults))
     if failed:
         raise WeightUpdateError(f"the weights stay as they are: {failed[0].who}: {failed[0].content['error']}")
 

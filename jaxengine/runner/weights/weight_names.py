@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.arrays import as_array, fault_of, is_in_pieces, on_host, read_slice
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
@@ -114,24 +113,36 @@ def unwrapped(name: str) -> str:
 
 
 class GivenNames:
-    """Names under which tensors were given, without what module wrappers add. A call with a tensor's name adds it, and
-    returns it so.
-    """
+    """Names under which a trainer gave tensors, by their present names."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self._given: dict[str, str] = {}
 
-    def __call__(self, name: str) -> str:
-        self._names.append(unwrapped(name))
-        return self._names[-1]
+    def add(self, name: str, before: str) -> None:
+        """Store that the tensor `name` is the one that was called `before` until now."""
+        self._given[name] = self._given.get(before, before)
 
-    def faults(self, error: ModelFileError, name_of: Callable[[str], str]) -> list[tuple[str, str]]:
-        """Return the faults (tensor, what is wrong) of an error. Tensors that the model calls otherwise have the names
-        under which they were given. name_of: function from a checkpoint's names to the model's.
+    def following(self, name_of: Callable[[str], str]) -> Callable[[str], str]:
+        """Return `name_of`, a function from names to new names, with each of its results added."""
+
+        def followed(name: str) -> str:
+            new = name_of(name)
+            self.add(new, name)
+            return new
+
+        return followed
+
+    def of(self, faults: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return faults (tensor, what is wrong) with the given names of their tensors. What is wrong with a tensor that
+        the trainer's mapping renames or splits also says what it is for the model. Tensors that were not given keep
+        their names.
         """
-        names = {name_of(name): name for name in self._names} | {name: name for name in self._names}
-        faults = [(error.where or error.path, error.what), *error.others]
-        return [(names.get(name, name), what) for name, what in faults]
+        found = []
+        for name, what in faults:
+            given = self._given.get(name, name)
+            own = unwrapped(given)
+            found.append((given, what if own.endswith(name) or name.endswith(own) else f"{what}, as {name}"))
+        return found
 
 
 def with_names(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -180,6 +191,28 @@ def check_mapping(mapping: Any) -> None:
             raise RequestError(text, param="mapping", value=rule)
 
 
+def pairs_of(params: Any) -> Iterable[Any]:
+    """Return the items of a mapping, or any other iterable unchanged. Raises WeightUpdateError for other objects."""
+    if not isinstance(params, Mapping | Iterable):
+        raise WeightUpdateError(
+            f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
+        )
+    return params.items() if isinstance(params, Mapping) else params
+
+
+def refuse_chunks(chunk_bytes: int | None) -> None:
+    """Raise RequestError unless chunk_bytes is None: a folder in device layout cannot be read in chunks."""
+    if chunk_bytes is not None:
+        text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
+        raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
+
+
+def refuse_mapping(mapping: Any) -> None:
+    """Raise WeightUpdateError for a non-empty mapping; called for forms of params whose names it cannot change."""
+    if mapping:
+        raise WeightUpdateError("mapping renames tensors that are given by name; this form of params has fixed names")
+
+
 def _is_changed(rule: Any) -> bool:
     """Whether a rule is a tuple or list (name, axes or None) or (name, axes or None, function or None)."""
     if not (isinstance(rule, tuple | list) and len(rule) in (2, 3) and isinstance(rule[0], str)):
@@ -191,17 +224,22 @@ def _is_changed(rule: Any) -> bool:
 
 
 def renamed(
-    pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False, lazily: bool = False
+    pairs: Iterable[Any],
+    mapping: Mapping[str, Renamed],
+    *,
+    donate: bool = False,
+    lazily: bool = False,
+    given: GivenNames | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield (Hugging Face name, array) for pairs of a trainer's names and arrays.
 
     pairs: (name, array). A name that `mapping` lacks stays as it is. donate: delete a jax array once it has been
     converted to other arrays; one that is yielded itself is not deleted. lazily: split an array of several layers one
-    layer at a time; with `donate` it is deleted after the last one. Raises WeightUpdateError for an item that is not a
-    pair, for axes that do not fit, for an array that ScannedLayers cannot split, and, after everything has been
-    yielded, for names of `mapping` that did not occur. Errors of functions in `mapping` are raised.
+    layer at a time; with `donate` it is deleted after the last one. given: gets the names. Raises WeightUpdateError for
+    an item that is not a pair, for axes that do not fit, for an array that ScannedLayers cannot split, and, after
+    everything has been yielded, for names of `mapping` that did not occur. Errors of functions in `mapping` are raised.
     """
-    unused = set(mapping)
+    unused, given = set(mapping), GivenNames() if given is None else given
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise WeightUpdateError(f"params must be pairs of a name and an array, got {str(pair)[:100]}")
@@ -209,7 +247,10 @@ def renamed(
         unused.discard(name)
         rule = mapping.get(name, name)
         if lazily and isinstance(rule, ScannedLayers):
-            yield from rule.split(name, array)
+            for target, layer in rule.split(name, array):
+                given.add(target, name)
+                yield target, layer
+                del layer
             if donate and isinstance(array, jax.Array):
                 array.delete()
             del array, pair
@@ -223,6 +264,8 @@ def renamed(
             jax.block_until_ready([each for _, each in new if isinstance(each, jax.Array)])
             array.delete()
         del array, pair  # the consumer may hold the only reference
+        for target in [target for target, _ in new]:
+            given.add(target, name)
         while new:
             yield new.pop(0)
     if unused:

@@ -45,7 +45,11 @@ from jaxengine.runner.weights.weight_names import (
     WeightUpdateError,
     check_chunk_bytes,
     check_mapping,
+    pairs_of,
+    refuse_chunks,
+    refuse_mapping,
     renamed,
+    unwrapped,
     with_names,
 )
 from jaxengine.scheduler.base.errors import RequestError
@@ -161,16 +165,16 @@ def read_weights(
     if isinstance(params, nnx.Module | nnx.State):
         raise WeightUpdateError("an engine of several processes has no tree of its own: give tensors by name")
     _stages(runner, target)
-    spread, shared = Spread(runner), {"strict": strict, "chunk_bytes": chunk_bytes}
+    spread, given, shared = Spread(runner), GivenNames(), {"strict": strict, "chunk_bytes": chunk_bytes}
     try:
         if isinstance(params, str | os.PathLike):
             answers = spread.begin(os.path.abspath(os.fsdecode(params)), **shared)
             new = read_here(runner, params, options, stop=stop, spread=spread)
         else:
             spread.begin(None, **shared)()
-            new = read_here(runner, params, options, spread=spread)
+            new = read_here(runner, params, options, spread=spread, given=given)
             answers = spread.end()
-        raise_faults(answers())
+        raise_faults(answers(), given.of)
     except BaseException:
         spread.forget()
         raise
@@ -185,9 +189,11 @@ def read_here(
     *,
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
+    given: GivenNames | None = None,
 ) -> NewWeights:
     """Read this process's parts of new weights, and put them on its devices; the engine does not change. params,
     options, stop: arguments of `read_weights`. spread: sends tensors by name to other processes; None for one process.
+    given: gets the names of tensors by name.
     Raises RequestError for a target or chunk_bytes that does not apply; WeightUpdateError for weights that do not fit,
     a mapping or donate that does not apply, no tensor of this model, and a sleeping engine without all weights.
     """
@@ -196,28 +202,29 @@ def read_here(
     if donate and isinstance(params, str | os.PathLike):
         raise WeightUpdateError("donate deletes jax arrays, and a folder has none")
     stages = _stages(runner, target)
-    head, given = None if target == "model" else _head(runner, stages[0], strict), GivenNames()
+    head, given = None if target == "model" else _head(runner, stages[0], strict), given or GivenNames()
     try:
         if isinstance(params, nnx.Module | nnx.State):
-            _refuse_mapping(mapping)
+            refuse_mapping(mapping)
             found = [_own_tree(stage, len(stages), params, strict, donate, chunk_bytes) for stage in stages]
         elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
-            _refuse_mapping(mapping)
-            _refuse_chunks(chunk_bytes)
+            refuse_mapping(mapping)
+            refuse_chunks(chunk_bytes)
             found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]
         elif isinstance(params, str | os.PathLike):
-            _refuse_mapping(mapping)
+            refuse_mapping(mapping)
             found = _of_folder(stages, Path(params), strict, chunk_bytes, stop, head)
         elif head is not None:
-            tensors = with_names(given, renamed(_pairs(params), mapping or {}))
+            tensors = with_names(given.following(unwrapped), renamed(pairs_of(params), mapping or {}, given=given))
             found = _of_head(stages, head, tensors, strict, donate, chunk_bytes)
         else:
-            named = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
-            tensors = with_names(given, named)
+            lazily = chunk_bytes is not None
+            named = renamed(pairs_of(params), mapping or {}, donate=donate, lazily=lazily, given=given)
+            tensors = with_names(given.following(unwrapped), named)
             tensors = tensors if spread is None else spread.sending(tensors, chunk_bytes)
-            found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
+            found = _of_tensors(stages, tensors, given, strict, donate, chunk_bytes)
     except ModelFileError as error:
-        raise WeightUpdateError.of(given.faults(error, stages[0].model.checkpoint_names.renamed)) from error
+        raise WeightUpdateError.of(given.of([(error.where or error.path, error.what), *error.others])) from error
     new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft", spread=spread)
     for stage, own in zip(stages, found, strict=True):
         if any(
@@ -236,7 +243,7 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a ModelFileError that `read`
     raises, and other errors of `read`.
     """
-    tensors, faults = _collected(renamed(_pairs(params), {}))
+    tensors, faults = _collected(renamed(pairs_of(params), {}))
     try:
         new = read(ArraySource(tensors))
     except ModelFileError as error:
@@ -288,15 +295,6 @@ def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
         raise RequestError(text, param="target", value=target)
     drafter: Any = runner.stages[-1].extensions["drafts"]
     return [_Stage(drafter.programs.model, drafter.programs.target.mesh, drafter.params)]
-
-
-def _pairs(params: Any) -> Iterable[Any]:
-    """Return the items of a mapping, or any other iterable unchanged. Raises WeightUpdateError for other objects."""
-    if not isinstance(params, Mapping | Iterable):
-        raise WeightUpdateError(
-            f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
-        )
-    return params.items() if isinstance(params, Mapping) else params
 
 
 class _StoppableSource(WrappedSource):
@@ -397,16 +395,17 @@ def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict
 def _of_tensors(
     stages: Sequence[_Stage],
     tensors: Iterable[tuple[str, Any]],
+    given: GivenNames,
     strict: bool,
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     """Read tensors onto the devices one by one, and return each stage's new arrays by leaf index. Arguments: see
-    `read_weights`. Raises ModelFileError or WeightUpdateError for tensors that do not fit or are not finite.
+    `read_here`. Raises ModelFileError or WeightUpdateError for tensors that do not fit or are not finite.
     """
     models, tensors = [each[:2] for each in stages], then_kept_maps(tensors, stages) if strict else tensors
     if stages[0].model.config.pooler is not None:
-        tensors = with_names(naming([model for model, _ in models]), tensors)
+        tensors = with_names(given.following(naming([model for model, _ in models])), tensors)
     states = load_streamed(models, tensors, partial=not strict, donate=donate, chunk_bytes=chunk_bytes)
     return _of_finite(stages, states)
 
@@ -432,10 +431,20 @@ def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -
             new[index] = array = loaded[path]
             old = stage.params[index]
             if (not overflowing or array.dtype in overflowing) and not is_finite(array):
-                raise WeightUpdateError.of([(_text(path), "has numbers that are not finite")])
+                raise WeightUpdateError.of([_not_finite(stage.model, path, array.dtype)])
             assert (array.shape, array.dtype, array.format) == (old.shape, old.dtype, old.format), path
     jax.block_until_ready(list(new.values()))
     return new
+
+
+def _not_finite(model: Any, path: tuple[Any, ...], dtype: Any) -> tuple[str, str]:
+    """Return the fault of a weight whose numbers are not finite in `dtype`, under the name of its first tensor, with
+    the others that it joins.
+    """
+    tensors = [each.name for param in declared_params(model) if param.path == path for each in param.decl.sources]
+    first, *others = tensors or [_text(path)]
+    more = f", or {', '.join(others)} has" if others else ""
+    return first, f"has numbers that are not finite in {dtype}{more}"
 
 
 def _own_tree(
@@ -480,19 +489,6 @@ def _own_tree(
             if donate:
                 array.delete()
     return new
-
-
-def _refuse_chunks(chunk_bytes: int | None) -> None:
-    """Raise RequestError unless chunk_bytes is None: a folder in device layout cannot be read in chunks."""
-    if chunk_bytes is not None:
-        text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
-        raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
-
-
-def _refuse_mapping(mapping: Any) -> None:
-    """Raise WeightUpdateError for a non-empty mapping; called for forms of params whose names it cannot change."""
-    if mapping:
-        raise WeightUpdateError("mapping renames tensors that are given by name; this form of params has fixed names")
 
 
 def _text(path: tuple[Any, ...]) -> str:

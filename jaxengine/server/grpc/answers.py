@@ -84,8 +84,8 @@ class AnswerWriter:
 
     def _sequence(self, completion: CompletionOutput) -> pb.SequenceOutput:
         """Return the message of one of a request's n outputs, or of its new part: text, token ids and scores if they
-        were requested, captured activations, and the reason of its end if it has ended. Adds its tokens to the counts,
-        so call it once for each part.
+        were requested, captured activations, sampling masks, and the reason of its end if it has ended. Adds its tokens
+        to the counts, so call it once for each part.
         """
         index, new = completion.index, completion.token_ids
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(new)
@@ -97,6 +97,8 @@ class AnswerWriter:
         if self._wanted.token_ids:
             message.token_ids.extend(new)
         _write_scores(message, completion.logprobs or (), self._wanted.logprobs, self._wanted.candidates)
+        if completion.sampling_mask is not None:
+            message.sampling_mask.extend(pb.SamplingMask(token_ids=ids) for ids in completion.sampling_mask.token_ids)
         if completion.finish_reason is not None:
             message.finish_info.CopyFrom(self._finish_info(completion))
         return message

@@ -52,8 +52,7 @@ SAMPLING_FIELDS = {
     "response.skip_special_tokens": "skip_special_tokens",
     "response.spaces_between_special_tokens": "spaces_between_special_tokens",
     "response.logprob_token_ids": "logprob_token_ids",
-    "response.capture": "capture",
-    "response.return_hidden_states": "return_hidden_states",
+    **{f"response.{name}": name for name in ("capture", "return_hidden_states", "return_sampling_mask")},
 }
 GROUPS = ("sampling", "decoding", "stopping", "response")
 # Parameter -> field that errors about it name.

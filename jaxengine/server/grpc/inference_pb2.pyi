@@ -115,7 +115,7 @@ class StoppingCriteria(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., include_stop_strings: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("prompt_token_ids", "prompt_logprobs", "prompt_candidates", "output_text", "output_token_ids", "output_logprobs", "output_candidates", "skip_special_tokens", "spaces_between_special_tokens", "logprob_token_ids", "capture", "return_hidden_states")
+    __slots__ = ("prompt_token_ids", "prompt_logprobs", "prompt_candidates", "output_text", "output_token_ids", "output_logprobs", "output_candidates", "skip_special_tokens", "spaces_between_special_tokens", "logprob_token_ids", "capture", "return_hidden_states", "return_sampling_mask")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class ResponseOptions(_message.Message):
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
     RETURN_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    RETURN_SAMPLING_MASK_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: bool
     prompt_logprobs: bool
     prompt_candidates: CandidateTokens
@@ -140,7 +141,8 @@ class ResponseOptions(_message.Message):
     logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
     capture: _containers.RepeatedScalarFieldContainer[str]
     return_hidden_states: bool
-    def __init__(self, prompt_token_ids: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_candidates: _Optional[_Union[CandidateTokens, _Mapping]] = ..., output_text: _Optional[bool] = ..., output_token_ids: _Optional[bool] = ..., output_logprobs: _Optional[bool] = ..., output_candidates: _Optional[_Union[CandidateTokens, _Mapping]] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., capture: _Optional[_Iterable[str]] = ..., return_hidden_states: _Optional[bool] = ...) -> None: ...
+    return_sampling_mask: bool
+    def __init__(self, prompt_token_ids: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_candidates: _Optional[_Union[CandidateTokens, _Mapping]] = ..., output_text: _Optional[bool] = ..., output_token_ids: _Optional[bool] = ..., output_logprobs: _Optional[bool] = ..., output_candidates: _Optional[_Union[CandidateTokens, _Mapping]] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., capture: _Optional[_Iterable[str]] = ..., return_hidden_states: _Optional[bool] = ..., return_sampling_mask: _Optional[bool] = ...) -> None: ...
 
 class KVCacheParameters(_message.Message):
     __slots__ = ("bypass_prefix_cache", "cache_salt")
@@ -261,7 +263,7 @@ class PromptInfo(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., candidate_tokens: _Optional[_Iterable[_Union[CandidateTokenInfo, _Mapping]]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("index", "text", "num_tokens", "token_ids", "logprobs", "ranks", "candidate_tokens", "finish_info", "captured")
+    __slots__ = ("index", "text", "num_tokens", "token_ids", "logprobs", "ranks", "candidate_tokens", "finish_info", "captured", "sampling_mask")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +273,7 @@ class SequenceOutput(_message.Message):
     CANDIDATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_INFO_FIELD_NUMBER: _ClassVar[int]
     CAPTURED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_MASK_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     num_tokens: int
@@ -280,7 +283,14 @@ class SequenceOutput(_message.Message):
     candidate_tokens: _containers.RepeatedCompositeFieldContainer[CandidateTokenInfo]
     finish_info: FinishInfo
     captured: bytes
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., candidate_tokens: _Optional[_Iterable[_Union[CandidateTokenInfo, _Mapping]]] = ..., finish_info: _Optional[_Union[FinishInfo, _Mapping]] = ..., captured: _Optional[bytes] = ...) -> None: ...
+    sampling_mask: _containers.RepeatedCompositeFieldContainer[SamplingMask]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., candidate_tokens: _Optional[_Iterable[_Union[CandidateTokenInfo, _Mapping]]] = ..., finish_info: _Optional[_Union[FinishInfo, _Mapping]] = ..., captured: _Optional[bytes] = ..., sampling_mask: _Optional[_Iterable[_Union[SamplingMask, _Mapping]]] = ...) -> None: ...
+
+class SamplingMask(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CandidateTokenInfo(_message.Message):
     __slots__ = ("tokens",)

@@ -36,7 +36,7 @@ from jaxengine.server.http.responses.protocol import ResponsesRequest, as_respon
 
 # Fields of SamplingParams that /inference/v1/generate sets itself.
 _ITS_OWN = frozenset(("detokenize", "output_kind"))
-_DEFAULTS = SamplingParams(return_sampling_mask=False)  # that of requests for text
+_DEFAULTS = SamplingParams()
 
 
 class Rendered(Answer):
@@ -54,14 +54,17 @@ class Rendered(Answer):
     priority: int | None
 
 
-def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+def sampling_fields(params: SamplingParams, *, has_masks: bool) -> dict[str, Any]:
     """Return the fields of `params` that are not their defaults as JSON values, as GenerateSampling takes them. Raises
     RequestError for one that GenerateSampling does not have, with the name of the request's field.
+
+    has_masks: whether the engine returns sampling masks unless a request says otherwise.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
         name, value = field.name, getattr(params, field.name)
-        if name in _ITS_OWN or value == getattr(_DEFAULTS, name):
+        default = (None, False) if name == "return_sampling_mask" and not has_masks else (getattr(_DEFAULTS, name),)
+        if name in _ITS_OWN or value in default:
             continue
         if name not in GenerateSampling.model_fields or name in GenerateSampling.refused:
             if name == "stop_after":
@@ -90,17 +93,19 @@ def _impossible(field: str, why: str = "") -> RequestError:
     )
 
 
-def _shared(body: GenerationRequest, asked: GenerationRequest, model: str, params: SamplingParams) -> dict[str, Any]:
+def _shared(
+    body: GenerationRequest, asked: GenerationRequest, model: str, params: SamplingParams, has_masks: bool
+) -> dict[str, Any]:
     """Return the fields of a Rendered that are the same for all prompts of a request; max_tokens is only among the
     sampling parameters if it is not their default.
 
-    asked: the request as it came, of which `body` is the equivalent. Raises RequestError for echo and a beam search,
-    and for fields that generate does not have.
+    asked: the request as it came, of which `body` is the equivalent. has_masks: see `sampling_fields`. Raises
+    RequestError for echo and a beam search, and for fields that generate does not have.
     """
     for field in ("use_beam_search", "echo"):
         if getattr(body, field):
             raise _impossible(field)
-    sampling = sampling_fields(params)
+    sampling = sampling_fields(params, has_masks=has_masks)
     extra = dict(sampling.pop("extra_args", None) or {})
     extra.pop("kv_transfer_params", None)
     return {
@@ -148,7 +153,7 @@ async def _conversation(
     name, stream = asked.register(prefix, request), bool(asked.stream)
     run = ChatRun(server, body, name, asked.options(request, config, lora), is_stream=stream)
     await run.prepare()
-    shared = _shared(body, asked, model, run.params)
+    shared = _shared(body, asked, model, run.params, engine.inputs.config.return_sampling_mask)
     longest = engine.inputs.config.max_model_len
     return json_response(_rendered(shared, field, name, run.prompt, run.params, longest))
 
@@ -214,7 +219,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         name = body.register("cmpl", request)
         run = CompletionRun(engine, config, body, name, model, body.options(request, config, lora))
         await run.read_prompts(encoder)
-        shared, number = _shared(body, body, model, run.params), len(run.prompts)
+        has_masks, number = engine.inputs.config.return_sampling_mask, len(run.prompts)
+        shared = _shared(body, body, model, run.params, has_masks)
         if (size := number * len(encode_json(shared))) > config.max_request_bytes and number > 1:
             problem = f"prompt holds {number} prompts, for each of which the other fields are repeated: {size} bytes"
             raise RequestError(f"{problem}; allowed: {config.max_request_bytes} (max_request_bytes)", param="prompt")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from pydantic import model_validator
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.inputs import InputProcessor
@@ -18,28 +19,54 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.answer.sse import answer, json_response
-from jaxengine.server.http.generate import GenerateRequest, last_output
+from jaxengine.server.http.generate import GenerateRequest, GenerateSampling, last_output
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.json_logprobs import json_logprob
 from jaxengine.server.http.request.limits import JsonRoute
 
 
+class SkyRLSampling(GenerateSampling):
+    """Fields of GenerateSampling that SkyRL's answers have a place for.
+
+    logprobs: at most 1, as only those of the sampled tokens are returned.
+    """
+
+    refused = {
+        **GenerateSampling.refused,
+        **dict.fromkeys(("prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids", "stream_interval"), ()),
+        "return_sampling_mass": (False,),
+    }
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        """Return these parameters. Raises RequestError for log-probabilities of other tokens than the sampled ones."""
+        if self.logprobs not in (None, 0, 1):
+            raise RequestError(f"logprobs is {self.logprobs}; allowed: null, 0 and 1", param="sampling_params.logprobs")
+        return self
+
+
 class SkyRLRequest(GenerateRequest):
-    """A prompt as token ids, as SkyRL's clients send it.
+    """A prompt as token ids, as SkyRL's clients send it. What their answers have no place for is refused.
 
     Attributes:
       return_sample_support: also return the tokens that could have been sampled; without it, only as
         `sampling_params` says.
     """
 
+    refused = {
+        **GenerateRequest.refused,
+        "kv_transfer_params": (),
+        **dict.fromkeys(("return_token_ids", "stream"), (False,)),
+        "stream_options": (),
+    }
+
+    sampling_params: SkyRLSampling  # pyright: ignore[reportIncompatibleVariableOverride]
     return_sample_support: bool | None = None
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
         """Return the engine's sampling parameters: those of GenerateRequest, with sampling masks only if they are
-        requested. Raises RequestError for a value that is not allowed, and for a stream, which SkyRL does not have.
+        requested. Raises RequestError for a value that is not allowed.
         """
-        if self.stream:
-            raise RequestError("stream is true; allowed: false", param="stream", value=True)
         params = super().params(inputs, config)
         asked = self.return_sample_support
         params.return_sampling_mask = bool(params.return_sampling_mask if asked is None else asked)

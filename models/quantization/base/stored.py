@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource
+from jaxengine.models.params.stored_names import fault_in
 from jaxengine.pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0
 
 Shape = tuple[int, ...]
@@ -100,10 +101,10 @@ class StoredModule(NamedTuple):
         return array.astype(np.float32)
 
     def fail(self, kind: str, text: str) -> ModelFileError:
-        """Return, for the caller to raise, the error that the module's tensor `kind` has the fault described by
-        `text`.
+        """Return, for the caller to raise, the error that the module's tensor `kind`, by the checkpoint's own name, has
+        the fault described by `text`.
         """
-        return ModelFileError(self.source.path, text, self.tensor(kind))
+        return fault_in(self.source, self.tensor(kind), text)
 
 
 class Stored(Protocol):

@@ -65,7 +65,7 @@ class AdapterTensors:
         """
         names = [self.tensor(module, end) for end in ENDS]
         first, second = (self._read(name, shape) for name, shape in zip(names, (a, b), strict=True))
-        return self._finite(module, first, 1.0), self._finite(module, second, scale)
+        return self._finite(names[0], first, 1.0), self._finite(names[1], second, scale)
 
     def _read(self, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a tensor as float32. Raises ModelFileError for another shape, and for integers."""
@@ -77,14 +77,14 @@ class AdapterTensors:
             raise ModelFileError(self.path, f"must hold floating-point numbers, got {array.dtype}", tensor)
         return array.astype(np.float32, copy=False)
 
-    def _finite(self, name: str, matrix: np.ndarray, scale: float) -> np.ndarray:
-        """Return `matrix` multiplied by `scale`, in the model's dtype. Raises ModelFileError, which names the module
-        `name`, if a number of the result is not finite.
+    def _finite(self, tensor: str, matrix: np.ndarray, scale: float) -> np.ndarray:
+        """Return `matrix`, the numbers of `tensor`, multiplied by `scale`, in the model's dtype. Raises ModelFileError
+        if a number of the result is not finite.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = (matrix * np.float32(scale)).astype(self._dtype, copy=False)
         if not np.isfinite(rounded.astype(np.float32, copy=False)).all():
-            raise ModelFileError(self.path, f"its matrices must be finite in {self._dtype}", name)
+            raise ModelFileError(self.path, f"must be finite in {self._dtype}, multiplied by {scale:g}", tensor)
         return rounded
 
 

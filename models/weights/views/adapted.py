@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.params.stored_names import fault_in
 
 _MIDDLE = ".parametrizations.weight."
 _ORIGINAL, _A, _B = (f"{_MIDDLE}{end}" for end in ("original", "0.lora_A", "0.lora_B"))
@@ -40,13 +40,13 @@ class AdaptedSource(WrappedSource):
     def _check(self, module: str, names: set[str], task: int) -> None:
         """Raise ModelFileError unless `module` has adapters in `names` that fit its matrix and include `task`."""
         if missing := {module + _A, module + _B} - names:
-            raise ModelFileError(self.path, "is missing", min(missing))
+            raise fault_in(self._source, min(missing), "is missing")
         first, second = (self._source.shape(name) for name in self._factors(module))
         shape = self._source.shape(module + _ORIGINAL)
         fits = len(first) == len(second) == 3 and (first[1], second[2], first[2]) == (*shape, second[1])
         if not fits or not task < min(first[0], second[0]):
             text = f"must be adapters of {task + 1} tasks or more for a matrix {shape}, got {first} and {second}"
-            raise ModelFileError(self.path, text, module + _A)
+            raise fault_in(self._source, module + _A, text)
 
     def _factors(self, module: str) -> tuple[str, str]:
         """Return the checkpoint's names of the two factors of a module's adapters, first [tasks, out, rank], then
@@ -65,6 +65,9 @@ class AdaptedSource(WrappedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(self._stored[name])
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return (self._stored.get(name, name),)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored = self._stored[name]

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, ExpertRows, WeightSource, WrappedSource
+from jaxengine.models.params.stored_names import fault_in
 
 _MODULE = ".experts.mlp."
 
@@ -31,7 +31,7 @@ class ExpertRowsSource(WrappedSource):
                 continue
             shape = source.shape(name)
             if len(shape) != 2 or shape[0] % num_experts:
-                raise ModelFileError(self.path, f"must be a matrix with the rows of {num_experts}, got {shape}", name)
+                raise fault_in(source, name, f"must be a matrix with the rows of {num_experts} experts, got {shape}")
             size = shape[0] // num_experts
             for expert in range(num_experts):
                 rows = expert * size, (expert + 1) * size
@@ -45,6 +45,9 @@ class ExpertRowsSource(WrappedSource):
         shape = self._source.shape(stored)
         shape = (end - first, *shape[1:]) if end else shape
         return shape[::-1] if turned else shape
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return (self._parts[name][0],) if name in self._parts else (name,)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored, first, end, turned = self._parts[name]

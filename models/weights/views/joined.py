@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource, stored_names
 
 
 class JoinedSource(WrappedSource):
@@ -26,6 +26,10 @@ class JoinedSource(WrappedSource):
     def shape(self, name: str) -> tuple[int, ...]:
         source, own = self._of(name)
         return source.shape(own)
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        source, own = self._of(name)
+        return stored_names(source, own)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         source, own = self._of(name)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource, WrappedSource
+from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource, WrappedSource, stored_names
+from jaxengine.models.params.stored_names import fault_in
 
 Spans = list[tuple[str, slice]]  # rows of stored tensors, each by its name
 
@@ -39,10 +39,10 @@ class JoinedRowsSource(WrappedSource):
             total = sum(shapes[part][0] for part in parts)
             if parts and source.shape(name)[:1] != (total,):
                 text = f"must have the {total} rows of {', '.join(parts)}, got shape {source.shape(name)}"
-                raise ModelFileError(source.path, text, name)
+                raise fault_in(source, name, text)
             spans = _cut(self._whole([name]), parts, shapes) if parts else {name: None}
             if twice := sorted(spans.keys() & self._spans.keys()):
-                raise ModelFileError(source.path, f"stands for {twice[0]}, as does another tensor", name)
+                raise fault_in(source, name, f"stands for {twice[0]}, as does {stored_names(self, twice[0])[0]}")
             self._spans |= spans
         for ends in set(names.joined.values()):
             for stem in [name.removesuffix(ends[0]) for name in stored if name.endswith(ends[0])]:
@@ -56,7 +56,7 @@ class JoinedRowsSource(WrappedSource):
                 for part in parts:
                     if not source.shape(part) or source.shape(part)[1:] != shapes[name][1:]:
                         text = f"must be rows of {name} {shapes[name]}, got shape {source.shape(part)}"
-                        raise ModelFileError(source.path, text, part)
+                        raise fault_in(source, part, text)
                 self._spans = {other: spans for other, spans in self._spans.items() if other not in parts}
                 self._spans[name] = self._whole(parts)
 
@@ -71,6 +71,9 @@ class JoinedRowsSource(WrappedSource):
         if (spans := self._spans[name]) is None:
             return self._source.shape(name)
         return sum(own.stop - own.start for _, own in spans), *self._source.shape(spans[0][0])[1:]
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(stored for stored, _ in self._spans.get(name) or [(name, WHOLE)]))
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         if (spans := self._spans[name]) is None:
@@ -96,12 +99,12 @@ class AlternatingRowsSource(WrappedSource):
         for name in source.names():
             ends = next(((end, both) for end, both in alternating.items() if name.endswith(end)), None)
             if ends is not None and (source.shape(name) or (1,))[0] % 2:
-                raise ModelFileError(source.path, f"must have an even number of rows, got {source.shape(name)}", name)
+                raise fault_in(source, name, f"must have an even number of rows, got {source.shape(name)}")
             both = (
                 {name: None} if ends is None else {name.removesuffix(ends[0]) + end: i for i, end in enumerate(ends[1])}
             )
             if twice := sorted(both.keys() & self._rows.keys()):
-                raise ModelFileError(source.path, f"stands for {twice[0]}, as does another tensor", name)
+                raise fault_in(source, name, f"stands for {twice[0]}, as does {stored_names(self, twice[0])[0]}")
             self._rows |= {own: (name, index) for own, index in both.items()}
 
     def names(self) -> Iterable[str]:
@@ -111,6 +114,9 @@ class AlternatingRowsSource(WrappedSource):
         stored, index = self._rows[name]
         shape = self._source.shape(stored)
         return shape if index is None else (shape[0] // 2, *shape[1:])
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return (self._rows[name][0],) if name in self._rows else (name,)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored, index = self._rows[name]

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource
+from jaxengine.models.params.stored_names import fault_in
 from jaxengine.models.weights.views.renamed import NamedSource
 
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -130,7 +130,7 @@ class MistralSource(NamedSource):
             if rows := self._rows_of_heads(module, shape[0], heads):
                 self._head_dims[name] = rows
             elif rows is None:
-                raise ModelFileError(source.path, f"must have rows of {heads} heads of even size, got {shape}", stored)
+                raise fault_in(source, stored, f"must have rows of {heads} heads of even size, got {shape}")
 
     def _rows_of_heads(self, module: str, num_rows: int, heads: int) -> int | None:
         """Return the number of rows of each head in a tensor of `num_rows` rows of a module; 0 if each of its rows is

@@ -103,6 +103,13 @@ class QuantizedSource(WrappedSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name] if name in self._shapes else self._source.shape(name)
 
+    def held_in(self, name: str) -> tuple[str, ...]:
+        if name not in self._shapes:
+            return (name,)
+        scheme, module = self.modules[name.rpartition(".")[0]]
+        kinds = {**scheme.stored.tensors(module), **scheme.stored.optional(module)}
+        return tuple(module.tensor(kind) for kind in kinds if module.has(kind)) or (name,)
+
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         if name not in self._shapes:
             return self._source.read(name, rows, columns)
@@ -160,7 +167,7 @@ class QuantizedSource(WrappedSource):
             if not module.has(kind):
                 if kind in stored.tensors(module):
                     text = f"a tensor of {stored.format} is missing"
-                    raise ModelFileError(self.path, text, module.tensor(kind))
+                    raise module.fail(kind, text)
                 continue
             shape = tuple(self._source.shape(module.tensor(kind)))
             if shape not in shapes:

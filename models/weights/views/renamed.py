@@ -9,8 +9,16 @@ import ml_dtypes
 import numpy as np
 
 from jaxengine.models.config.altup import BLOCK, LISTED, SharedBlocks
-from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import INNER, MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
+from jaxengine.models.params.source import (
+    INNER,
+    MODEL,
+    WHOLE,
+    CheckpointNames,
+    WeightSource,
+    WrappedSource,
+    stored_names,
+)
+from jaxengine.models.params.stored_names import fault_in
 
 
 def is_of_block(name: str) -> bool:
@@ -32,7 +40,8 @@ class NamedSource(WrappedSource):
             if (name := name_of(stored)) is None:
                 continue
             if name in self._stored:
-                raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
+                text = f"stands for {name}, as does {stored_names(source, self._stored[name])[0]}"
+                raise fault_in(source, stored, text)
             self._stored[name] = stored
 
     def names(self) -> Iterable[str]:
@@ -40,6 +49,9 @@ class NamedSource(WrappedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(self._stored[name])
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return (self._stored.get(name, name),)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         return self._source.read(self._stored[name], rows, columns)
@@ -73,7 +85,7 @@ class RenamedSource(NamedSource):
         held = self._source.read(stored).astype(np.float32)
         is_one = held.size == 1 or (held.size and stored.endswith(tuple(names.filled)))
         if not is_one or not np.isin(held, (np.float32(value), np.float32(ml_dtypes.bfloat16(value)))).all():
-            raise ModelFileError(self.path, f"must hold {value} and nothing else, got {held.ravel()[:4]}", stored)
+            raise fault_in(self._source, stored, f"must hold {value} and nothing else, got {held.ravel()[:4]}")
         return True
 
     def stored_name(self, name: str) -> str:
@@ -159,8 +171,8 @@ class SharedBlocksSource(NamedSource):
         found = super().read(name, rows, columns)
         for copy in self._copies.get(name, ()):
             if not np.array_equal(self._source.read(copy, rows, columns), found):
-                text = f"differs from {self._stored[name]}, but these layers share one block"
-                raise ModelFileError(self.path, text, copy)
+                other = stored_names(self._source, self._stored[name])[0]
+                raise fault_in(self._source, copy, f"differs from {other}, but these layers share one block")
         return found
 
 

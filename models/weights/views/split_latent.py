@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.params.stored_names import fault_in
 
 _KEYS, _VALUES, _BOTH = ".k_b_proj.weight", ".v_b_proj.weight", ".kv_b_proj.weight"
 
@@ -34,7 +34,7 @@ class SplitLatentSource(WrappedSource):
             values = tuple(source.shape(stem + _VALUES)) if stem + _VALUES in self._names else ()
             if len(keys) != 3 or len(values) != 3 or keys[:2] != (values[0], values[2]) or stem + _BOTH in self._names:
                 text = f"must have keys [H, R, K] and values [H, V, R] of the same heads, got {keys} and {values}"
-                raise ModelFileError(self.path, text, name)
+                raise fault_in(source, name, text)
             self._split[stem + _BOTH] = (keys[0] * (keys[2] + values[1]), keys[1])
             del self._names[name], self._names[stem + _VALUES]
             self._names[stem + _BOTH] = None
@@ -44,6 +44,10 @@ class SplitLatentSource(WrappedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._split.get(name) or self._source.shape(name)
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        stem = name.removesuffix(_BOTH)
+        return (stem + _KEYS, stem + _VALUES) if name in self._split else (name,)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         if name not in self._split:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
+from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource, stored_names
+from jaxengine.models.params.stored_names import fault_in
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
 UP = "up_proj"  # of experts without a gate
@@ -127,6 +127,11 @@ class StackedSource(WrappedSource):
         part = self._parts[name]
         return self._source.shape(name) if part is None else part.shape
 
+    def held_in(self, name: str) -> tuple[str, ...]:
+        if (part := self._parts.get(name)) is None:
+            return (name,)
+        return (f"{part.stack}{part.kind}",) if part.kind in (BLOCKS, SCALES) else (part.stack,)
+
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         part = self._parts[name]
         if part is None:
@@ -160,13 +165,13 @@ class StackedSource(WrappedSource):
         if kind not in _KINDS:
             known = ", ".join(f"{stem}{each}" for each in (*_KINDS, SCALES))
             text = f"is not a tensor of stacked experts that can be read; allowed: {known}"
-            raise ModelFileError(self.path, text, name)
+            raise fault_in(self._source, name, text)
         rank, called = _KINDS[kind]
         shape = tuple(self._source.shape(name))
         if len(shape) != rank or shape[0] not in self._counts:
             what = "scales" if kind in (SCALE_INV, INPUT_SCALE) else "matrices or biases"
             text = f"must be a stack of the {what} of {self._counts[0]} experts, got shape {shape}"
-            raise ModelFileError(self.path, text, name)
+            raise fault_in(self._source, name, text)
         if kind == BLOCKS:
             self._check_scales(name.removesuffix(BLOCKS) + SCALES, shape)
         out, *inner = self._matrix(shape) if kind in ("", SCALE_INV) else shape[1:] or (1,)
@@ -176,7 +181,7 @@ class StackedSource(WrappedSource):
         # A single scale for all rows serves gate and up.
         share = out == 1 and kind in (SCALE_INV, INPUT_SCALE)
         if out % len(modules) and not share:
-            raise ModelFileError(self.path, f"gate and up must be equally many rows, got {out} between them", name)
+            raise fault_in(self._source, name, f"gate and up must be equally many rows, got {out} between them")
         interleaved = (self._stacked.interleaved or stem == ALTERNATING) and len(modules) == 2
         if kind == SCALE_INV and len(modules) == 2 and not share:
             self._check_border(name, f"{prefix}.0.{modules[0]}", out)
@@ -197,7 +202,8 @@ class StackedSource(WrappedSource):
         ModelFileError that is raised if another one of its tensors stands for `tensor` too.
         """
         if tensor in self._parts:
-            raise ModelFileError(self.path, f"stands for {tensor}, as does another tensor", stored)
+            text = f"stands for {tensor}, as does {stored_names(self, tensor)[0]}"
+            raise fault_in(self._source, stored, text)
         self._parts[tensor] = part
 
     def _matrix(self, stack: tuple[int, ...]) -> tuple[int, ...]:
@@ -224,7 +230,7 @@ class StackedSource(WrappedSource):
             or (rows // 2 % block[0] and num_blocks == -(-rows // block[0]))
         ):
             text = f"blocks of {block[0]} of the {rows} rows of gate and up have rows of both, which is not read"
-            raise ModelFileError(self.path, text, name)
+            raise fault_in(self._source, name, text)
 
     def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
         """Raise ModelFileError unless the scales `name` exist and fit the blocks of this shape: [E, rows, n] and [E,
@@ -233,7 +239,7 @@ class StackedSource(WrappedSource):
         scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None
         if blocks[3] != 16 or scales != blocks[:3]:
             text = f"MXFP4 must have blocks [E, rows, n, 16] and scales [E, rows, n], got {blocks} and {scales}"
-            raise ModelFileError(self.path, text, name)
+            raise fault_in(self._source, name, text)
 
     def _read_matrix(self, part: _Part, columns: slice) -> np.ndarray:
         """Return columns `columns` of an expert's [out, in] in the stack's orientation, [columns, all rows of the
@@ -257,7 +263,7 @@ class StackedSource(WrappedSource):
             scales = self._source.read(part.stack + SCALES, expert, rows)[0]
             if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
                 text = f"MXFP4 must be stored as U8, got {blocks.dtype} and {scales.dtype}"
-                raise ModelFileError(self.path, text, part.stack)
+                raise fault_in(self._source, part.stack + BLOCKS, text)
             self._last = key, mxfp4_values(blocks, scales)
         return self._last[1]
 

@@ -110,7 +110,7 @@ def test_a_running_request_goes_on(llm, tensors, expected, kv):
             {A.replace("layers.0", "layers.7"): np.zeros((8, 64))},
             {A[17:-14].replace("layers.0", "layers.7"): "no such"},
         ),
-        ({A: np.full((8, 64), np.inf, np.float32)}, {A[17:-14]: "finite"}),
+        ({A: np.full((8, 64), np.inf, np.float32)}, {A: "finite"}),
     ],
 )
 def test_all_or_none(llm, tensors, expected, change, faults):

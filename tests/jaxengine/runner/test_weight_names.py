@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from jaxengine import ScannedLayers
-from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.weights.formats.arrays import as_array, fault_of
-from jaxengine.runner.weights.weight_names import GivenNames, WeightUpdateError, renamed, unwrapped
+from jaxengine.runner.weights.weight_names import GivenNames, WeightUpdateError, renamed, unwrapped, with_names
 from tests.tables import each_row
 
 STACK = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
@@ -128,9 +126,19 @@ def test_tensors_of_torch_are_taken_without_a_copy(monkeypatch):
 
 
 def test_faults_have_the_names_that_were_given():
-    given, names = GivenNames(), CheckpointNames(prefixes=(("model.language_model.", "model."),))
-    for name in ("_orig_mod.model.language_model.norm.weight", "model.embed.weight", "lm_head.weight"):
-        assert given(name) == unwrapped(name)
-    faults = [("model.embed.weight", "shape"), ("model.layers.0.weight", "missing")]
-    error = ModelFileError("tensors", "kind", "model.norm.weight", others=faults)
-    assert given.faults(error, names.renamed) == [("model.language_model.norm.weight", "kind"), *faults]
+    """A tensor that the trainer's mapping renames or splits is named with what it is for the model."""
+    given, scanned = GivenNames(), ScannedLayers("model.layers.{layer}.up.weight")
+    for lazily in (False, True):
+        pairs = [("_orig_mod.model.embed.weight", STACK), ("scale", STACK[0]), ("up", STACK)]
+        rules: dict[str, Any] = {"scale": "model.norm.weight", "up": scanned}
+        tensors = with_names(given.following(unwrapped), renamed(pairs, rules, lazily=lazily, given=given))
+        assert [name for name, _ in tensors][:2] == ["model.embed.weight", "model.norm.weight"]
+    found = [
+        (name, "shape") for name in ("model.embed.weight", "model.norm.weight", "model.layers.1.up.weight", "other")
+    ]
+    assert given.of(found) == [
+        ("_orig_mod.model.embed.weight", "shape"),
+        ("scale", "shape, as model.norm.weight"),
+        ("up", "shape, as model.layers.1.up.weight"),
+        ("other", "shape"),
+    ]

@@ -109,7 +109,7 @@ def test_rows_of_two_matrices_in_turn():
     for tensors, error in (
         ({"a.w13.weight": rows[:3]}, "must have an even number of rows"),
         ({"a.w13.weight": rows[0, 0]}, "must have an even number of rows"),
-        ({"a.w13.weight": rows, "a.up.weight": rows}, "stands for a.up.weight, as does another tensor"),
+        ({"a.w13.weight": rows, "a.up.weight": rows}, "stands for a.up.weight, as does a.w13.weight .at a.up.w"),
     ):
         with pytest.raises(ModelFileError, match=error):
             AlternatingRowsSource(ArraySource(tensors), both)

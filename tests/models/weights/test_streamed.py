@@ -6,6 +6,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,42 @@ def test_every_fault_is_listed():
     del fine["other"], fine["text"]
     (text,) = faults(fine.items()).items()
     assert text[0] == "model.layers.1.mlp.up_proj.weight" and "finite" in text[1]
+
+
+# Checkpoint, the tensor's end, and whether the tensors are those that transformers has in memory.
+SPLIT = [
+    *(("mixtral_tied", f".experts.{name}_proj", True) for name in ("gate_up", "down")),
+    ("kimi_linear", ".conv1d.weight", True),
+    *(("phi3", f".{name}_proj.weight", False) for name in ("qkv", "gate_up")),
+    *(("dbrx", f".{name}", False) for name in ("Wqkv.weight", "experts.mlp.w1")),
+    ("gpt_oss", ".experts.gate_up_proj_bias", False),
+]
+
+
+@each_row(("model", "end", "is_held"), SPLIT)
+def test_faults_of_what_is_split_name_what_was_given(model, end, is_held):
+    """Each fault once, whatever the model has in place of the tensor: many experts' matrices, or parts of rows."""
+    folder = checkpoint(model)
+    tensors = stored(folder)
+    tensors = in_memory(tensors, *STACKED[model]) if is_held else tensors
+    name = max(each for each in tensors if each.endswith(end))
+    own = tensors[name]
+    changes = {
+        "missing": None,
+        "finite": np.where(np.arange(own.size).reshape(own.shape) == own.size - 1, np.nan, own),
+        "got": np.ascontiguousarray(own.swapaxes(-1, -2)),
+        "floating": own.astype(np.int32),
+        "twice": own,
+    }
+    build = Build("float32", scheme=rounded("int8")) if model == "mixtral_tied" else Build("float32")
+    built = build_model(read_folder(folder), build)
+    for (fault, array), chunk_bytes in product(changes.items(), (None, 4096)):
+        pairs = [(key, array if key == name else each) for key, each in tensors.items()]
+        pairs = [(key, each) for key, each in pairs if each is not None] + [(name, own)] * (fault == "twice")
+        with pytest.raises(ModelFileError) as error:
+            load_streamed([(built, None)], pairs, chunk_bytes=chunk_bytes)
+        found = [(error.value.where, error.value.what), *error.value.others]
+        assert [each for each, _ in found] == [name] and fault in found[0][1], (fault, chunk_bytes, found)
 
 
 def test_arrays_that_are_given_up_are_deleted_when_they_have_been_loaded():

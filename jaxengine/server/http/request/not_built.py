@@ -69,6 +69,7 @@ NOT_BUILT: dict[str, str] = {
     "/update_weights_from_distributed": _ONE_CALL,
     "/update_weights_from_ipc": _ONE_CALL,
     "/update_weights_from_tensor": _ONE_CALL,
+    "/v1/chat/completions/tokens": _TOKENS,
     "/v1/loads": "GET /load; see docs/serving.md",
     "/weights_checker": "GET /weight_info?checksum=true; see docs/reinforcement_learning.md",
     # OpenAI, some of them also vLLM's

@@ -55,13 +55,13 @@ SAMPLING = {
     "response.logprob_token_ids": [7, 3],
     "response.capture": ["residual:1", "mlp_output:*"],
     "response.return_hidden_states": True,
+    "response.return_sampling_mask": True,
 }
 # Sampling parameters of HTTP's requests that gRPC has in another form, and those for which gRPC lacks what they need.
 IN_OTHER_FIELDS = {"logprobs", "prompt_logprobs", "structured_outputs"}
 # A parser, fields of answers, and vectors.
 LACKING = {"thinking_token_budget", "return_sampling_mass", "prompt_logprob_start", "steer"}
-LACKING |= {"repetition_detection", "stream_interval", "return_sampling_mask"}
-LACKING |= {"routed_experts_prompt_start", "prompt_logprob_token_ids"}
+LACKING |= {"repetition_detection", "stream_interval", "routed_experts_prompt_start", "prompt_logprob_token_ids"}
 
 
 def constraint(made: Generation) -> tuple[str, Any] | None:
@@ -118,7 +118,7 @@ WRONG: dict[str, list[Any]] = {
     "decoding.trace_decode_token_ids": [[5], [49152]],
     "response.logprob_token_ids": [[49152], list(range(129))],
     "response.capture": [["residual"], ["layers.3"], ["residual:1"]],  # the engine has none
-    "response.return_hidden_states": [True],
+    **dict.fromkeys(("response.return_hidden_states", "response.return_sampling_mask"), [True]),  # nor these options
     "decoding.regex": ["a" * 11_000],
     "decoding.choice": [{"choices": []}, {"choices": ["a", "a"]}],
     "decoding.grammar": [""],
@@ -373,7 +373,8 @@ async def test_large_messages_are_refused_without_work(chat_engine):
 
 def test_no_scalar_whose_zero_means_something_can_be_left_out_silently():
     """Where the default is not the type's zero, a field says whether it was given."""
-    off = {"stopping.include_stop_strings", "stopping.ignore_eos", "response.return_hidden_states"}
+    off = {"stopping.include_stop_strings", "stopping.ignore_eos"}
+    off |= {"response.return_hidden_states", "response.return_sampling_mask"}
     defaults_other_than_zero = {
         *(path for path in SAMPLING if path not in off),
         "response.output_text",

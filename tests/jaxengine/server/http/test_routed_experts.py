@@ -14,12 +14,14 @@ from jaxengine.requests.output.outputs import CompletionOutput
 from jaxengine.requests.output.sampling_mask import SamplingMask
 from jaxengine.requests.params.sampling_params import RequestOutputKind
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.skyrl import packed_experts, packed_support
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_routed_experts import OPTIONS
 from tests.jaxengine.server.asgi_client import post
+from tests.jaxengine.server.grpc.grpc_rig import connected
 
 IDS = [5, 6, 7, 8, 9, 10]
 SAMPLED = {"temperature": 1.0, "top_k": 9, "max_tokens": 6, "ignore_eos": True, "seed": 4}
@@ -89,7 +91,37 @@ async def test_sampling_masks_are_where_vllm_and_skyrl_have_them(engine):
     assert np.frombuffer(base64.b64decode(support["data"]), np.int32).reshape(6, 9).tolist() == mask
     assert base64.b64decode(experts["data"]) == decoded(choice["routed_experts"]).tobytes()
     assert len(packed["logprobs"]["content"]) == 6 and packed["finish_reason"] == "length"
-    assert (await post(app, "/skyrl/v1/generate", **tokens, stream=True)).json["error"]["param"] == "stream"
+    for own, sampling in (
+        *(({name: True}, {}) for name in ("stream", "return_token_ids")),
+        *(({}, {name: value}) for name, value in (("prompt_logprobs", 0), ("logprob_token_ids", [5]))),
+        *(({}, {name: value}) for name, value in (("return_sampling_mass", True), ("logprobs", 2))),
+    ):
+        body = {"token_ids": IDS, "sampling_params": SAMPLED | sampling, **own}
+        refused = await post(app, "/skyrl/v1/generate", **body)
+        (name,) = own | sampling
+        assert refused.status == 400 and refused.json["error"]["param"].removeprefix("sampling_params.") == name
+
+
+async def test_sampling_masks_over_grpc_and_in_rendered_requests(engine):
+    """A rendered request says whether it wants masks, as without a word the engine returns them."""
+    app = create_app(engine, ServerConfig())
+    (choice,) = (await post(app, "/inference/v1/generate", token_ids=IDS, sampling_params=SAMPLED)).json["choices"]
+    numbers = {"top_k": SAMPLED["top_k"], "seed": SAMPLED["seed"]}
+    request = pb.GenerateRequest(token_ids={"ids": IDS}, temperature=SAMPLED["temperature"], sampling=numbers)
+    request.stopping.MergeFrom(pb.StoppingCriteria(max_new_tokens=SAMPLED["max_tokens"], ignore_eos=True))
+    async with connected(engine) as (_, stub):
+        assert not (await stub.Generate(request)).outputs[0].sampling_mask
+        request.response.return_sampling_mask = True
+        (output,) = (await stub.Generate(request)).outputs
+        parts = [part async for part in stub.GenerateStream(request)]
+    for found in (output.sampling_mask, [row for part in parts for row in part.outputs.sampling_mask]):
+        assert [list(row.token_ids) for row in found] == choice["sampling_mask"]
+    for asked in (False, True):
+        body = {"prompt": IDS, **SAMPLED, "return_sampling_mask": asked}
+        (rendered,) = (await post(app, "/v1/completions/render", **body)).json
+        assert rendered["sampling_params"]["return_sampling_mask"] is asked
+        (again,) = (await post(app, "/inference/v1/generate", **rendered)).json["choices"]
+        assert again["sampling_mask"] == (choice["sampling_mask"] if asked else None)
 
 
 def test_what_a_token_has_beyond_top_k_makes_its_row_longer():

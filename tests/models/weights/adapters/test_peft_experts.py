@@ -332,7 +332,7 @@ def configured(**changes):
             damaged(lambda tensors: tensors.update({B: tensors[B][:, :28].copy()})),
             r"shape must be \(64, 32\), got \(64, 28\) .at .*experts.lora_B.weight",
         ),
-        (damaged(lambda tensors: tensors[A].fill(np.nan)), "its matrices must be finite"),
+        (damaged(lambda tensors: tensors[A].fill(np.nan)), "must be finite in float32, multiplied by .* .at .*lora_"),
         (damaged(lambda tensors: tensors.update({A: tensors[A].astype(np.int32)})), "must hold floating-point"),
         (
             damaged(lambda tensors: tensors.update({f"{PREFIX}.base_layer.base_layer.lora_A.weight": tensors[A]})),

@@ -26,5 +26,5 @@ def test_an_expert_is_some_rows():
     assert source.shape(f"{AT}.experts.1.w1.weight") == (3, 4) and source.shape(f"{AT}.experts.1.w2.weight") == (4, 3)
     np.testing.assert_array_equal(source.read(f"{AT}.experts.1.w1.weight", slice(1, 3), slice(0, 2)), w1[4:6, :2])
     np.testing.assert_array_equal(source.read(f"{AT}.experts.1.w2.weight", slice(1, 3), slice(0, 2)), w2.T[1:3, 3:5])
-    with pytest.raises(ModelFileError, match="must be a matrix with the rows of 4, got"):
+    with pytest.raises(ModelFileError, match="must be a matrix with the rows of 4 experts, got"):
         ExpertRowsSource(ArraySource(stored), NAMES, 4)

@@ -14,11 +14,17 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.altup import SharedBlocks
 from jaxengine.models.config.pooler import LAST, Classifier, Pooler
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.stored_names import StoredNames
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.load import check_source
 from jaxengine.models.weights.pooled import naming
+from jaxengine.models.weights.views.adapted import AdaptedSource
+from jaxengine.models.weights.views.joined import JoinedSource
+from jaxengine.models.weights.views.joined_rows import AlternatingRowsSource, JoinedRowsSource
 from jaxengine.models.weights.views.renamed import RenamedSource, SharedBlocksSource, with_prefix
+from jaxengine.models.weights.views.split_latent import SplitLatentSource
+from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.drawn_weights import TENSORS as SHAPES
 from tests.models.weights.test_load import ArraySource
@@ -151,3 +157,33 @@ def test_blocks_that_layers_of_zamba_share():
         source = SharedBlocksSource(given, replace(blocks, tied=False))
         found = {name: int(source.read(name)[0]) for name in source.names()}
         assert found == expected | {stem(4, "o.weight"): of_last}
+
+
+ROWS, STACK = np.ones((6, 3), np.float32), np.ones((2, 4, 3), np.float32)
+ALL_ROWS = CheckpointNames(joined={".qk.weight": (".q.weight", ".k.weight")})
+ORIGINAL, DOWN = "a.parametrizations.weight.original", "m.layers.{}.experts.down_proj"
+KEYS, VALUES, LATENT = (f"m.{name}_b_proj.weight" for name in ("k", "v", "kv"))
+
+
+def test_a_tensor_has_the_names_of_those_that_are_stored():
+    """Also one that is missing, by what other layers, or others with its beginning, have in its place."""
+    inner = RenamedSource(ArraySource({"model.language_model.a": ROWS, "c.a": ROWS}), NAMES)
+    experts = StackedSource(ArraySource({DOWN.format(3): STACK}), StackedExperts(), 2)
+    parts, whole = {"a.q.weight": (4, 3), "a.k.weight": (2, 3)}, {"a.qk.weight": (6, 3)}
+    joined = {"a.q.weight": ROWS[:4], "a.k.weight": ROWS[4:]}
+    for source, name, stored in (
+        (inner, "model.a", ["model.language_model.a"]),
+        (inner, "model.missing", ["model.language_model.missing"]),
+        (inner, "c.missing", ["c.missing"]),
+        (inner, "d.missing", ["d.missing"]),
+        *((experts, f"m.layers.{layer}.experts.1.down_proj.weight", [DOWN.format(layer)]) for layer in (3, 7)),
+        (SplitLatentSource(ArraySource({KEYS: STACK, VALUES: STACK.swapaxes(1, 2)})), LATENT, [KEYS, VALUES]),
+        (JoinedRowsSource(ArraySource({"a.qk.weight": ROWS}), ALL_ROWS, parts), "a.k.weight", ["a.qk.weight"]),
+        (JoinedRowsSource(ArraySource(joined), ALL_ROWS, whole), "a.qk.weight", [*joined]),
+        (AlternatingRowsSource(ArraySource({"a.w": ROWS}), {"w": ("gate", "up")}), "a.up", ["a.w"]),
+        (AdaptedSource(ArraySource({ORIGINAL: ROWS}), None), "a.weight", [ORIGINAL]),
+        (JoinedSource(ArraySource({}), {"x.": inner}), "x.model.a", ["model.language_model.a"]),
+    ):
+        assert [*StoredNames(source).of(name)] == stored, name
+    found = [(f"m.layers.3.experts.{expert}.down_proj.weight", f"fault {expert}") for expert in range(2)]
+    assert StoredNames(experts).faults(found) == [(DOWN.format(3), f"fault 0, as {found[0][0]}")]

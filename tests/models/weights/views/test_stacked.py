@@ -253,7 +253,8 @@ def test_a_whole_checkpoint_in_mxfp4(tmp_path):
     save_file(tensors, tmp_path / "quantized" / "model.safetensors")
     model = build_model(read_folder(tmp_path / "quantized"), Build(jnp.float32))
     with pytest.raises(
-        ModelFileError, match="255 stands for no number .at model.layers.0.mlp.experts.1.down_proj.scales"
+        ModelFileError,
+        match="255 stands for no number, as .*experts.1.down_proj.scales .at model.*experts.down_proj_scales",
     ):
         load_params(model, SafetensorsCheckpoint(tmp_path / "quantized"))
     with pytest.raises(ModelConfigError, match="quant_method must be .* 'mxfp4' .*, got 'mxfp6'"):
@@ -288,7 +289,7 @@ def test_an_expert_that_is_there_twice():
     tensors = {f"{PREFIX}.gate_up_proj": both, f"{PREFIX}.1.gate_proj.weight": gate[0], f"{PREFIX}.gate_proj": gate}
     for names in ((0, 1), (1, 0), (0, 2), (2, 1)):
         held = {name: tensors[name] for name in (list(tensors)[each] for each in names)}
-        with pytest.raises(ModelFileError, match=r"stands for .*\.gate_proj.weight, as does another tensor"):
+        with pytest.raises(ModelFileError, match=rf"stands for .*\.gate_proj.weight, as does {PREFIX}\..*{PREFIX}"):
             StackedSource(ArraySource(held), StackedExperts(), EXPERTS)
     further = {
         f"{PREFIX}.{EXPERTS}.up_proj.weight": gate[0],
@@ -307,7 +308,10 @@ def test_joined_rows_that_do_not_fit():
     np.testing.assert_array_equal(fits.read("a.k_conv.weight", slice(1, 2), slice(0, 2)), rows[5:, :2])
     for held, message in (
         ({"a.conv.weight": rows[:5]}, "must have the 6 rows of a.q_conv.weight, a.k_conv.weight, got shape"),
-        ({"a.k_conv.weight": rows[:2], "a.conv.weight": rows}, "stands for a.k_conv.weight, as does another tensor"),
+        (
+            {"a.k_conv.weight": rows[:2], "a.conv.weight": rows},
+            "stands for a.k_conv.weight, as does a.k_conv.* .at a.c",
+        ),
     ):
         with pytest.raises(ModelFileError, match=message):
             JoinedRowsSource(ArraySource(held), names, shapes)

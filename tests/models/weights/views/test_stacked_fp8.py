@@ -192,21 +192,20 @@ def test_rows_that_take_turns_share_every_block():
 
 
 DOWN = "model.language_model.layers.1.mlp.experts.down_proj"
-EXPERT = "model.layers.1.mlp.experts"
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({f"{DOWN}_scale_inv": None}, rf"a tensor of fp8 is missing \(at {EXPERT}.0.down_proj.weight_scale\)"),
-        ({DOWN: None}, rf"is missing \(at {EXPERT}.0.down_proj.weight\)"),
+        ({f"{DOWN}_scale_inv": None}, r"a tensor of fp8 is missing \(at .*down_proj.weight_scale\)"),
+        ({DOWN: None}, rf"is missing \(at {DOWN}\)"),
         ({f"{DOWN}_scale_inv": np.ones((6, 7, 3), np.float32)}, r"shape must be \(8, 3\) for fp8, got \(7, 3\)"),
         ({f"{DOWN}_scale_inv": np.ones((5, 8, 3), np.float32)}, "must be a stack of the scales of 6 experts"),
         ({f"{DOWN}_scale_inv": np.ones(6, np.float32)}, "must be a stack of the scales of 6 experts"),
         ({f"{DOWN}_scale_inv": np.full((6, 8, 3), np.inf, np.float32)}, "192 of 192 scales are not finite numbers"),
         ({f"{DOWN}_activation_scale": np.ones((6, 1), np.float32)}, "must be a stack of the scales of 6 experts"),
-        ({f"{DOWN}_activation_scale": np.ones(6, np.float32)}, f"no use for this tensor .at {EXPERT}.0.down_proj.acti"),
-        ({DOWN: np.ones((6, 64, 24), np.float32)}, rf"must hold float8_e4m3fn, got float32 \(at {EXPERT}.0.down_proj"),
+        ({f"{DOWN}_activation_scale": np.ones(6, np.float32)}, rf"no use .*\(at {DOWN}_activation_scale"),
+        ({DOWN: np.ones((6, 64, 24), np.float32)}, rf"must hold float8_e4m3fn, got float32, as .* \(at {DOWN}\)"),
         # ModelOpt's, which are not read of stacks.
         (
             {f"{DOWN}_weight_scale": np.ones(6, np.float32)},
@@ -228,5 +227,7 @@ def test_codes_are_no_weights_where_nothing_says_what_they_are():
     tensors = in_fp8(name, (8, 8))
     raw = raw_config(name, tensors, (8, 8))
     raw.pop("quantization_config")
-    with pytest.raises(ModelFileError, match="no use for this tensor .at model.layers.0.mlp.experts.0.down_proj.weig"):
+    with pytest.raises(
+        ModelFileError, match="no use for this tensor, as .* .at model.language_model.layers.0.*_scale_inv"
+    ):
         loaded(raw, tensors)
