@@ -288,6 +288,11 @@ def native_code() -> str:
     return about
 
 
+def has_machine_code(op: str, platform: str) -> bool:
+    """Whether `op` runs as machine code on `platform` after `native_code`, if that could be built."""
+    return NATIVE in _KINDS[platform] and (op, NATIVE) in _ROWS
+
+
 def is_kernel(op: str, platform: str) -> bool:
     """Whether `op` runs as a kernel on `platform`, not in plain XLA."""
     kind = kernel_kind(op, platform)

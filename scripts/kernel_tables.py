@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxengine.pallas_kernels.registry import PLATFORMS, is_kernel, kernel_kind, kernel_rows
+from jaxengine.pallas_kernels.registry import PLATFORMS, has_machine_code, is_kernel, kernel_kind, kernel_rows
 
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 _PLATFORMS = {
@@ -37,6 +37,7 @@ _PAGE = """# Kernels
 
 What runs each operation on each kind of device. "XLA" is plain XLA; a dash means that no program of the platform has
 the operation. A kernel that does not take some shape or dtype runs that call as plain XLA, and the log says so and why.
+"Machine code" is what llvmlite makes at start, with `jaxengine[cpu]`; without it, and for other shapes, XLA runs.
 [How it works](architecture.md#the-kv-pool-and-attention) tells how attention works, and [Quantised
 weights](quantization.md) products.
 
@@ -89,9 +90,11 @@ def operation_rows() -> Iterator[str]:
 
 
 def _runs(op: str, platform: str) -> str:
-    """Return what runs an operation on a platform: "kernel", "XLA" or, where nothing does, a dash."""
+    """Return what runs an operation on a platform: "kernel", "machine code", "XLA" or, where nothing does, a dash."""
     if kernel_kind(op, platform) is None:
         return _NONE
+    if has_machine_code(op, platform):
+        return "machine code"
     return "kernel" if is_kernel(op, platform) else "XLA"
 
 
