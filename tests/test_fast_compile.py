@@ -96,8 +96,8 @@ def test_engines_of_a_test_that_patches_share_nothing(monkeypatch, tmp_path):
 
 def contexts_of(num_modules: int) -> list[int]:
     """Contexts of so many modules that are lowered one after another, numbered from 0."""
-    lowered = [jax.jit(lambda x: x + 1).lower(np.float32(0)) for _ in range(num_modules)]
-    contexts = [each.compiler_ir().context for each in lowered]
+    modules: list[Any] = [jax.jit(lambda x: x + 1).lower(np.float32(0)).compiler_ir() for _ in range(num_modules)]
+    contexts = [each.context for each in modules]
     return [contexts.index(each) for each in contexts]
 
 
