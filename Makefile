@@ -159,7 +159,7 @@ endif
 
 $(DOCS_STAMP): locks/docs.in | check-python
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r locks/docs.in
+	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -r locks/docs.in
 	@touch $@
 
 # --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).

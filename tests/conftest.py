@@ -19,7 +19,7 @@ from hypothesis.internal.conjecture import providers
 
 from tests import tiers
 from tests.durations import NUM_SHOWN, RECORD, Durations, growth, recorded
-from tests.fast_compile import fast_compile, share_programs
+from tests.fast_compile import fast_compile, share_contexts, share_programs
 from tests.jaxengine.server.server_process import ServerProcess, start_server
 from tests.kept import Kept, file_ended
 
@@ -266,6 +266,7 @@ def quick_starts():
         if runner := sys.modules.get("jaxengine.runner.model_runner"):
             patch.setattr(runner, "return_free_memory", sys.modules["jaxengine.runner.base.memory"].trim_heap)
         share_programs(patch, lambda: not _patches_code)
+        share_contexts(patch)
         yield
 
 

@@ -6,7 +6,7 @@ and without `--optimised`, shows the difference.
 
 Besides, a process that compiles one module twice gets the same executable again: engines of many tests have the same
 sampler and state changes, whose keys in the engine's own cache name their models. And its engines share traces of
-functions within their programs, and what they load.
+functions within their programs, and what they load. Lowered modules share MLIR contexts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ import pytest
 # one: what is shorter compiles in a few milliseconds.
 _MOST_KEPT, _LEAST_KEPT = 100, 4096
 _SHARED_TRACES = "engines of the tests"
+# Modules that are lowered in one context, which keeps their constants as long as one of them lives.
+_MODULES_OF_CONTEXT = 100
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
@@ -134,6 +137,40 @@ def fast_compile() -> Iterator[None]:
             yield
         finally:
             jax.config.update("jax_disable_most_optimizations", before)
+
+
+class _Contexts(threading.local):
+    """MLIR contexts of the modules that a thread lowers, each for some of them."""
+
+    def __init__(self) -> None:
+        self._current, self._num_modules = None, 0
+
+    def next(self, make: Callable[[], Any]) -> Any:
+        """Return the context of the next module."""
+        if self._num_modules % _MODULES_OF_CONTEXT == 0:
+            self._current = make()
+        self._num_modules += 1
+        return self._current
+
+
+_CONTEXTS = _Contexts()
+
+
+def share_contexts(patch: pytest.MonkeyPatch) -> None:
+    """Let modules that are lowered one after another share a context.
+
+    jax makes one for each and loads all dialects into it: a fifth of the time that an operation of a new shape takes
+    outside jit, and most of the memory of a process of tests, for jax remembers modules.
+    """
+    mlir = sys.modules.get("jax._src.interpreters.mlir")
+    if mlir is None:
+        return
+    start = mlir.ModuleContext.__init__
+
+    def start_sharing(module, *, context=None, **kwargs):
+        start(module, context=context or _CONTEXTS.next(mlir.make_ir_context), **kwargs)
+
+    patch.setattr(mlir.ModuleContext, "__init__", start_sharing)
 
 
 def share_programs(patch: pytest.MonkeyPatch, may_share: Callable[[], bool]) -> None:

@@ -92,3 +92,16 @@ def test_a_program_is_loaded_once(tmp_path):
 
 def test_engines_of_a_test_that_patches_share_nothing(monkeypatch, tmp_path):
     assert (num_traces(), num_loads(str(tmp_path))) == (2, 2)
+
+
+def contexts_of(num_modules: int) -> list[int]:
+    """Contexts of so many modules that are lowered one after another, numbered from 0."""
+    modules: list[Any] = [jax.jit(lambda x: x + 1).lower(np.float32(0)).compiler_ir() for _ in range(num_modules)]
+    contexts = [each.context for each in modules]
+    return [contexts.index(each) for each in contexts]
+
+
+def test_modules_share_contexts(monkeypatch):
+    monkeypatch.setattr(fast_compile, "_MODULES_OF_CONTEXT", 3)
+    monkeypatch.setattr(fast_compile, "_CONTEXTS", fast_compile._Contexts())
+    assert contexts_of(7) == [0, 0, 0, 3, 3, 3, 6]

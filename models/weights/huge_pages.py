@@ -14,6 +14,7 @@ import numpy as np
 
 _PIECE_BYTES = 64 << 20
 _BAND_BYTES = 4 << 20
+_SMALL_BYTES = 1 << 20
 # XLA uses an array that begins at a multiple of this without a copy.
 _ALIGNMENT = 64
 
@@ -44,10 +45,11 @@ class HugePages:
         if no memory is left.
         """
         placed = self.zeros(array.shape, array.dtype)
-        if array.flags.c_contiguous or not array.size:
+        if array.flags.c_contiguous or array.nbytes <= _SMALL_BYTES:
             placed[...] = array
             return placed
-        # XLA transposes a matrix in blocks, NumPy element by element. Bands keep the matrix from being in memory twice.
+        # XLA transposes a matrix in blocks, NumPy element by element, which is faster where a processor's cache holds
+        # the matrix. Bands keep it from being in memory twice.
         cpu, step = jax.local_devices(backend="cpu")[0], max(1, _BAND_BYTES * len(array) // array.nbytes)
         for begin in range(0, len(array), step):
             placed[begin : begin + step] = np.asarray(jax.device_put(array[begin : begin + step], cpu))

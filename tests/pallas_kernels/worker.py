@@ -26,7 +26,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from tests.fast_compile import fast_compile_environment
+import pytest
+
+from tests.fast_compile import fast_compile_environment, share_contexts
 
 Job = tuple  # (check, implementation, *arguments), every entry a string or a number
 
@@ -179,6 +181,7 @@ def serve(answers: int) -> None:
     # As in tests/conftest.py: traces make objects by the hundred thousand, which collections would visit in vain.
     gc.freeze()
     gc.set_threshold(100_000, 10, 10)
+    share_contexts(pytest.MonkeyPatch())
     failing = threading.Lock()  # several threads of a kernel may fail at once: one of them answers
 
     def fail(error: Exception) -> None:

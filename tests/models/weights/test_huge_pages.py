@@ -22,6 +22,7 @@ DTYPES = (np.float32, ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn, np.i
 def test_arrays_are_copied_whole(monkeypatch):
     monkeypatch.setattr(huge_pages, "_PIECE_BYTES", 4096)
     monkeypatch.setattr(huge_pages, "_BAND_BYTES", 1000)
+    monkeypatch.setattr(huge_pages, "_SMALL_BYTES", 40)
     rng, memory = np.random.default_rng(0), HugePages()
     shapes = ((5, 7), (40, 60), (3,), (0, 4), (), (2, 3, 5), (100, 100), (9, 9))
     arrays = [rng.integers(-9, 9, shape).astype(dtype).T for shape in shapes for dtype in DTYPES]
