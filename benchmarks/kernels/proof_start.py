@@ -1,10 +1,12 @@
 """How much the proof of kernels delays a start, on a CPU with stand-ins for kernels.
 
 A CPU has no kernels to prove. Here attention, its write of keys and values and products are given to plain XLA under
-another name, so that each of their calls is proven as on a TPU or GPU: compiled twice, run, compared. An engine starts
-twice with one folder of executables, each time in a process of its own: a cold start and a warm one. Seconds are those
-of a clock, and of all of the process's threads on processors, which other load changes less. `share` is the proof's
-processor seconds relative to the rest of the start; `kept` says whether it is at most 10 % cold and 1 % warm.
+another name, so that each of their calls is proven as on a TPU or GPU: compiled twice, run, compared; but nothing is
+timed, and both programs are compiled for one run, so that the figures do not have what an accelerator's compiler takes
+for a kernel. An engine starts twice with one folder of executables, each time in a process of its own: a cold start and
+a warm one. Seconds are those of a clock, and of all of the process's threads on processors, which other load changes
+less. `share` is the proof's processor seconds relative to the rest of the start; `kept` says whether it is at most 10 %
+cold and 1 % warm.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each engine runs in a process of its own. What is real is the process's resident
 when it is ready, and the most that it was during a full load: every slot taken twice, tokens drawn with penalties and
 logprobs, prompts scored. Pages of the pool that no request has used, which the system has not given yet, count as held;
 `unused` is their bytes. Pages of files, which Linux may drop and read again, are reported separately. `planned` is the
-memory plan of the start log, of all devices, and `planned ready` is without what only steps that run need; `kept` says
+memory plan of the start log, of all devices, and `planned ready` is without what only running steps need; `kept` says
 whether both are within 3 % of what the process holds. `estimated` is what `jaxengine plan` says, which compiles
 nothing. Speed is not measured.
 
@@ -119,11 +119,12 @@ def measure_here(options: dict[str, Any]) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     llm.generate(prompts, params, use_tqdm=False)
     files, count = memory(kind="RssFile"), devices_of(options)
+    slots = max(stage.programs.slot_bytes for stage in runner.stages)  # in the workspace, and there before any step
     figures = {
         "devices": count,
         "parts": {purpose: count * size for purpose, size in plan.parts.items() if size},
         "planned": count * plan.planned,
-        "planned ready": count * (plan.planned - plan.at_work),
+        "planned ready": count * (plan.planned - plan.workspace - plan.heap + slots),
         "ready": ready + unused,
         "loaded": memory(kind="VmHWM") - files + _unused(runner),
         "unused": unused,

@@ -17,6 +17,7 @@ from jaxengine.check.model.roofline import product_work
 from jaxengine.models.kernel_rows import backend_of
 from jaxengine.models.params.declare import declared_params
 from jaxengine.runner.base.memory import StageNeeds
+from jaxengine.runner.executables.layer_chain import num_compiled_layers
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
 from jaxengine.runner.programs.epilogues import SAMPLE
 from jaxengine.runner.start.stage_arrays import StageArrays
@@ -70,11 +71,11 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
     how = _COMPILERS[backend]
     model, buckets = programs.model, programs.packer.buckets
     of_layer = how.layer if model.config.experts is None else how.expert_layer
-    layers = layers_with_code(backend, len(model.stage.layers))
-    of_forward = layers * of_layer * _share_of_code(stage, how)
-    if layers < len(model.stage.layers):
-        of_forward += how.of_calls
-    held = len(list(buckets)) * of_forward
+    of_layer *= _share_of_code(stage, how)
+    held = 0.0
+    for bucket in buckets:
+        layers = _layers_with_code(stage, backend, bucket.num_tokens)
+        held += layers * of_layer + (how.of_calls if layers < len(model.stage.layers) else 0)
     epilogue = encoder = 0.0
     for name, size in programs.epilogue_sizes():
         held += how.sampler if name == SAMPLE else how.score
@@ -91,6 +92,17 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
                 held += len(layout.sizes) * layers_with_code(backend, depth, of_tower=True) * how.layer
                 encoder = max(encoder, how.rows * layout.sizes[-1] * patch_bytes)
     return StageNeeds(int(held), int(forward + programs.slot_bytes + epilogue + encoder), stage.memory())
+
+
+def _layers_with_code(stage: StageArrays, backend: str, num_tokens: int) -> int:
+    """Return the number of the stage's layers whose code a forward pass of `num_tokens` tokens holds; the others share
+    it. backend: as `jax.default_backend` names it.
+    """
+    layers = stage.programs.model.stage.layers
+    if backend != "cpu" or stage.num_devices > 1:
+        return layers_with_code(backend, len(layers))
+    attention = stage.programs.model.config.attention
+    return num_compiled_layers([attention[layer] for layer in layers], num_tokens)
 
 
 def _share_of_code(stage: StageArrays, how: _Compiler) -> float:

@@ -35,7 +35,7 @@ from jaxengine.sharding.layout import MeshLayout
 # The options of a split.
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 # Purposes of a plan's memory that are not arrays.
-PROGRAMS, TEMPORARIES, PROCESS = "programs", "temporaries", "process"
+PROGRAMS, TEMPORARIES, PROCESS, HEAP = "programs", "temporaries", "process", "heap"
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,9 @@ class SplitPlan:
         slots = sum(arrays.get(purpose, 0) for purpose in SLOTS_AND_SAMPLING)
         others = {purpose: size for purpose, size in needs.extensions.items() if purpose not in arrays}
         temporaries = max(0, needs.workspace - slots)
-        process = 0 if self.memory is None else self.memory.process
-        found = {**arrays, **others, PROGRAMS: needs.programs, TEMPORARIES: temporaries, PROCESS: process}
+        process, heap = (0, 0) if self.memory is None else (self.memory.process, self.memory.heap)
+        of_programs = {PROGRAMS: needs.programs, TEMPORARIES: temporaries, PROCESS: process, HEAP: heap}
+        found = {**arrays, **others, **of_programs}
         return {purpose: size for purpose, size in found.items() if size}
 
     @property

@@ -20,7 +20,7 @@ from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.models.cache import product_platform_of
 from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.runner.base.extension import Epilogue
-from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory
+from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory, trim_heap
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
@@ -115,6 +115,7 @@ class ModelRunner:
             stage.allocate()
         for each in () if config.enforce_eager else self.extensions.values():
             each.warm_up()
+        trim_heap()
         peers.await_ready()
 
     @property

@@ -41,7 +41,7 @@ def attention_case(call: Call) -> Case:
         tree = given["tree_mask"]
         most = None if tree is None else max(min(32 * tree.shape[1], sizes.num_tokens // num_seqs), 1)
         made = ragged_batch(mix, sizes, spec, rng, most_new=most)
-        fields: dict[str, Any] = {name: jnp.asarray(getattr(made, name)) for name in RaggedBatch._fields}
+        fields: dict[str, Any] = {name: jax.device_put(getattr(made, name)) for name in RaggedBatch._fields}
         if given["batch"].num_decode is None:
             fields["num_decode"] = None
         names = [name for name in ("q_rest", "sinks", "slopes", "biases", "tree_mask") if name in given]
@@ -69,7 +69,7 @@ def update_case(call: Call) -> Case:
     def inputs(mix: str, rng: np.random.Generator) -> tuple[Any, ...]:
         new = [None if x is None else normal(rng, x.shape, x.dtype) for x in (k, v)]
         slots = written_slots(num_tokens, page_size, num_pages, rng)
-        return random_pool(kv, num_pages, None, None, rng), *new, jnp.asarray(slots)
+        return random_pool(kv, num_pages, None, None, rng), *new, jax.device_put(slots)
 
     return Case(run, inputs, ("ragged",))
 
@@ -108,7 +108,7 @@ def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
             for seen in range(column + 1):
                 if seen == column or rng.random() < 0.5:
                     mask[token, seen // 32] |= np.uint32(1 << seen % 32)
-    return jnp.asarray(mask)
+    return jax.device_put(mask)
 
 
 def random_pool(
@@ -143,7 +143,7 @@ def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:
         first, _ = kv.lanes_of_page
         lane = np.arange(kv.data.shape[2])
         own = (lane >= first) & (lane < first + spec.num_kv_heads * kv.spec.row_width)
-        return jnp.asarray(slots[:, :, None] & own)
+        return jax.device_put(slots[:, :, None] & own)
     widths = [kv.spec.key_width] if kv.spec.values_in_keys else [kv.spec.key_width, kv.spec.value_width]
     columns = np.concatenate([np.repeat(np.arange(kv.page_size), width) for width in widths])
-    return jnp.asarray(slots[:, None, columns])
+    return jax.device_put(slots[:, None, columns])

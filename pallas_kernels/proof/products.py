@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -87,7 +88,7 @@ def lora_case(call: Call) -> Case:
         slots = slots if mix == "ragged" else np.full(num_rows, num_slots - 1)
         matrices = normal(rng, a.shape, a.dtype, a.shape[1] ** -0.5), [normal(rng, b.shape, b.dtype) for b in bs]
         values = normal(rng, y.shape, y.dtype), normal(rng, x.shape, x.dtype)
-        return *values, *matrices, jnp.asarray(slots, jnp.int32)
+        return *values, *matrices, jax.device_put(slots.astype(np.int32))
 
     return Case(run, inputs, ("ragged", "one"))
 
@@ -129,7 +130,7 @@ def _divide(made: dict[str, Any], mix: str, platform: str, rng: np.random.Genera
         shares = rng.random(num_groups) * (rng.random(num_groups) < 0.75)
         shares[0] += not shares.any()
         sizes = (shares / shares.sum() * (num_rows - num_rows // 8)).astype(np.int64) // step * step
-    made["group_sizes"] = jnp.asarray(sizes, jnp.int32)
+    made["group_sizes"] = jax.device_put(sizes.astype(np.int32))
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1:
         in_group = jnp.arange(num_rows) < int(sizes.sum())
         made["x"] = jnp.where(in_group[:, None], x, jnp.asarray(jnp.nan, x.dtype))

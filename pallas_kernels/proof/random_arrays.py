@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,9 +34,13 @@ def uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale:
 def _repeated(draw: Callable[[int], np.ndarray], shape: tuple[int, ...], dtype: Any) -> jnp.ndarray:
     """Return an array of `shape` and `dtype` filled with draw(n), n random values; at most _MOST_DRAWN are drawn, and
     repeated for a larger array.
+
+    Within a trace (`jax.eval_shape`) nothing is drawn: only the shape counts there, and a matrix may have gigabytes.
     """
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        return jnp.zeros(shape, dtype)
     values = draw(min(math.prod(shape), _MOST_DRAWN)).astype(dtype)
-    return jnp.asarray(np.resize(values, shape))
+    return jax.device_put(np.resize(values, shape))  # jnp.asarray would compile a program for each shape
 
 
 def typical(dtype: Any) -> float:

@@ -77,7 +77,7 @@ def selected_case(call: Call) -> Case:
         if "sinks" in call.options:
             sinks = call.options["sinks"]
             rest["sinks"] = None if sinks is None else normal(rng, sinks.shape, sinks.dtype)
-        return queries, kv, _ragged(made), jnp.asarray(chosen), rest
+        return queries, kv, _ragged(made), jax.device_put(chosen), rest
 
     return Case(run, inputs, MIXES)
 
@@ -97,7 +97,7 @@ def _batch_and_pool(given: dict[str, Any], mix: str, rng: np.random.Generator) -
 
 def _ragged(made: Batch) -> RaggedBatch:
     """Return a batch on the device."""
-    return RaggedBatch(**{name: jnp.asarray(getattr(made, name)) for name in RaggedBatch._fields})
+    return RaggedBatch(**{name: jax.device_put(getattr(made, name)) for name in RaggedBatch._fields})
 
 
 def _chosen(shape: jax.ShapeDtypeStruct, made: Batch, size: int, rng: np.random.Generator) -> np.ndarray:

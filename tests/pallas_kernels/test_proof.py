@@ -34,6 +34,7 @@ from jaxengine.pallas_kernels.proof.judge import (
 )
 from jaxengine.pallas_kernels.proof.products import product_case
 from jaxengine.pallas_kernels.proof.ragged import MIXES, Sizes, least_pages, ragged_batch
+from jaxengine.runner.compile_watch import CompileWatch
 from tests.jaxengine.runner.planted_kernels import plant
 from tests.pallas_kernels.cases import BY_NAME
 from tests.pallas_kernels.checks import SLOTS
@@ -95,9 +96,21 @@ def test_a_call_is_traced_on_shapes(monkeypatch):
         return drawn[-1]
 
     monkeypatch.setitem(_CASES, "matmul", lambda _: case._replace(inputs=inputs))
-    trial = lowered_trial(call, thorough=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "resize", None)  # nor in host memory
+        trial = lowered_trial(call, thorough=False)
     assert all(isinstance(each, jax.stages.Lowered) for each in (trial.plain, trial.kernel))
     assert all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(drawn)) and drawn
+
+
+def test_inputs_are_drawn_without_a_compiler(monkeypatch):
+    """A program for each shape of an input would take longer than the proof."""
+    plant(monkeypatch)
+    (call,) = recorded_calls(dense.matmul, (shape(F32, 33, 65), shape(F32, 65, 67)), {"cpu"})
+    case, watch = product_case(call), CompileWatch()
+    with watch.watch():
+        x, _ = case.inputs("ragged", np.random.default_rng(7))
+    assert watch.count == 0 and isinstance(x, jax.Array)
 
 
 def test_a_slow_kernel_is_found_over_all_shapes(monkeypatch):

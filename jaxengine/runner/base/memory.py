@@ -34,9 +34,9 @@ _CGROUPS = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memor
 # a message, which take far more than its machine code: 21.4 bytes in forward passes with prompts, 22.1 in those
 # without, 17.6 in samplers (jaxlib 0.10.2; `python -m benchmarks memory`).
 _CPU_BYTES_PER_STORED = 22
-# The interpreter, jax and a tokenizer; 200 MiB when measured. It is a constant because the number of pages is part of
-# what is compiled, and must be the same at every start.
-_CPU_PROCESS_BYTES = 256 << 20
+# The interpreter, jax and a tokenizer: 130 to 180 MiB (`python -m benchmarks memory`). It is a constant because the
+# number of pages is part of what is compiled, and must be the same at every start.
+_CPU_PROCESS_BYTES = 176 << 20
 # What steps leave between their blocks of memory: about the same in engines of 0.5 to 2 GiB
 # (`python -m benchmarks memory`).
 _CPU_HEAP_BYTES = 32 << 20
@@ -123,11 +123,6 @@ class MemoryPlan:
     def planned(self) -> int:
         """Bytes that the engine will hold on one device: the sum of `parts`."""
         return sum(self.parts.values())
-
-    @property
-    def at_work(self) -> int:
-        """Bytes of `planned` that only steps need, so that an engine that has run none does not hold them."""
-        return self.workspace + self.heap
 
     @property
     def num_requests(self) -> float:

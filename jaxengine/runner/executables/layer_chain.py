@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -233,6 +233,22 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     if len(layers) < _LEAST_LAYERS:
         return None
     kinds = [id(eqns[index].params["jaxpr"]) for index in layers]
+    size, _ = _groups(kinds, _shape_of(eqns[layers[0]].outvars[0]).shape[0])
+    starts, end = layers[::size], layers[-1] + 1
+    # Operations between two layers belong to the group of the first.
+    groups = [eqns[start:stop] for start, stop in zip(starts, [*starts[1:], end], strict=True)]
+    return [eqns[: layers[0]], *groups, eqns[end:]]
+
+
+def num_compiled_layers(kinds: Sequence[Hashable], num_tokens: int) -> int:
+    """Return the number of layers that a forward pass compiles on one CPU device. kinds: a value for each layer, equal
+    for layers that differ only in their weights. num_tokens: tokens of the step.
+    """
+    return len(kinds) if len(kinds) < _LEAST_LAYERS else _groups(kinds, num_tokens)[1]
+
+
+def _groups(kinds: Sequence[Hashable], num_tokens: int) -> tuple[int, int]:
+    """Return (layers of a group, layers that are compiled) of the best chain. Arguments: see `num_compiled_layers`."""
     groups_of = {
         size: [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)] for size in range(len(kinds), 0, -1)
     }
@@ -243,13 +259,10 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
         return min(sizes, key=lambda size: num_compiled[size] + cost_of_call * len(groups_of[size]))
 
     size = best(groups_of, _COST_OF_MANY)
-    if _shape_of(eqns[layers[0]].outvars[0]).shape[0] < FEW_TOKENS:
+    if num_tokens < FEW_TOKENS:
         most = _MORE_OF_FEW * num_compiled[size]
         size = best([each for each in groups_of if num_compiled[each] <= most], _COST_OF_FEW)
-    starts, end = layers[::size], layers[-1] + 1
-    # Operations between two layers belong to the group of the first.
-    groups = [eqns[start:stop] for start, stop in zip(starts, [*starts[1:], end], strict=True)]
-    return [eqns[: layers[0]], *groups, eqns[end:]]
+    return size, num_compiled[size]
 
 
 class _Plan:

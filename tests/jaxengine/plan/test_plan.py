@@ -27,6 +27,7 @@ from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import LEFT, PARALLEL, Split, plan_split, platform_for
 from jaxengine.plan.splits import Ranked, in_order, possible_splits
 from jaxengine.runner.base.memory import StageNeeds
+from jaxengine.runner.executables.layer_chain import FEW_TOKENS, num_compiled_layers
 from jaxengine.scheduler.batches.buckets import Bucket
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row
@@ -80,6 +81,17 @@ def test_a_plan_for_people(capsys):
         "a million tokens",
     ):
         assert said in shown
+
+
+def test_a_plan_of_a_cpu_has_what_a_start_subtracts():
+    """Process and heap, and the code of chains of layers: three of 30 equal ones, six in steps of few tokens."""
+    model = open_planned(EngineConfig(model="smollm2-135m"), PLATFORMS["cpu"])
+    plan = plan_split(model, Chips(CHIPS["cpu"], 1), Split())
+    assert plan.memory is not None and plan.parts()["heap"] == plan.memory.heap > 0
+    assert plan.parts()[LEFT] == plan.memory.budget - plan.memory.planned
+    kinds = [0] * 30
+    assert [num_compiled_layers(kinds, tokens) for tokens in (1, FEW_TOKENS, 512)] == [6, 3, 3]
+    assert num_compiled_layers(list(range(30)), 512) == 30 and num_compiled_layers([0] * 5, 512) == 5
 
 
 def test_what_does_not_fit_says_what_to_change(capsys):
