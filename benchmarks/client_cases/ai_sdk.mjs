@@ -56,6 +56,9 @@ async function second_turn() {
     const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
     const run = await generateText({ ...ask, model, tools, prepareStep, stopWhen: stepCountIs(2) });
     check(run.steps.length === 2 && run.text);
+    // Of responses, the SDK sends references to the items that it had.
+    const messages = [{ role: "user", content: QUESTION }, ...run.response.messages, { role: "user", content: "And?" }];
+    check((await generateText({ model, maxOutputTokens: 20, maxRetries: 0, messages })).text);
   }
 }
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxengine.config.base.flexible_parser import Several
 from jaxengine.config.base.values import read_size
 
 
@@ -33,9 +34,9 @@ def add_options(
     docstring.
 
     names: the fields to add, in this order; None for all. short: alternative flags, by field. In a field's metadata,
-    "nargs" is the number of values that a flag for a list of strings takes, and "words" maps words to the integers for
-    which they stand. `given_options` returns the parsed values. A flag that is not given adds no attribute to the
-    parsed arguments.
+    "nargs" is the number of words that a flag for a list takes, and "words" maps words to the integers for which they
+    stand. `given_options` returns the parsed values. A flag that is not given adds no attribute to the parsed
+    arguments.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -117,7 +118,8 @@ def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None
     """Return the keyword arguments of add_argument for values of type `hint`. None in a union is ignored, since it is
     the value of an omitted flag.
 
-    nargs: how many texts a flag for a list of texts takes; None for a flag that is repeated for each text. words: words
+    nargs: how many words a flag for a list takes; None: a flag for texts is repeated for each, one for integers takes
+    them in one word. words: words
     that stand for integers.
     """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
@@ -139,7 +141,8 @@ def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None
         several = {"action": "append"} if nargs is None else {"action": "extend", "nargs": nargs}
         return {**several, "metavar": "STR"}
     if origin in (Sequence, list, tuple) and arguments[0] is int:
-        return {"type": _int_list, "metavar": "INT,INT,..."}
+        several = {} if nargs is None else {"action": Several, "nargs": nargs}
+        return {**several, "type": _int_list, "metavar": "INT,INT,..."}
     if origin in (Mapping, dict) and arguments[0] is int:
         return {"type": _json(lambda found: {int(key): value for key, value in found.items()}), "metavar": "JSON"}
     return {"type": _json(lambda found: found), "metavar": "JSON"}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config import vllm_options
-from jaxengine.config.base.flexible_parser import json_or_text
+from jaxengine.config.base.flexible_parser import Several, json_or_text
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features import gguf_file
@@ -61,8 +61,11 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
         flags = [flag for flag in (_SHORT_OF_OTHERS.get(name), flag_of(name)) if flag and flag not in taken]
         if flag_of(name) not in flags:
             continue
-        switch = vllm_options.is_switch(name)
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if switch else {"type": json_or_text}
+        how: dict[str, Any] = {"type": json_or_text}
+        if vllm_options.is_switch(name):
+            how = {"action": argparse.BooleanOptionalAction}
+        elif name in vllm_options.LISTS or name == CAPTURE_SIZES[0]:
+            how |= {"action": Several, "nargs": "+"}
         parser.add_argument(
             *flags, dest=destination(EngineConfig, name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how
         )

@@ -136,6 +136,12 @@ _UNSET = """
     fingerprint_value prompt_adapters reasoning_effort_map ssl_ciphers tool_parser_plugin
     tool_server tool_strict_level
 """
+# Of these, and of HARMLESS, options whose flags take several words.
+_LISTS = """
+    collect_detailed_traces cpu_offload_params device_ids ignore_patterns kv_cache_dtype_skip_layers lora_target_modules
+    offload_params sleep_preserve_parameter_names
+"""
+LISTS = frozenset(_LISTS.split())
 # Name -> values that have no effect, besides None, False and empty ones.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "anthropic_disabled_thinking_effort": ("auto", "none"),

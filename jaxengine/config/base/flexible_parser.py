@@ -205,6 +205,15 @@ def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+class Several(argparse._ExtendAction):
+    """Action of a flag that takes several words: values, or lists of values, which are joined to one list."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Add the values to the flag's list."""
+        flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
+        super().__call__(parser, namespace, flat, option_string)
+
+
 def json_or_text(text: str) -> Any:
     """Return the decoded value of a JSON text; the text itself if it is not JSON."""
     try:

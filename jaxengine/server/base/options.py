@@ -178,7 +178,7 @@ class ServerConfig:
     metrics_port: int | None = None
     api_server_count: int = 1
     served_model_name: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
-    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False, metadata={"nargs": "+"})
     api_key_file: str | None = None
     enable_admin: bool = False
     admin_key_file: str | None = None

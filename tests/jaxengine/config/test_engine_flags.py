@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from jaxengine.commands.cli import build_parser, main
+from jaxengine.config import vllm_options
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import looks_like_model, with_config_file
@@ -78,6 +79,21 @@ def test_short_forms_sizes_and_underscores():
         "max_model_len": 4000,
         "kv_cache_memory_bytes": 1 << 32,
     }
+
+
+def test_flags_of_lists_take_several_words():
+    """As vLLM's; or one word, a list."""
+    sizes = "serve m --cudagraph-capture-sizes"
+    assert parse(f"{sizes} 1 2 4 --numa-bind-nodes 0 1 --ignore-patterns a b") == {
+        "model": "m",
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "numa_bind_nodes": [0, 1],
+        "ignore_patterns": ["a", "b"],
+    }
+    for line, expected in ((f"{sizes} 8", [8]), (f"{sizes} [1,2]", [1, 2]), (f"{sizes}=1 {sizes[8:]}=2", [1, 2])):
+        assert parse(line)["cudagraph_capture_sizes"] == expected
+    assert parse("serve m --numa-bind-nodes 0,1")["numa_bind_nodes"] == [0, 1]
+    assert not vllm_options.LISTS - vllm_options.NAMES
 
 
 def test_names_of_vllm_reach_the_engine_and_not_the_help():

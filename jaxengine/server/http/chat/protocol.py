@@ -73,6 +73,20 @@ class NamedTool(RequestModel):
     function: FunctionName
 
 
+class Allowed(RequestModel):
+    """Functions that may be called. mode: whether one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True), at_most(MAX_TOOLS)]
+
+
+class AllowedTools(RequestModel):
+    """Selects functions that may be called, while the prompt has them all, so that its prefix stays the same."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class Thinking(RequestModel):
     """Whether the model should reason before it answers, a field of several APIs."""
 
@@ -87,7 +101,8 @@ class ChatRequest(TextRequest, ConversationRequest):
         addresses (data:, https:) if the model takes pictures. Other keys are passed to the template.
       logprobs: whether to return log-probabilities; top_logprobs: number of likeliest tokens to include.
       max_completion_tokens: limit of the answer; default max_tokens, or else the rest of the context.
-      tools: functions that the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
+      tools: functions that the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without. Calls
+        of functions that it does not allow are text, as JSON.
       response_format: form of the answer; if the model may call tools, the answer has this form or consists of calls.
       parallel_tool_calls: False: at most one call.
       reasoning_effort: template variable of that name; unless `thinking` is given, "none" disables reasoning.
@@ -122,7 +137,7 @@ class ChatRequest(TextRequest, ConversationRequest):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking: bool | Thinking | None = None
@@ -211,7 +226,7 @@ class ChatRequest(TextRequest, ConversationRequest):
             return
         if not names:
             raise RequestError("tool_choice is only allowed with tools", param="tool_choice")
-        if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
+        if not set(self._chosen) <= set(names):
             raise RequestError("tool_choice names a function that is not among tools", param="tool_choice")
         if self.structured_outputs is not None and self.choice != "auto":
             text = "structured_outputs is only allowed without tools, or with tool_choice 'auto' or 'none'"
@@ -219,8 +234,28 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
-        """The request's tool_choice or, if it is None, "auto" with tools and "none" without."""
+        """The request's tool_choice, its mode if it allows some functions, or, if it is None, "auto" with tools and
+        "none" without.
+        """
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice or ("auto" if self.tools else "none")
+
+    @property
+    def _chosen(self) -> list[str]:
+        """Names of the functions that tool_choice names."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return [function.name]
+            case AllowedTools(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return []
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """The functions of `tools` that tool_choice lets the model call, in the order of `tools`."""
+        functions, chosen = [tool.function for tool in self.tools or ()], self._chosen
+        return [each for each in functions if each.name in chosen] if chosen else functions
 
     @property
     def thinks(self) -> bool | None:

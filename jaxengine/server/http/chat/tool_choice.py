@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxengine.parsers.allowed import AllowedCalls
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
 from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema, call_schema, text_calls
 from jaxengine.parsers.scan.call_start import CallStarts
@@ -70,7 +71,7 @@ def tool_use(
     server has no parser. switches: options of structured outputs that are on by default. Raises RequestError for tools,
     or a tool_choice, that these formats cannot serve.
     """
-    choice, functions = body.choice, [tool.function for tool in body.tools or ()]
+    choice, functions = body.choice, body.callable_functions
     if choice == "none":
         return ToolUse()
     if choice != "auto" and (forced := _forced_text(body, switches)) is not None:
@@ -81,16 +82,25 @@ def tool_use(
         at_most = 1 if body.parallel_tool_calls is False else None
         return ToolUse(lambda: RequiredToolParser(call_ids()), _forced(body, _calls_schema(functions, at_most)))
     if isinstance(choice, NamedTool):
-        name = choice.function.name
-        chosen = next(each for each in functions if each.name == name)
-        return ToolUse(lambda: NamedToolParser(call_ids(), name), _forced(body, _arguments_schema(chosen)))
+        (chosen,) = functions
+        return ToolUse(lambda: NamedToolParser(call_ids(), chosen.name), _forced(body, _arguments_schema(chosen)))
     if not auto or tool_format is None:
         raise RequestError(
             "tool_choice 'auto' needs a server with --enable-auto-tool-choice and --tool-call-parser",
             param="tool_choice",
         )
+    known, names = (
+        {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()},
+        [each.name for each in functions],
+    )
+
+    def open_parser() -> OutputParser:
+        """Return a parser of one output: of calls of all functions, if all may be called."""
+        parser = tool_format.open(known)
+        return parser if len(names) == len(known) else AllowedCalls(parser, names)
+
     read = ToolUse(
-        lambda: tool_format.open({each.name: each.parameters or {} for each in functions}),
+        open_parser,
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
         calls=tool_format.call_starts([each.name for each in functions]),
@@ -126,11 +136,13 @@ def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
         name = body.choice.function.name
         form = body.text_forms.get(name)
         return None if form is None else ToolUse(lambda: NamedTextParser(call_ids(), name), dict(form))
-    if not body.text_forms:
+    callable_functions = body.callable_functions
+    forms = {each.name: body.text_forms[each.name] for each in callable_functions if each.name in body.text_forms}
+    if not forms:
         return None
-    rules = list(text_calls(body.text_forms))
-    starts = [f"text_{number}" for number in range(len(body.text_forms))]
-    functions = [tool.function for tool in body.tools or () if tool.function.name not in body.text_forms]
+    rules = list(text_calls(forms))
+    starts = [f"text_{number}" for number in range(len(forms))]
+    functions = [each for each in callable_functions if each.name not in forms]
     if functions:
         schema = _forced(body, _calls_schema(functions, 1 if body.parallel_tool_calls is False else None))
         rules.append(f"calls: {StructuredOutputsParams(**schema).switched_on(switches).in_lark()}")
@@ -147,9 +159,7 @@ def _forced_in_own_way(
     body: request whose tool_choice is "required" or names a tool. tool_format: a format with a forced_grammar. Raises
     RequestError for functions that no grammar can call.
     """
-    functions = [tool.function for tool in body.tools or ()]
-    if isinstance(body.choice, NamedTool):
-        functions = [each for each in functions if each.name == body.choice.function.name]
+    functions = body.callable_functions
     assert tool_format.forced_grammar is not None
     rules = _rules(tool_format.forced_grammar, body, functions, tokenizer, switches)
     return ToolUse(
@@ -166,7 +176,7 @@ def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -
     """Return structured_outputs that force an output of this JSON schema. They are lenient unless a tool is strict.
     white_space: pattern of the white space allowed; None for the default.
     """
-    strict = any(tool.function.strict for tool in body.tools or ())
+    strict = any(function.strict for function in body.callable_functions)
     return {"json": schema, "whitespace_pattern": white_space, "lenient": not strict}
 
 

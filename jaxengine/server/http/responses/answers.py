@@ -104,6 +104,7 @@ class ResponseAnswer(Answer):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     model: str
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     output: list[Item]
@@ -123,7 +124,9 @@ class ResponseAnswer(Answer):
     parallel_tool_calls: bool
     presence_penalty: float
     previous_response_id: str | None
+    prompt_cache_key: str | None
     reasoning: ResponseReasoning
+    safety_identifier: str | None
     service_tier: str
     store: bool
     temperature: float

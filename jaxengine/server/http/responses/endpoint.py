@@ -56,6 +56,7 @@ from jaxengine.server.http.responses.keeping import (
 )
 from jaxengine.server.http.responses.output import ResponseWriter, Said, called
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
+from jaxengine.server.http.responses.references import with_items
 from jaxengine.server.stored.records import Part, Responses
 
 logger = logging.getLogger(__name__)
@@ -242,6 +243,7 @@ class _Responses:
         request.state.user = body.user
         held = self._memory.hold()
         try:
+            body.input = await with_items(body.input, _store(request), _owner(request), held)
             making, keeper = await self._make(body, request, model, lora, held)
             request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
             await making.prepare(request.state.ignored_fields)
@@ -342,7 +344,7 @@ class _Responses:
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True, said=making.writer.open())
         self._tasks[keeper.owner, making.id] = asyncio.create_task(self._work(making, keeper, state.traffic))
-        await asyncio.sleep(0)  # a task that is cancelled before it has begun would leave the response as it is
+        await asyncio.sleep(0)  # the work counts as running when the client has its answer
         return queued
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
@@ -377,7 +379,8 @@ class _Responses:
     def cancel(self, response_id: str, owner: str) -> None:
         """Cancel a background response's task, but never twice, as that would end its clean-up. Ignores other ids."""
         if (task := self._tasks.pop((owner, response_id), None)) is not None:
-            task.cancel()
+            # After the task's first step: cancelled before, it would leave the response as it is, and running.
+            asyncio.get_running_loop().call_soon(task.cancel)
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """Return the number of tokens of the request's conversation, which may exceed the context. Nothing is
@@ -388,6 +391,7 @@ class _Responses:
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
         held = self._memory.hold()
         try:
+            body.input = await with_items(body.input, _store(request), _owner(request), held)
             earlier, _ = await self._earlier(body, request, held)
             chat = body.chat_request([*earlier, *await convert(request, read_input, body.input)])
             ids = await self.server.renderer.token_ids(chat)

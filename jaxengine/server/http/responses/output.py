@@ -6,7 +6,7 @@ An answer is a sequence of items: reasoning, a message, calls of functions and c
 from __future__ import annotations
 
 import base64
-import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,7 +83,7 @@ class ResponseWriter:
 
         status: "completed", "incomplete" (because of `reason`), "failed" (because of `error`) or "cancelled", whose
         last event is response.failed. usage: its token counts. An answer without items gets an empty message if it is
-        completed.
+        completed, and one that is completed gets the time.
         """
         if self._item is None and not self.response["output"] and status == "completed":
             said = self._turn_to("message")  # an empty answer still has a message
@@ -91,6 +91,8 @@ class ResponseWriter:
             said = []
         said += self._close("completed" if status == "completed" else "incomplete")
         self.response |= {"status": status, "usage": usage, "error": error}
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
         if reason is not None:
             self.response["incomplete_details"] = {"reason": reason}
         # OpenAI's API has no event for a cancelled response.
@@ -136,8 +138,10 @@ class ResponseWriter:
         return [self._say_at("response.custom_tool_call_input.delta", delta=text)] if text else []
 
     def _open(self, kind: str, **fields: Any) -> list[Said]:
-        """Open an item of this kind with these fields and a new id; return its event."""
-        item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
+        """Open an item of this kind with these fields and an id from which `response_of` returns the response's; return
+        its event.
+        """
+        item_id = f"{_PREFIXES[kind]}_{self.response['id']}_{self._index}"
         self._item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
         self._texts, self._logprobs = [], []
         return [self._say("response.output_item.added", output_index=self._index, item=dict(self._item))]
@@ -200,6 +204,11 @@ class ResponseWriter:
     def _index(self) -> int:
         """Index in the output of the open item, or of the next one."""
         return len(self.response["output"])
+
+
+def response_of(item_id: str) -> str:
+    """Return the id of the response that has the output item with this id; any text for another id."""
+    return item_id.partition("_")[2].rpartition("_")[0]
 
 
 def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:

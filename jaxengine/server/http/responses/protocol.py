@@ -14,6 +14,7 @@ from jaxengine.server.http.request.errors import renamed
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, TokenIds, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 from jaxengine.server.http.responses.tools import (
+    AllowedTools,
     Callables,
     ChosenOther,
     ChosenTool,
@@ -42,6 +43,7 @@ Includable = Literal[
     "web_search_call.results",
 ]
 Summary = Literal["none", "auto", "concise", "detailed"]
+Repeated = Annotated[str, Field(max_length=1024)]
 # Fields that a chat request has under the same name.
 _SAME = {
     *("chat_template_kwargs", "include_reasoning", "mm_processor_kwargs", "parallel_tool_calls"),
@@ -107,8 +109,9 @@ class ResponsesRequest(ConversationRequest):
     """OpenAI's fields, and vLLM's further sampling fields; None stands for the default.
 
     Attributes:
-      input: a text, or items: messages, calls, their outputs, reasoning, additional tools. Messages and outputs may
-        have parts input_image with an image_url, if the model takes pictures.
+      input: a text, or items: messages, calls, their outputs, reasoning, additional tools, and references to items of
+        stored responses. Messages and outputs may have parts input_image with an image_url, if the model takes
+        pictures.
       instructions: the system message; not carried over to a response that continues this one.
       previous_response_id: a stored response that this one continues.
       store: keep the response in memory, so that it can be retrieved and continued; the default.
@@ -120,7 +123,9 @@ class ResponsesRequest(ConversationRequest):
         output_messages.
       tools: functions, custom tools, and namespaces of both. Other tools of OpenAI are left out of the prompt, and are
         refused if tool_choice forces them.
-      metadata: at most 16 texts, repeated in the response.
+      tool_choice: as in ChatRequest; tools that are left out are not called, also if it allows them.
+      metadata: at most 16 texts, repeated in the response, as are prompt_cache_key and safety_identifier, which have no
+        other effect.
       truncation: "auto" drops the beginning of an input that is too long.
       mm_processor_kwargs: as in ChatRequest.
       enable_response_messages: add the text and the token ids of the prompt and of the output, as input_messages and
@@ -155,9 +160,11 @@ class ResponsesRequest(ConversationRequest):
     reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | ChosenOther | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | ChosenOther | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    prompt_cache_key: Repeated | None = None
+    safety_identifier: Repeated | None = None
     metadata: Annotated[TextsByName, at_most(16)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     mm_processor_kwargs: TemplateVariables | None = None
@@ -189,9 +196,10 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Iterator over the names of parts of fields that are accepted without effect, such as "text.verbosity". Raises
-        RequestError for tools that `callables` refuses.
+        """Iterator over the names of fields that are only repeated in the response, and of parts of fields that are
+        accepted without effect, such as "text.verbosity". Raises RequestError for tools that `callables` refuses.
         """
+        yield from (name for name in ("prompt_cache_key", "safety_identifier") if getattr(self, name) is not None)
         if self.text is not None and self.text.verbosity is not None:
             yield "text.verbosity"
         hints = ("summary", "generate_summary", "context", "mode")
@@ -229,11 +237,17 @@ class ResponsesRequest(ConversationRequest):
         RequestError if it forces a tool that this server cannot run.
         """
         choice, left_out = self.tool_choice, self.callables.left_out
+        if isinstance(choice, AllowedTools):
+            tools = [_named(tool) for tool in choice.tools if isinstance(tool, ChosenTool)]
+            if not tools and choice.mode == "required":
+                text = "tool_choice allows no tool that this server can run; allowed: functions and custom tools"
+                raise RequestError(text, param="tool_choice")
+            return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}} if tools else "none"
         if isinstance(choice, ChosenOther):
             problem = f"tool_choice forces {show_value(choice.type)}, a tool that this server cannot run"
             raise RequestError(f"{problem}; allowed: functions and custom tools", param="tool_choice")
         if isinstance(choice, ChosenTool):
-            return {"type": "function", "function": {"name": flat_name(choice.name, choice.namespace)}}
+            return _named(choice)
         if choice == "required" and left_out and not self.callables.functions:
             problem = f"tool_choice is 'required', but this server can run none of the tools ({', '.join(left_out)})"
             raise RequestError(f"{problem}; allowed: functions and custom tools", param="tool_choice")
@@ -253,6 +267,11 @@ class ResponsesRequest(ConversationRequest):
             "type": "json_schema",
             "json_schema": {"name": asked.name, "schema": asked.schema_, "strict": asked.strict},
         }
+
+
+def _named(tool: ChosenTool) -> dict[str, Any]:
+    """Return a tool as the tool_choice of a chat request names it."""
+    return {"type": "function", "function": {"name": flat_name(tool.name, tool.namespace)}}
 
 
 def as_response_error(error: RequestError) -> RequestError:

@@ -147,6 +147,17 @@ class ChosenOther(RequestModel):
     type: Annotated[str, Field(pattern=rf"^{_OTHERS.pattern}$")]
 
 
+class AllowedTools(RequestModel):
+    """The tools that may be called, as in chat.protocol.AllowedTools. Those that this server cannot run have no effect.
+
+    mode: "auto" by default.
+    """
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ChosenTool | ChosenOther], Field(min_length=1, fail_fast=True), at_most(MAX_TOOLS)]
+
+
 @dataclass(frozen=True)
 class Origin:
     """Tool of the request from which a function of the chat request was made.

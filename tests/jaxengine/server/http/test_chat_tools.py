@@ -45,6 +45,12 @@ def scripted(chat_engine):
 AUTO = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 
 
+def allowing(mode, *names):
+    """OpenAI's tool_choice that allows some functions."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def schema_asked_for(engine):
     return json.loads(engine.calls[-1][1].structured_outputs.json)
 
@@ -181,6 +187,25 @@ async def test_the_function_that_is_named(scripted):
     # As of OpenAI and vLLM: the model did not choose to call.
     assert choice.finish_reason == "stop"
     assert schema_asked_for(engine) == {**PARAMETERS, "additionalProperties": False}
+
+
+async def test_only_functions_that_are_allowed_are_called(scripted):
+    """OpenAI's allowed_tools: the prompt has all functions, and a call of another one is text."""
+    client, engine = scripted(CALLS, **AUTO)
+    await client.chat.completions.create(**ASK)
+    for mode in ("auto", "required"):
+        (answer,) = (await client.chat.completions.create(**ASK, tool_choice=allowing(mode, "now"))).choices
+        assert engine.calls[-1][0]["prompt"] == engine.calls[0][0]["prompt"]
+        if mode == "auto":
+            assert [call.function.name for call in answer.message.tool_calls] == ["now"]
+            assert answer.message.content == 'Sure.{"name": "weather", "arguments": {"city": "Zürich"}}'
+            assert engine.calls[-1][1].structured_outputs is None
+            streamed = await client.chat.completions.create(**ASK, tool_choice=allowing(mode, "now"), stream=True)
+            content, _, calls, reason, _ = await collected(streamed)
+            assert (content, reason) == (answer.message.content, "tool_calls")
+            assert [call[1:] for call in calls] == [["now", "{}"]]
+    (call,) = schema_asked_for(engine)["items"]["anyOf"]
+    assert "now" in json.dumps(call)
 
 
 async def test_a_call_in_thoughts_is_not_the_one_that_is_forced(scripted):
@@ -398,6 +423,9 @@ async def test_structured_outputs_allow_calls_too(scripted):
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": allowing("auto", "weather", "other")}, "tool_choice"),
+        ({"tool_choice": allowing("never", "weather")}, "tool_choice"),
+        ({"tool_choice": allowing("auto")}, "tool_choice"),
         ({"structured_outputs": {"regex": "a"}, "tool_choice": "required"}, "structured_outputs"),
         ({}, "tool_choice"),
     ],

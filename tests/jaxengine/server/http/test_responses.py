@@ -272,6 +272,21 @@ async def test_a_stream_in_the_background_ends_with_its_cancellation(client, cha
     await idle(chat_engine)
 
 
+async def test_work_that_is_cancelled_before_it_has_begun_ends(client, app, monkeypatch):
+    store = app.state.store
+
+    def cancelled_first(work):
+        loop = asyncio.get_running_loop()
+        workers = [(worker, name, owner) for (owner, name), worker in store._workers.items()]
+        loop.call_soon(lambda: [worker.cancel(name, owner) for worker, name, owner in workers])
+        return loop.create_task(work)
+
+    monkeypatch.setattr("jaxengine.server.http.responses.endpoint.asyncio.create_task", cancelled_first)
+    queued = await client.responses.create(**ASK, background=True)
+    monkeypatch.undo()
+    assert (await asyncio.wait_for(client.responses.cancel(queued.id), 30)).status == "cancelled"
+
+
 async def test_a_stream_in_the_background_that_fails_at_once_has_begun(chat_engine):
     """A client that follows a response whose process was lost gets an error, however much it has read."""
     engine = Recorder(chat_engine)
@@ -307,6 +322,7 @@ async def test_a_deadline_fails_the_response(app):
     ("fields", "param"),
     [
         ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
         ({"input": 7}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": ["function_call"]}]}, "input"),
@@ -326,6 +342,8 @@ async def test_a_deadline_fails_the_response(app):
         ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "", "namespace": 1}]}, "input"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"prompt_cache_key": "k" * 1025}, "prompt_cache_key"),
         ({"background": True, "store": False}, "background"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
         ({"conversation": "x"}, "conversation"),
