@@ -113,9 +113,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # Recorded tokens are plain XLA's. Tests of machine code ask for it (tests/pallas_kernels/conftest.py).
     sys.modules["llvmlite"] = None  # type: ignore[assignment]
-    if hasattr(config, "workerinput") or not getattr(
-        config.option, "numprocesses", None
-    ):  # pytest's own workers need it
+    starts_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if not starts_workers:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WITHOUT_LLVMLITE), os.environ.get("PYTHONPATH"))))
     if not config.getoption("--thorough"):
         hypothesis.settings.register_profile("few", hypothesis.settings(max_examples=30))

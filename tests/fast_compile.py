@@ -163,7 +163,7 @@ def share_contexts(patch: pytest.MonkeyPatch) -> None:
     outside jit, and most of the memory of a process of tests, for jax remembers modules.
     """
     mlir = sys.modules.get("jax._src.interpreters.mlir")
-    if mlir is None:
+    if mlir is None or hasattr(mlir, "_thread_local_context"):  # from jax 0.11 on it shares contexts by itself
         return
     start = mlir.ModuleContext.__init__
 

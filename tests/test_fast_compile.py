@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
+from jax._src.interpreters import mlir
 from jax.sharding import SingleDeviceSharding
 
 from jaxengine.runner.executables.cache import ExecutableCache
@@ -102,6 +104,8 @@ def contexts_of(num_modules: int) -> list[int]:
 
 
 def test_modules_share_contexts(monkeypatch):
+    if hasattr(mlir, "_thread_local_context"):
+        pytest.skip("this jax lets modules share contexts by itself")
     monkeypatch.setattr(fast_compile, "_MODULES_OF_CONTEXT", 3)
     monkeypatch.setattr(fast_compile, "_CONTEXTS", fast_compile._Contexts())
     assert contexts_of(7) == [0, 0, 0, 3, 3, 3, 6]

@@ -119,8 +119,7 @@ def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None
     the value of an omitted flag.
 
     nargs: how many words a flag for a list takes; None: a flag for texts is repeated for each, one for integers takes
-    them in one word. words: words
-    that stand for integers.
+    them in one word. words: words that stand for integers.
     """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any

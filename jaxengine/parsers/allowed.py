@@ -18,7 +18,7 @@ class AllowedCalls:
         self._names = names
         # Index of each call by that of `parser`.
         self._indices: dict[int, int] = {}
-        self._is_in_other = False
+        self._is_in_other = self._is_without_arguments = False
 
     def feed(self, text: str) -> list[Event]:
         """Read a piece; return the events that are certain."""
@@ -35,6 +35,7 @@ class AllowedCalls:
                 case ArgumentsDelta(index, text) if index in self._indices:
                     yield ArgumentsDelta(self._indices[index], text)
                 case ArgumentsDelta(_, text):
+                    self._is_without_arguments = False
                     yield ContentDelta(text)
                 case ToolCallStart(index, own_id, name) if name in self._names:
                     yield from self._end_other()
@@ -42,7 +43,7 @@ class AllowedCalls:
                     yield ToolCallStart(self._indices[index], own_id, name)
                 case ToolCallStart(_, _, name):
                     yield from self._end_other()
-                    self._is_in_other = True
+                    self._is_in_other = self._is_without_arguments = True
                     yield ContentDelta(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
                 case _:
                     yield from self._end_other()
@@ -52,4 +53,4 @@ class AllowedCalls:
         """Yield the end of the object of another function's call if one is open."""
         if self._is_in_other:
             self._is_in_other = False
-            yield ContentDelta("}")
+            yield ContentDelta("{}}" if self._is_without_arguments else "}")

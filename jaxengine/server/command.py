@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import ssl
 import sys
@@ -44,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
     server = ServerConfig(**given_options(args, ServerConfig))
     options = given_options(args, EngineConfig)
-    if "model" not in options and len(server.served_model_name) > 1 and looks_like_model(server.served_model_name[-1]):
-        problem = f"served_model_name has taken {server.served_model_name[-1]!r}, and no model is given"
-        raise ConfigError.because("served_model_name", problem, "give the model before that flag, or as --model")
+    if "model" not in options:
+        _check_words(server)
     if server.log_format == "json":
         log_as_json("supervisor")
     engine = EngineConfig.from_options(**options)
@@ -63,6 +63,17 @@ def run(args: argparse.Namespace) -> int:
     check_certificates(server)
     given_middleware(server.middleware)
     return Supervisor(server, engine).run()
+
+
+def _check_words(server: ServerConfig) -> None:
+    """Raise ConfigError if the last of several words of a list's flag names a model, for a command without a model: the
+    flag takes all words that follow it.
+    """
+    for field in dataclasses.fields(server):
+        words = getattr(server, field.name)
+        if field.metadata.get("nargs") == "+" and len(words) > 1 and looks_like_model(words[-1]):
+            problem = f"{field.name} has taken {words[-1]!r}, and no model is given"
+            raise ConfigError.because(field.name, problem, "give the model before that flag, or as --model")
 
 
 def check_together(server: ServerConfig, engine: EngineConfig) -> None:

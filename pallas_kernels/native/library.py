@@ -11,12 +11,14 @@ import importlib
 import logging
 import platform
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 
 logger = logging.getLogger(__name__)
+_LOCK = threading.Lock()
 
 # Structures of XLA's FFI as handlers.py reads and writes them: the names of their fields, in order.
 _STRUCTURES = {
@@ -47,11 +49,17 @@ def target_name(handler: str) -> str:
     return f"jaxengine_{handler}"
 
 
-@functools.cache
 def load(rooms: tuple[str, ...]) -> str:
     """Compile, test and register the handlers of `rooms`, once per process. Return a description of the compiler and
     the processor, or "" if handlers cannot be built, with the reason in the log (INFO). rooms: as in `made`.
     """
+    with _LOCK:  # engines may be started by several threads
+        return _load(rooms)
+
+
+@functools.cache
+def _load(rooms: tuple[str, ...]) -> str:
+    """Do the work of `load`."""
     try:
         return made(rooms)[0]
     except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for what LLVM refuses
@@ -67,7 +75,8 @@ def made(rooms: tuple[str, ...]) -> tuple[str, Any]:
     rooms: packages, each with a module `code`, which has the names HANDLERS and a function `build`, and a module
     `check`, whose function `check` gets the addresses of functions by name and raises UnfitError if one is wrong.
     Raises ImportError without llvmlite, RuntimeError for what LLVM refuses, and UnfitError for a processor other than
-    x86_64 or without AVX2 and FMA, for an unknown FFI header, and if the code computes something wrong.
+    x86_64 or without AVX2 and FMA, for an unknown FFI header, and if the code of any room computes something wrong:
+    then none is used.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")

@@ -38,7 +38,8 @@ class NvlmDProcessor(InternVLChatProcessor):
         """Read and set the limits of tiles from config.json. Raises the errors of InternVLChatProcessor.read_settings,
         and ModelConfigError for a use_thumbnail other than true: tiles have texts up to the whole image's.
         """
-        self.config_fields.with_defaults(use_thumbnail=False).require(use_thumbnail=True)
+        if not self.config_fields.boolean("use_thumbnail", False):
+            raise self.config_fields.fail("use_thumbnail", "true")
         super().read_settings(fields)
 
     def placeholder_id(self) -> int:

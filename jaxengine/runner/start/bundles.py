@@ -88,7 +88,8 @@ def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *
     model = {field.name: getattr(source.config, field.name) for field in dataclasses.fields(source.config)}
     facts = _facts(devices, built)
     if facts["platform"] == "cpu":
-        facts["machine code"] = native_code() or "none"
+        # Its functions are compiled where they run; the width of vectors decides which products call them.
+        facts["machine code"] = native_code().rpartition(", ")[2] or "none"
     return About(facts, compiled_options(config), {name: _short(each) for name, each in model.items()})
 
 

@@ -6,6 +6,8 @@ XLA, which reads the same pool.
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,8 @@ from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
 from jaxengine.pallas_kernels.native.library import target_name
 from jaxengine.pallas_kernels.tuning import Tuning
 
+logger = logging.getLogger(__name__)
+
 LANES, MAX_HEAD_DIM = 16, 512  # LANES: of code.py
 HANDLER_OF_DTYPE = {"float32": "attention_float32", "bfloat16": "attention_bfloat16"}
 _ROWS = 48  # most rows, tokens times query heads of a KV head, of an item
@@ -28,12 +32,15 @@ _SMALL = 1 << 19  # multiplications of a step up to which one thread is as fast 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention, a pytree. An item is a tile and a KV head."""
+    """Work list of one step's attention, a pytree, for T tokens in at most n tiles. A tile is up to block_q consecutive
+    tokens of a sequence; an item of work is a tile and a KV head.
+    """
 
     tiles: jax.Array  # i32 [3, n] sequence, first token and number of tokens of each tile
     ranges: jax.Array  # i32 [2, T] first key that a token sees, and one past the last, 0 for padding
-    sizes: jax.Array  # i32 [4] tiles in use, tokens of a page, most tokens of a tile, whether one thread suffices
-    tuning: Tuning = field(metadata={"static": True})  # for calls that run as plain XLA
+    sizes: jax.Array  # i32 [4] tiles in use, tokens of a page, block_q, whether one thread suffices
+    tuning: Tuning = field(metadata={"static": True})  # this and kv_limits: for calls that run as plain XLA
+    kv_limits: jax.Array | None = None
 
 
 def why_not(spec: AttentionSpec, page_size: int, kv: KVSpec | None = None, *, tree_mask: bool = False) -> str | None:
@@ -85,13 +92,14 @@ def attention_schedule(
     offset = (index - (ends - tiles)[seqs]) * block_q
     counts = jnp.clip(q_lens[seqs] - offset, 0, block_q)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.minimum(_count(token[:, None] >= batch.cu_q_lens[1:]), num_seqs - 1)
-    valid = token < batch.cu_q_lens[batch.num_seqs]
+    row = jnp.minimum(_count(live & (token[:, None] >= batch.cu_q_lens[1:])), num_seqs - 1)
+    valid = _in_sequences(batch, num_tokens)
     rule = schedule_xla.KeyRule(batch, q_lens, spec, kv_limits)
     ranges = jnp.stack(schedule_xla.visible_keys(rule, row, token - batch.cu_q_lens[row], valid))
     work = jnp.sum(ranges[1], dtype=jnp.float32) * spec.num_q_heads * (spec.head_dim + spec.v_head_dim)
-    sizes = jnp.stack([ends[-1], jnp.int32(page_size), jnp.int32(block_q), (work <= _SMALL).astype(jnp.int32)])
-    return Schedule(jnp.stack([seqs, batch.cu_q_lens[seqs] + offset, counts]), ranges, sizes, tuning)
+    used = jnp.minimum(ends[-1], index.size)  # fewer only in a batch that contradicts itself
+    sizes = jnp.stack([used, jnp.int32(page_size), jnp.int32(block_q), (work <= _SMALL).astype(jnp.int32)])
+    return Schedule(jnp.stack([seqs, batch.cu_q_lens[seqs] + offset, counts]), ranges, sizes, tuning, kv_limits)
 
 
 def ragged_paged_attention(
@@ -110,25 +118,39 @@ def ragged_paged_attention(
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask and those of
     `rest` may be None. schedule: result of this module's `attention_schedule`. Plain XLA computes what the handlers do
-    not support.
+    not support, and calls whose schedule is XLA's.
     """
     num_tokens, heads, _ = q.shape
-    if why_not(spec, kv.page_size, kv.spec, tree_mask=tree_mask is not None) is not None:
+    reason = why_not(spec, kv.page_size, kv.spec, tree_mask=tree_mask is not None)
+    if reason is not None:
+        _log_once(reason)
+    if reason is not None or not isinstance(schedule, Schedule):  # layers of several head dims share a schedule
         if isinstance(schedule, Schedule):
             sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "tuning": schedule.tuning}
-            schedule = schedule_xla.attention_schedule(batch, spec, **sizes)
+            schedule = schedule_xla.attention_schedule(batch, spec, **sizes, kv_limits=schedule.kv_limits)
         options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask}
         return attend_xla.ragged_paged_attention(q, kv, batch, schedule, **options, **rest)
-    assert isinstance(schedule, Schedule)
     sinks = jnp.full((heads,), -jnp.inf) if sinks is None else sinks
     shapes = [jax.ShapeDtypeStruct((num_tokens, heads, width), jnp.float32) for width in (spec.v_head_dim, 2)]
     call = jax.ffi.ffi_call(target_name(HANDLER_OF_DTYPE[kv.spec.dtype]), shapes, vmap_method="sequential")
     step = batch.page_table, schedule.tiles, schedule.ranges, jnp.float32([spec.sm_scale]), sinks, schedule.sizes
     o, softmax = call(q.astype(jnp.float32), kv.data, *step)
     lse = softmax[..., 0] + jnp.log(softmax[..., 1])
-    valid = (jnp.arange(num_tokens) < batch.cu_q_lens[batch.num_seqs])[:, None]
+    valid = _in_sequences(batch, num_tokens)[:, None]
     o, lse = jnp.where(valid[..., None], o, 0.0), jnp.where(valid, lse, -jnp.inf)
     return o.astype(q.dtype), lse
+
+
+def _in_sequences(batch: RaggedBatch, num_tokens: int) -> jax.Array:
+    """Return bool [num_tokens], whether each token belongs to a sequence."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    return (token >= batch.cu_q_lens[0]) & (token < batch.cu_q_lens[batch.num_seqs])
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    """Log that attention runs as plain XLA, once per process and reason."""
+    logger.info("attention runs as plain XLA, not as machine code: %s", reason)
 
 
 def _count(mask: jax.Array) -> jax.Array:

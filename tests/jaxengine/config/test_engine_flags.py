@@ -222,6 +222,8 @@ def test_a_model_may_have_several_names(tmp_path, capsys):
     # A model behind the names would be one of them.
     assert main(["serve", "--served-model-name", "a", "c/d"]) == 2
     assert "served_model_name has taken 'c/d', and no model is given; give the model before" in capsys.readouterr().err
+    assert main(["serve", "--api-key", "a", "c/d"]) == 2  # nor may it become a key
+    assert "api_key has taken 'c/d'" in capsys.readouterr().err
 
 
 def test_short_form_of_the_servers_processes_and_origins():

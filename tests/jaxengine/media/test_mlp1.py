@@ -64,7 +64,7 @@ def test_texts_of_nvlm_d(tmp_path):
     assert alone == made.tokenizer.encode(f"<Image><tile_global_thumbnail>{''.join(pads)}</Image>")
     with pytest.raises(RequestError, match="embeddings of an image of this model must be 4, those of one tile"):
         made.grid_of(8, None)
-    with pytest.raises(ModelFileError, match="use_thumbnail must be true or absent, got False"):
+    with pytest.raises(ModelFileError, match="use_thumbnail must be true, got False"):
         opened(tmp_path, "nvlm_d_vision", {"use_thumbnail": False})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,12 @@ def test_what_is_left_to_xla(machine_code, name):
     assert not runs_a_handler(name, "float32")
 
 
+def test_codes_beside_pictures(machine_code):
+    """What a schedule knows of later keys reaches plain XLA, for the pool's dtype is not known when it is built."""
+    case = dataclasses.replace(BY_NAME["pictures"], kv_dtype="int8")
+    conformance.check_attention(case, "float32", "normal", NATIVE)
+
+
 def runs_a_handler(name: str, dtype: str) -> bool:
     """Whether the case's program calls a handler, of the pool's dtype."""
     case = NATIVE.adapted(BY_NAME[name])
@@ -75,7 +82,9 @@ def test_bits_do_not_depend_on_the_step(machine_code):
         tokens = jnp.concatenate([q[own, first:end] for own, first, end in rows])
         tables, ends = pages[[own for own, *_ in rows]], np.array([end for *_, end in rows], np.int32)
         slots = np.full(len(tokens), -1, np.int32)
-        arrays = map(jnp.asarray, (lens, ends, tables, slots))
+        # A row past the last holds garbage.
+        lens_and_more, ends = np.append(lens, -7).astype(np.int32), np.append(ends, 9).astype(np.int32)
+        arrays = map(jnp.asarray, (lens_and_more, ends, np.append(tables, tables[:1], axis=0), slots))
         o, _ = attended(tokens, RaggedBatch(*arrays, jnp.int32(len(rows)), None))
         return np.split(np.asarray(o), lens[1:-1])
 

@@ -158,14 +158,14 @@ def test_another_ffi_or_processor_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(library.platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(library, "made", library.made.__wrapped__)
     with caplog.at_level("INFO", library.__name__):
-        assert library.load.__wrapped__(NATIVE_ROOMS) == ""
+        assert library._load.__wrapped__(NATIVE_ROOMS) == ""
     assert "the processor is riscv64, allowed: x86_64" in caplog.text
     assert registry.kernel("quantized_matmul", "cpu") is quantized_cpu.quantized_matmul
 
 
 def test_an_engine_computes_with_it(machine_code, tmp_path, monkeypatch):
     """Tokens are plain XLA's, alone and in a batch; kept programs load again; nothing compiles after the start."""
-    options = TINY_OPTIONS | {"quantization": "int8", "max_model_len": 64}
+    options = TINY_OPTIONS | {"quantization": "int8", "max_model_len": 64, "block_size": 16}  # attention's, too
     prompts = [{"prompt_token_ids": [3 + n, 5, 7 * n + 2][: 1 + n]} for n in range(3)]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     tokens, loaded = [], []

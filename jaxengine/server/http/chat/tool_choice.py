@@ -89,10 +89,8 @@ def tool_use(
             "tool_choice 'auto' needs a server with --enable-auto-tool-choice and --tool-call-parser",
             param="tool_choice",
         )
-    known, names = (
-        {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()},
-        [each.name for each in functions],
-    )
+    known = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+    names = [each.name for each in functions]
 
     def open_parser() -> OutputParser:
         """Return a parser of one output: of calls of all functions, if all may be called."""

@@ -378,9 +378,13 @@ class _Responses:
 
     def cancel(self, response_id: str, owner: str) -> None:
         """Cancel a background response's task, but never twice, as that would end its clean-up. Ignores other ids."""
-        if (task := self._tasks.pop((owner, response_id), None)) is not None:
-            # After the task's first step: cancelled before, it would leave the response as it is, and running.
-            asyncio.get_running_loop().call_soon(task.cancel)
+        # After the task's first step: cancelled before, it would leave the response as it is, and running.
+        asyncio.get_running_loop().call_soon(self._cancel_now, (owner, response_id))
+
+    def _cancel_now(self, key: tuple[str, str]) -> None:
+        """Cancel the task of an owner and a response's id, unless it is ending, which takes it out of `_tasks`."""
+        if (task := self._tasks.pop(key, None)) is not None:
+            task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """Return the number of tokens of the request's conversation, which may exceed the context. Nothing is

@@ -20,12 +20,13 @@ async def with_items(
     """Return a request's `input` with each reference replaced by the item of a response's output that it names.
 
     owner: the client, who finds only its own responses. held: takes the bytes of the responses, each once. Raises
-    RequestError for a reference without an id, ApiError (404) for an item that is not stored, OverloadedError if `held`
-    has no room, and EngineDeadError.
+    RequestError for a reference without an id, and for a second one to the same item; ApiError (404) for an item that
+    is not stored; OverloadedError if `held` has no room; and EngineDeadError.
     """
     if isinstance(items, str):
         return items
     outputs: dict[str, dict[str, dict[str, Any]]] = {}
+    seen: set[str] = set()
     found: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         if not _is_reference(item):
@@ -35,6 +36,10 @@ async def with_items(
         if not isinstance(item_id, str):
             text = f"input[{number}].id is {show_value(item_id)}; allowed: the id of an item of a stored response"
             raise RequestError(text, param="input")
+        if item_id in seen:  # a short request could repeat a long item without end
+            text = f"input[{number}].id is {show_value(item_id)}, which is given twice; allowed: an item once"
+            raise RequestError(text, param="input")
+        seen.add(item_id)
         response_id = response_of(item_id)
         if response_id not in outputs:
             there(await store.find(response_id, owner), "item", item_id, "input")

@@ -87,6 +87,8 @@ async def test_items_of_stored_responses_are_referred_to(scripted):
         await client.responses.input_tokens.count(**ask, input=[hi, *each, told]) for each in (whole, references)
     ]
     assert counted[0].input_tokens == counted[1].input_tokens
+    with pytest.raises(openai.BadRequestError, match="given twice"):
+        await client.responses.create(**ask, input=[*references[:1], *references[:2]])
     gone = await client.responses.create(model="tiny", input="Hi", store=False)
     for item_id in (gone.output[0].id, message.id + "0", "msg_x", ""):
         with pytest.raises(openai.NotFoundError) as caught:
