@@ -167,8 +167,8 @@ def share_contexts(patch: pytest.MonkeyPatch) -> None:
         return
     start = mlir.ModuleContext.__init__
 
-    def start_sharing(module, *, context=None, **kwargs):
-        start(module, context=context or _CONTEXTS.next(mlir.make_ir_context), **kwargs)
+    def start_sharing(self, /, *, context=None, **kwargs):  # of which `module` may be one
+        start(self, context=context or _CONTEXTS.next(mlir.make_ir_context), **kwargs)
 
     patch.setattr(mlir.ModuleContext, "__init__", start_sharing)
 

@@ -153,7 +153,7 @@ def test_dense_modules_that_cannot_be_are_refused(encoder_folder, tmp_path):
     refused("use_residual must be false", dense, use_residual=True)
     refused("module_input_name must be", dense, module_input_name="token_embeddings")
     refused("in_features must be an integer", dense, in_features=0)
-    refused("at dense.0.linear.weight", dense, in_features=24)
+    refused(r"as dense.0.linear.weight \(at linear.weight\)", dense, in_features=24)
     refused("'Normalize'|'Dense' is not supported here", "modules.json")
 
 
