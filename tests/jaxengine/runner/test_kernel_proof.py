@@ -20,6 +20,7 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.kernel_proof import Trial, Verdict
+from jaxengine.pallas_kernels.registry import attention_rows
 from jaxengine.runner.executables import verdicts
 from jaxengine.runner.executables.verdicts import Verdicts
 from jaxengine.runner.recorded_engine import about_engine
@@ -89,7 +90,7 @@ def test_attention_in_plain_xla_where_that_is_chosen(served, make_llm, monkeypat
     with pytest.raises(ConfigError, match="attention_backend is 'PALLAS'; allowed: auto or XLA: cpu has no kernel"):
         served(attention_backend="PALLAS")
     plant(monkeypatch, attention="wrong scale", matmul="NaN at one shape")
-    attention = {("ragged_paged_attention", "planted")}
+    attention = {("ragged_paged_attention", "planted"), ("ragged_paged_attention", "native")}
     assert served(attention_backend="XLA", kernel_proof="off")[1] == attention
     tokens, unused, errors = served(attention_backend="XLA")
     assert tokens == want and unused == attention | {("matmul", "planted")}
@@ -100,7 +101,9 @@ def test_attention_in_plain_xla_where_that_is_chosen(served, make_llm, monkeypat
 
 def test_every_runner_leaves_out_attention_kernels_where_that_is_chosen(make_llm, monkeypatch):
     """Also one that measures or plans only; and what a record says ran is what ran."""
-    for backend, rows in (("XLA", {("ragged_paged_attention", "hopper")}), ("auto", set()), ("PALLAS", set())):
+    ops = "ragged_paged_attention", "selected_attention", "block_attention"
+    for backend, rows in (("XLA", attention_rows("gpu")), ("auto", set()), ("PALLAS", set())):
+        assert {op for op, _ in rows} == (set(ops) if rows else set())
         caches = [SimpleNamespace(unused=frozenset()) for _ in range(2)]
         runner: Any = SimpleNamespace(caches=caches, programs=SimpleNamespace(platform="gpu"))
         config: Any = SimpleNamespace(attention_backend=backend)

@@ -54,7 +54,8 @@ def url():
         serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"
-    ray.shutdown()  # at once: whatever still runs or starts is killed
+    serve.shutdown()  # ends the threads of this process that report to it
+    ray.shutdown()
 
 
 def start_ray() -> None:

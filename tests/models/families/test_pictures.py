@@ -24,6 +24,7 @@ FURTHER = frozenset(
         "gemma4_pictures_vision",
         *("hy_v4_vl_vision", "lfm3_vl_vision"),
         *("minicpmv4_5_vision", "minimax_m3_vision"),
+        *("h2ovl_vision", "nvlm_d_vision", "eagle2_5_vision"),
         *("opencua_vision", "keye_vision", "keye1_5_vision", "llama_nemotron_vl_vision", "nemotron_nano_vl_vision"),
     )
 )

@@ -141,7 +141,11 @@ RESPONSES = {
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
     "enable_response_messages": True,
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
 }
+# Hints elsewhere, which a response keeps.
+OWN_OF_RESPONSES = {"metadata", "store", "prompt_cache_key", "safety_identifier"}
 # Shown by tests of their own: they need a tokenizer, a response, beams, a picture or activations that are not here.
 ELSEWHERE = {"add_special_tokens", "previous_response_id", "length_penalty", "mm_processor_kwargs"}
 ELSEWHERE |= {"capture", "return_hidden_states"}
@@ -163,6 +167,7 @@ def test_no_field_is_forgotten():
     assert ChatRequest.model_fields.keys() - ELSEWHERE == CHAT.keys()
     # Where stream_options are accepted they have no effect: see test_coding_agents.
     assert ResponsesRequest.model_fields.keys() - ELSEWHERE == {*RESPONSES, "stream_options"}
+    assert ResponsesRequest.model_fields.keys() >= OWN_OF_RESPONSES
 
 
 def test_an_operators_max_new_tokens_is_a_limit():
@@ -256,7 +261,7 @@ async def test_hints_change_nothing_and_are_named(app, engine, value, stream, ca
         ("/v1/responses", {"input": "Hi"}),
     ):
         base = {**base, "stream": stream}
-        hints = dict.fromkeys(sorted(HINTS - ({"metadata", "store"} if "input" in base else set())), value)
+        hints = dict.fromkeys(sorted(HINTS - (OWN_OF_RESPONSES if "input" in base else set())), value)
         plain = await outcome(app, engine, path, base, caplog)
         assert await outcome(app, engine, path, {**base, **hints}, caplog) == plain
         answer = await post(app, path, **base, **hints)

@@ -80,7 +80,7 @@ KEYS: dict[Any, str] = {
     ),
 }
 # Those that vLLM does not have.
-MORE = {ResponseAnswer: {"error", "store"}}
+MORE = {ResponseAnswer: {"error", "store", "completed_at", "prompt_cache_key", "safety_identifier"}}
 
 
 @each_row("kind", KEYS)
