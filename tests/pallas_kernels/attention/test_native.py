@@ -83,9 +83,12 @@ def test_bits_do_not_depend_on_the_step(machine_code):
         tables, ends = pages[[own for own, *_ in rows]], np.array([end for *_, end in rows], np.int32)
         slots = np.full(len(tokens), -1, np.int32)
         # A row past the last holds garbage.
-        lens_and_more, ends = np.append(lens, -7).astype(np.int32), np.append(ends, 9).astype(np.int32)
-        arrays = map(jnp.asarray, (lens_and_more, ends, np.append(tables, tables[:1], axis=0), slots))
-        o, _ = attended(tokens, RaggedBatch(*arrays, jnp.int32(len(rows)), None))
+        cu_q_lens, kv_lens, page_table, slot_mapping = map(
+            jnp.asarray,
+            (np.append(lens, np.int32(-7)), np.append(ends, np.int32(9)), np.append(tables, tables[:1], axis=0), slots),
+        )
+        num_seqs = jnp.int32(len(rows))
+        o, _ = attended(tokens, RaggedBatch(cu_q_lens, kv_lens, page_table, slot_mapping, num_seqs, None))
         return np.split(np.asarray(o), lens[1:-1])
 
     (whole,) = step((0, 0, kv_len))
@@ -109,8 +112,8 @@ def test_width_of_vectors_changes_no_bits(machine_code):
         narrow[name] = narrow[name] and not name.startswith(("avx512", "amx"))
     engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow)[1], library.made(NATIVE_ROOMS)[1]]
     rng = np.random.default_rng(0)
-    arrays = {"q": rng.standard_normal((5, 6, 48)), "scale": rng.random(1), "sinks": rng.standard_normal(6)}
-    arrays = {name: own.astype(np.float32) for name, own in arrays.items()}
+    drawn = {"q": rng.standard_normal((5, 6, 48)), "scale": rng.random(1), "sinks": rng.standard_normal(6)}
+    arrays: dict[str, np.ndarray] = {name: own.astype(np.float32) for name, own in drawn.items()}
     arrays["tiles"] = np.array([[0], [0], [5]], np.int32)
     arrays["ranges"] = np.array([[0, 1, 2, 3, 40], [70, 71, 72, 73, 74]], np.int32)
     arrays["page_table"] = np.arange(5, dtype=np.int32)[None]
