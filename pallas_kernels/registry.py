@@ -299,12 +299,6 @@ def is_kernel(op: str, platform: str) -> bool:
     return kind is not None and kind not in PLAIN_KINDS
 
 
-def attention_kernels(platform: str) -> frozenset[tuple[str, str]]:
-    """Return the rows (operation, kind) of the attention kernels that `platform` uses; empty if it has none."""
-    ops = [op for op, own in KERNELS if own == platform and op in _ATTENTION and is_kernel(op, platform)]
-    return frozenset((op, kind) for op in ops if (kind := kernel_kind(op, platform)) is not None)
-
-
 def attention_rows(platform: str) -> frozenset[tuple[str, str]]:
     """Return the rows (operation, kind) of attention on `platform` that are not plain XLA: kernels and machine code."""
     kinds = [kind for kind in _KINDS[platform] if kind == NATIVE or kind not in PLAIN_KINDS]

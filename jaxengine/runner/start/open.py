@@ -22,7 +22,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedCo
 from jaxengine.config.execution.placement import PALLAS, PLAIN
 from jaxengine.config.kv.kv_cache import is_coded
 from jaxengine.models.cache import platform_of, product_platform_of
-from jaxengine.models.kernel_rows import attention_kernels, has_kernels, plain_operations, why_no_kernels, without_rows
+from jaxengine.models.kernel_rows import has_kernels, is_kernel, plain_operations, why_no_kernels, without_rows
 from jaxengine.runner.base.card import claim_card
 from jaxengine.runner.base.memory import TooLong
 from jaxengine.runner.extensions.settle import item_sizes, settled
@@ -79,7 +79,7 @@ def open_resolved(
     claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
-    if config.attention_backend == PALLAS and not attention_kernels(platform.name):
+    if config.attention_backend == PALLAS and not is_kernel("ragged_paged_attention", platform.name):
         raise ConfigError(
             "attention_backend", PALLAS, f"auto or {PLAIN}: {devices[0].device_kind} has no kernel for it"
         )

@@ -57,10 +57,10 @@ def why_not(spec: AttentionSpec, page_size: int, kv: KVSpec | None = None, *, tr
         return f"pages of {page_size} tokens, which are no multiple of {LANES}"
     if spec.group_size > _ROWS:
         return f"{spec.group_size} query heads per KV head are more than {_ROWS}"
-    if spec.soft_cap is not None or spec.mutual or tree_mask:
-        return "soft caps, tree masks and keys that only some tokens see"
-    if spec.xla_only is not None:
-        return spec.xla_only
+    if spec.soft_cap is not None or spec.xla_only is not None:
+        return spec.xla_only or "a soft cap"
+    if spec.mutual or tree_mask:
+        return "a tree mask" if tree_mask else "keys that only some tokens see"
     if kv is not None and (kv.token_scales or kv.dtype not in HANDLER_OF_DTYPE):
         return f"keys and values of {kv.kv_dtype}"
     return None
@@ -88,11 +88,11 @@ def attention_schedule(
     tiles = (q_lens + block_q - 1) // block_q
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     index = jnp.arange(num_tokens // block_q + min(num_seqs, num_tokens), dtype=jnp.int32)
-    seqs = jnp.minimum(_count(index[:, None] >= ends), num_seqs - 1)
+    seqs = jnp.minimum(schedule_xla.num_true(index[:, None] >= ends), num_seqs - 1)
     offset = (index - (ends - tiles)[seqs]) * block_q
     counts = jnp.clip(q_lens[seqs] - offset, 0, block_q)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.minimum(_count(live & (token[:, None] >= batch.cu_q_lens[1:])), num_seqs - 1)
+    row = jnp.minimum(schedule_xla.num_true(live & (token[:, None] >= batch.cu_q_lens[1:])), num_seqs - 1)
     valid = _in_sequences(batch, num_tokens)
     rule = schedule_xla.KeyRule(batch, q_lens, spec, kv_limits)
     ranges = jnp.stack(schedule_xla.visible_keys(rule, row, token - batch.cu_q_lens[row], valid))
@@ -151,8 +151,3 @@ def _in_sequences(batch: RaggedBatch, num_tokens: int) -> jax.Array:
 def _log_once(reason: str) -> None:
     """Log that attention runs as plain XLA, once per process and reason."""
     logger.info("attention runs as plain XLA, not as machine code: %s", reason)
-
-
-def _count(mask: jax.Array) -> jax.Array:
-    """Return the number of true elements of `mask` along the last axis, i32."""
-    return jnp.sum(mask, axis=-1, dtype=jnp.int32)

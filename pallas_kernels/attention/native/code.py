@@ -275,11 +275,6 @@ class AttentionCode(Handlers):
         return found
 
     @property
-    def fma(self) -> Any:
-        """LLVM function of a fused multiply-add of vectors."""
-        return self._fma
-
-    @property
     def weigh(self) -> Any:
         """LLVM function of `_make_weigh`."""
         return self._weigh
@@ -403,11 +398,8 @@ class _Item:
         """Emit reads of the range of keys that a token of the item sees, and return its ends."""
         b, own = self._b, self._own
         token = b.add(self._first, token)
-        places = (token, 4), b.total((own["num_tokens"], 4), (token, 4))
-        start, end = (
-            b.sext(b.read(own["ranges"], b.total(place) if isinstance(place, tuple) else place, I32), I64)
-            for place in places
-        )
+        places = b.total((token, 4)), b.total((own["num_tokens"], 4), (token, 4))
+        start, end = (b.sext(b.read(own["ranges"], place, I32), I64) for place in places)
         return start, end
 
     def _copy(self, base: Any, begin: Any, end: Any, copies: tuple[Any, Any]) -> None:

@@ -77,7 +77,7 @@ def attention_schedule(
     q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
     if num_tokens <= num_seqs:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-        ended = _count(live & (tokens[:, None] >= batch.cu_q_lens[1:]))
+        ended = num_true(live & (tokens[:, None] >= batch.cu_q_lens[1:]))
         seqs, valid = jnp.minimum(ended, num_seqs - 1), ended < batch.num_seqs
     else:
         seqs = jnp.arange(num_seqs, dtype=jnp.int32)
@@ -116,7 +116,7 @@ def _single_tiles(
     def tiled(rows):
         return jnp.pad(rows[order], pad).reshape(-1, width)
 
-    num_tiles = _ceil_div(_count(valid), width)
+    num_tiles = _ceil_div(num_true(valid), width)
     tokens = jnp.where(valid, tokens, num_tokens)
     rank = jnp.full((num_tokens,), num_rows + pad[1], jnp.int32)
     rank = rank.at[tokens[order]].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
@@ -135,7 +135,7 @@ def _run_tiles(keys: KeyRule, num_tokens: int, block_q: int, block_kv: int) -> T
     tiles = jnp.where(q_lens > 1, _ceil_div(q_lens, block_q), 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     index = jnp.arange(num_tokens // block_q + min(num_seqs, num_tokens // 2), dtype=jnp.int32)
-    seqs = jnp.minimum(_count(index[:, None] >= ends), num_seqs - 1)
+    seqs = jnp.minimum(num_true(index[:, None] >= ends), num_seqs - 1)
     offset = (index - (ends - tiles)[seqs]) * block_q
     rows = offset[:, None] + jnp.arange(block_q, dtype=jnp.int32)
     valid = (rows < q_lens[seqs, None]) & (index < ends[-1])[:, None]
@@ -180,7 +180,7 @@ def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
     return Tiles(num_tiles, seqs, tokens, start, end, low, high, first_block, last_block, whole_from, whole_to)
 
 
-def _count(mask: jax.Array) -> jax.Array:
+def num_true(mask: jax.Array) -> jax.Array:
     """Return the number of true elements of `mask` along the last axis, i32."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 

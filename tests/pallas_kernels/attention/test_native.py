@@ -45,7 +45,7 @@ def test_what_is_left_to_xla(machine_code, name):
 
 
 def test_codes_beside_pictures(machine_code):
-    """What a schedule knows of later keys reaches plain XLA, for the pool's dtype is not known when it is built."""
+    """Plain XLA gets the schedule's limits of later keys: the pool's dtype is not known when the schedule is built."""
     case = dataclasses.replace(BY_NAME["pictures"], kv_dtype="int8")
     conformance.check_attention(case, "float32", "normal", NATIVE)
 

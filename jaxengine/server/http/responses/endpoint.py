@@ -377,12 +377,11 @@ class _Responses:
             making.held.release()
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Cancel a background response's task, but never twice, as that would end its clean-up. Ignores other ids."""
-        # After the task's first step: cancelled before, it would leave the response as it is, and running.
+        """Cancel a background response's task soon: after its first step, without which the response stays running."""
         asyncio.get_running_loop().call_soon(self._cancel_now, (owner, response_id))
 
     def _cancel_now(self, key: tuple[str, str]) -> None:
-        """Cancel the task of an owner and a response's id, unless it is ending, which takes it out of `_tasks`."""
+        """Cancel the task of (owner, response's id), never twice, as that would end its clean-up. Ignores other ids."""
         if (task := self._tasks.pop(key, None)) is not None:
             task.cancel()
 

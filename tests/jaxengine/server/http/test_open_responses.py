@@ -1,4 +1,4 @@
-"""What clients of /v1/responses other than OpenAI's need: all fields, references to items, tools that are allowed."""
+"""Needs of clients of /v1/responses other than OpenAI's: all fields, references to items, tools that are allowed."""
 
 from __future__ import annotations
 
