@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
+from tests.conftest import WITHOUT_LLVMLITE
 from tests.test_architecture import ROOT, files
 
 SCRIPT = """
@@ -24,8 +26,15 @@ print(json.dumps(failed))
 def test_every_module_can_be_imported():
     """In a process of its own: tests of what is not installed see nothing of it."""
     names = [name for name in files() if not name.endswith("__main__")]  # which would run the command line
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != str(WITHOUT_LLVMLITE)]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps(names), capture_output=True, text=True, cwd=ROOT, check=True
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(names),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(own)},
+        check=True,
     )
     failed = json.loads(done.stdout.splitlines()[-1])
     # No extra brings these programs: see pyproject.toml.

@@ -63,8 +63,9 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     count = tower.num_layers if hasattr(tower, "num_layers") else tower.vit.num_layers
     assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
     behind = {part for path in shared if path[0] in ("merger", "projector", "up", "down") for part in path}
-    # Gemma 4's tower is followed by one product, HunyuanOCR's by small convolutions, MiniCPM-V's by a resampler.
-    others = "gemma4", "hunyuan_vl", "hy_v4_vl", "minicpmv2_6", "minicpmv4_5"
+    # Gemma 4's tower and those of Ovis are followed by one product, HunyuanOCR's by small convolutions, MiniCPM-V's by
+    # a resampler.
+    others = "gemma4", "ovis2_5", "ovis2_6", "hunyuan_vl", "hy_v4_vl", "minicpmv2_6", "minicpmv4_5"
     assert behind >= {"up", "down"} or behind >= {"fc1", "fc2"} or name.startswith(others)
     assert not split(build_model(config, Build("float32", whole_parts=("tower",))))
 
