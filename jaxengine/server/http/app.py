@@ -48,6 +48,7 @@ from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.chat.run import COUNT_PARSED
 from jaxengine.server.http.completions import endpoint as completions
+from jaxengine.server.http.completions import generative_scoring
 from jaxengine.server.http.derender import endpoint as derender
 from jaxengine.server.http.messages import endpoint as messages
 from jaxengine.server.http.pooling import cohere, embeddings, scores
@@ -76,6 +77,7 @@ GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     batch.router,
     cohere_chat.router,
     completions.router,
+    generative_scoring.router,
     generate.router,
     skyrl.router,
     render.router,

@@ -24,11 +24,11 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.run import receive_once
 from jaxengine.server.http.app import create_app
 
-# Paths of requests that generate text from a prompt.
+# Paths of requests with a prompt for a model that generates text.
 PATHS = frozenset(
     (
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/cohere/v2/chat"),
-        *("/inference/v1/generate", "/skyrl/v1/generate"),
+        *("/generative_scoring", "/inference/v1/generate", "/skyrl/v1/generate"),
     )
 )
 # Bodies that are not read: reading images twice would cost more than a prefix saves.

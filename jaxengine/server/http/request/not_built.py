@@ -11,7 +11,7 @@ _TOKENS = "POST /inference/v1/generate takes and returns token ids; see docs/rei
 _LORA = "POST /v1/load_lora_adapter; see docs/lora.md"
 _PAUSES = "POST /pause and /resume; see docs/reinforcement_learning.md"
 _SLEEP = "POST /sleep and /wake_up; see docs/reinforcement_learning.md"
-_SCORED = "logprobs with logprob_token_ids of /v1/completions; see docs/reinforcement_learning.md"
+_SCORED = "POST /generative_scoring, or logprobs with logprob_token_ids of /v1/completions; see docs/serving.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
 
 # Path, which stands for all paths below it too -> what to use. The status is 404, as clients repeat calls after a 501.
@@ -20,7 +20,6 @@ NOT_BUILT: dict[str, str] = {
     "/collective_rpc": "workers run no code of callers; see docs/reinforcement_learning.md for weights and sleep",
     "/fault_tolerance": "the server restarts its engine itself; see docs/serving.md",
     "/finish_weight_update": _ONE_CALL,
-    "/generative_scoring": _SCORED,
     "/get_world_size": _ONE_CALL,
     "/init_weight_transfer_engine": _ONE_CALL,
     "/is_scaling_elastic_ep": "the devices are those of the start; see docs/parallelism.md",

@@ -16,6 +16,7 @@ from jaxengine.requests.params.prepared import verify_salt
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.generative_scoring import GenerativeScoringRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.derender.protocol import DerenderChat, DerenderCompletion
 from jaxengine.server.http.messages.protocol import MessagesRequest
@@ -33,6 +34,7 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     MessagesRequest: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
     TokenizeRequest: {"prompt": "Hi"},
     DetokenizeRequest: {"tokens": [1]},
+    GenerativeScoringRequest: {"query": "a", "items": ["b"], "label_token_ids": [1]},
     DerenderChat: {},
     DerenderCompletion: {},
 }

@@ -119,6 +119,7 @@ COMPUTED = [
         {**TOKENS, "return_token_ids": True, **STREAM, "stream_options": {"include_usage": True}},
     ),
     ("/skyrl/v1/generate", TOKENS),
+    ("/generative_scoring", {"query": "A cat", "items": [" sat", " ran"], "label_token_ids": [5, 6]}),
     ("/v1/chat/completions/render", CHAT),
     ("/v1/chat/completions/derender", {"generate_response": GENERATED}),
     ("/v1/chat/completions/derender", {"generate_chunk": GENERATED, **STREAM}),

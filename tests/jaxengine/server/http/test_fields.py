@@ -21,6 +21,7 @@ from jaxengine.server.http.app import create_app
 from jaxengine.server.http.audio.protocol import TranscriptionRequest
 from jaxengine.server.http.chat.batch import BatchChatRequest
 from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.generative_scoring import GenerativeScoringRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.generate import GenerateRequest
 from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest
@@ -372,6 +373,9 @@ OF_VLLM = {
         cache_salt content_parts ec_transfer_params features kv_transfer_params model output_mode parse_context priority
         reasoning_ended reasoning_parser_kwargs request_id return_token_ids sampling_params stream stream_options
         token_ids token_offsets
+    """,
+    GenerativeScoringRequest: """
+        add_special_tokens apply_softmax cache_salt item_first items label_token_ids model priority query request_id
     """,
     LoadRequest: "is_3d_lora_weight load_inplace lora_name lora_path",
     UnloadRequest: "lora_int_id lora_name",
