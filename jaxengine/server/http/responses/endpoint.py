@@ -486,7 +486,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         owner, store = _owner(request), _store(request)
         if not there(await store.find(response_id, owner), "response", response_id).background:
-            raise RequestError("only a response made with background can be cancelled", param="response_id")
+            raise RequestError("Cannot cancel a synchronous response: it needs background", param="response_id")
         there(await store.stop(response_id, owner), "response", response_id)
         return await responses.show(request, response_id, "response", only)
 
