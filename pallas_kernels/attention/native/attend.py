@@ -46,8 +46,7 @@ class Schedule:
 def why_not(spec: AttentionSpec, page_size: int, kv: KVSpec | None = None, *, tree_mask: bool = False) -> str | None:
     """Return the reason why the handlers do not support an attention; None if they support it.
 
-    kv: None if it is not known yet (a schedule is built before); conditions on it are then not checked. tree_mask:
-    whether there is one.
+    kv: None if it is not known; conditions on it are then not checked. tree_mask: whether there is one.
     """
     if spec.values_in_keys:
         return "values that lie in keys"
@@ -74,11 +73,16 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
 ) -> Schedule | schedule_xla.Schedule:
-    """Return the tiles of the step, or XLA's work list if `spec` and page_size alone rule the handlers out. Arguments
-    are those of attention.op.attention_schedule, which has checked them.
+    """Return the tiles of the step, or XLA's work list if `spec`, page_size and kv_spec rule the handlers out.
+
+    Arguments are those of attention.op.attention_schedule, which has checked them. q_dtype is not used: queries are
+    converted to float32.
     """
-    if why_not(spec, page_size) is not None:
+    del q_dtype
+    if why_not(spec, page_size, kv_spec) is not None:
         options = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning, "kv_limits": kv_limits}
         return schedule_xla.attention_schedule(batch, spec, **options)
     num_seqs = batch.kv_lens.shape[0]
@@ -124,7 +128,7 @@ def ragged_paged_attention(
     reason = why_not(spec, kv.page_size, kv.spec, tree_mask=tree_mask is not None)
     if reason is not None:
         _log_once(reason)
-    if reason is not None or not isinstance(schedule, Schedule):  # layers of several head dims share a schedule
+    if reason is not None or not isinstance(schedule, Schedule):  # as of layers that share a schedule
         if isinstance(schedule, Schedule):
             sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "tuning": schedule.tuning}
             schedule = schedule_xla.attention_schedule(batch, spec, **sizes, kv_limits=schedule.kv_limits)
