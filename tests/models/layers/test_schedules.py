@@ -28,7 +28,6 @@ SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
         ("gpu_triton", "bfloat16", "int8", False),
         ("gpu_triton", "float32", "float32", True),
         ("gpu_triton", "bfloat16", "float32", True),
-        ("cpu", "bfloat16", "int8", True),
     ],
 )
 def test_dtypes_that_kernels_do_not_read_have_the_work_list_of_plain_xla(platform, dtype, kv_dtype, is_xlas):
