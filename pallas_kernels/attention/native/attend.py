@@ -54,8 +54,8 @@ def why_not(spec: AttentionSpec, page_size: int, *, tree_mask: bool = False) -> 
         return f"pages of {page_size} tokens, which are no multiple of {LANES}"
     if spec.group_size > _ROWS:
         return f"{spec.group_size} query heads per KV head are more than {_ROWS}"
-    if spec.soft_cap is not None or spec.xla_only is not None:
-        return spec.xla_only or "a soft cap"
+    if spec.xla_only is not None:
+        return spec.xla_only
     if spec.mutual or tree_mask:
         return "a tree mask" if tree_mask else "keys that only some tokens see"
     return None
@@ -135,9 +135,8 @@ def ragged_paged_attention(
     scale = scale if kv.k_scale is None else scale * kv.k_scale
     shapes = [jax.ShapeDtypeStruct((num_tokens, heads, width), jnp.float32) for width in (spec.v_head_dim, 2)]
     call = jax.ffi.ffi_call(target_name(f"attention_{kv.spec.kv_dtype}"), shapes, vmap_method="sequential")
-    o, softmax = call(
-        q.astype(jnp.float32), kv.data, batch.page_table, schedule.tiles, schedule.ranges, scale, sinks, schedule.sizes
-    )
+    step, factors = (batch.page_table, schedule.tiles, schedule.ranges), (scale, jnp.float32([spec.soft_cap or 0.0]))
+    o, softmax = call(q.astype(jnp.float32), kv.data, *step, *factors, sinks, schedule.sizes)
     if kv.v_scale is not None:
         o = o * jnp.repeat(kv.v_scale, spec.group_size)[:, None]
     lse = softmax[..., 0] + jnp.log(softmax[..., 1])

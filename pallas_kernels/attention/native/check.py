@@ -13,6 +13,7 @@ from jaxengine.pallas_kernels.kv.pages import PER_TOKEN
 from jaxengine.pallas_kernels.native.library import UnfitError
 
 _WIDTH, _VALUE_WIDTH, _GROUP, _KV_HEADS, _PAGE_SIZE = 48, 80, 3, 2, 16
+_CAPS = {"bfloat16": 2.5}  # soft cap of the logits, by kv_dtype
 _INT8 = 40  # size of codes of int8
 _TILES = 3, 2, 1  # tokens: 9, 6 and 3 rows, of which 4, 3, 2 and 1 are multiplied at once
 
@@ -39,10 +40,11 @@ def _check(handler: str, kv_dtype: str, address: int) -> None:
     page_table = np.arange(pages, dtype=np.int32)[None, ::-1].copy()
     size = _INT8 if kv_dtype == "int8" else 1
     scale, sinks = np.array([0.2 / size, 0.1 / size], np.float32), rng.standard_normal(q.shape[1]).astype(np.float32)
+    cap = np.array([_CAPS.get(kv_dtype, 0.0)], np.float32)
     o = np.full((*q.shape[:2], _VALUE_WIDTH), np.nan, np.float32)
     softmax = np.full((*q.shape[:2], 2), np.nan, np.float32)
     arrays = {"q": q, "pool": pool, "page_table": page_table, "tiles": tiles, "ranges": ranges, "scale": scale}
-    arrays |= {"sinks": sinks, "o": o, "softmax": softmax}
+    arrays |= {"soft_cap": cap, "sinks": sinks, "o": o, "softmax": softmax}
     numbers = {"blocks": len(_TILES) * _KV_HEADS, "num_tokens": num_tokens, "heads": q.shape[1], "width": _WIDTH}
     numbers |= {"num_pages": pages, "kv_heads": _KV_HEADS, "columns": pages, "num_tiles": len(_TILES)}
     numbers |= {"value_width": _VALUE_WIDTH, "tiles_in_use": len(_TILES), "page_size": _PAGE_SIZE}
@@ -50,7 +52,7 @@ def _check(handler: str, kv_dtype: str, address: int) -> None:
     job = (ctypes.c_int64 * len(JOB.fields))(*(numbers.get(name, 0) for name in JOB.fields))
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
     keys, values = (exact[page_table[0]] for _, exact in parts)
-    exact, lse = _exact(q, keys, values, ranges, scale, sinks)
+    exact, lse = _exact(q, keys, values, ranges, scale, float(cap[0]), sinks)
     right = np.allclose(o, exact, rtol=0, atol=2e-6 * size)
     if not right or not np.allclose(softmax[..., 0] + np.log(softmax[..., 1]), lse, rtol=1e-6, atol=1e-6):
         raise UnfitError(f"results of {handler} are wrong on this processor")
@@ -71,16 +73,23 @@ def _stored(rng: np.random.Generator, kv_dtype: str, shape: tuple[int, ...]) -> 
 
 
 def _exact(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, ranges: np.ndarray, scale: np.ndarray, sinks: np.ndarray
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    ranges: np.ndarray,
+    scale: np.ndarray,
+    cap: float,
+    sinks: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the attention [T, N, Hv] of tokens q [T, N, H] over the keys [n, K, page size, H] and values [n, K, page
-    size, Hv] of one sequence's pages, and its log-sum-exp [T, N], in float64.
+    size, Hv] of one sequence's pages, and its log-sum-exp [T, N], in float64. cap: soft cap, 0 for none.
     """
     found, lse = np.zeros((*q.shape[:2], _VALUE_WIDTH)), np.zeros(q.shape[:2])
     for head in range(q.shape[1]):
         own_keys, own_values = (each[:, head // _GROUP].reshape(-1, each.shape[-1]) for each in (keys, values))
         for token, (start, end) in enumerate(ranges.T):
-            weights = np.exp(own_keys[start:end] @ q[token, head] * scale[head // _GROUP])
+            logits = own_keys[start:end] @ q[token, head] * scale[head // _GROUP]
+            weights = np.exp(cap * np.tanh(logits / cap) if cap else logits)
             total = weights.sum() + np.exp(np.float64(sinks[head]))
             found[token, head] = weights @ own_values[start:end] / total
             lse[token, head] = np.log(total)

@@ -50,6 +50,7 @@ _ARGUMENTS = {
     "tiles": ("", "num_tiles"),  # i32 [3, n]: sequence, first token, tokens
     "ranges": ("", ""),  # i32 [2, T]: first key that a token sees, one past the last
     "scale": ("",),  # f32 [K], factor of the logits of a KV head
+    "soft_cap": ("",),  # f32 [1], 0 for none
     "sinks": ("",),  # f32 [N]
     "sizes": ("",),  # i32 [4]: _SIZES
 }
@@ -84,10 +85,13 @@ class AttentionCode(Handlers):
         self._chunks = _CHUNKS if wide else _CHUNKS // 2
         self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
         self._max = self.declare("llvm.maxnum.v16f32", FLOATS, [FLOATS] * 2)
+        self._abs = self.declare("llvm.fabs.v16f32", FLOATS, [FLOATS])
+        self._copysign = self.declare("llvm.copysign.v16f32", FLOATS, [FLOATS] * 2)
         self._nearest = self.declare("llvm.nearbyint.v16f32", FLOATS, [FLOATS])
         self._highest = self.declare("llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
         self._add_up = self.declare("llvm.vector.reduce.fadd.v16f32", F32, [F32, FLOATS])
         self._exp = self._make_exp()
+        self._cap = self._make_cap()
         self._weigh = self._make_weigh()
         dots = {rows: self._make_dots(rows) for rows in ROWS}
         sums = {rows: self._make_sums(rows) for rows in ROWS}
@@ -139,6 +143,21 @@ class AttentionCode(Handlers):
             for at, found in enumerate(sums):
                 row, chunk = divmod(at, self._chunks)
                 b.write(found, logits, 4 * (row * BLOCK + LANES * (first + chunk)))
+        b.ret_void()
+        return function
+
+    def _make_cap(self) -> Any:
+        """Build cap(logits, scale, soft_cap), which replaces one row's logits f32 [BLOCK], after multiplying them by
+        `scale`, by soft_cap * tanh(logit / soft_cap). Return the LLVM function.
+        """
+        function, b = self.begin("cap", NOTHING, [PTR, F32, F32])
+        row, scale, cap = function.args
+        factor, cap = b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(cap)
+        for chunk in range(_CHUNKS):
+            x = b.fmul(b.read(row, 4 * LANES * chunk, FLOATS), factor)
+            power = b.call(self._exp, [b.fmul(b.call(self._abs, [x]), each_lane(-2.0))])
+            tanh = b.fdiv(b.fsub(each_lane(1.0), power), b.fadd(each_lane(1.0), power))
+            b.write(b.fmul(b.call(self._copysign, [tanh, x]), cap), row, 4 * LANES * chunk)
         b.ret_void()
         return function
 
@@ -253,6 +272,11 @@ class AttentionCode(Handlers):
         return found
 
     @property
+    def cap(self) -> Any:
+        """LLVM function of `_make_cap`."""
+        return self._cap
+
+    @property
     def weigh(self) -> Any:
         """LLVM function of `_make_weigh`."""
         return self._weigh
@@ -302,6 +326,9 @@ class _Item:
             limits[1] = b.select(b.and_(some, b.icmp_signed(">", high, limits[1])), high, limits[1])
         low, high = limits
         scale = b.read(own["scale"], b.mul(self._head, I64(4)), F32)
+        cap = b.read(own["soft_cap"], 0, F32)
+        has_cap = b.fcmp_ordered(">", cap, F32(0.0))
+        rest = b.select(has_cap, F32(1.0), scale)  # what capped logits are still multiplied by
         first = b.total((b.sdiv(low, I64(BLOCK)), BLOCK))
         with b.loop(first, high, BLOCK) as (base, _):
             begin, end = b.sub(low, base), b.sub(high, base)
@@ -321,7 +348,9 @@ class _Item:
                 start, stop = self._range(b.sdiv(row, own["group"]))
                 softmax = [b.at(scratch[each], b.total((row, 4))) for each in ("largest", "total", "decay")]
                 logits = b.at(scratch["weights"], b.total((row, 4 * BLOCK)))
-                b.call(self._code.weigh, [logits, scale, b.sub(start, base), b.sub(stop, base), *softmax])
+                with b.if_then(has_cap):
+                    b.call(self._code.cap, [logits, scale, cap])
+                b.call(self._code.weigh, [logits, rest, b.sub(start, base), b.sub(stop, base), *softmax])
             self._by_rows(
                 sums,
                 lambda rows, row: [

@@ -27,13 +27,14 @@ TAKEN = (
     *("mixed", "block edges", "q tile straddles a kv block", "decode bucket", "padded decode bucket"),
     *("infinite unseen slots", "shared prefix", "large logits", "sinks and window", "window on both sides"),
     *("chunks of 45", "pictures", "dims (192, 128)", "one long among many short", "production blocks"),
+    *("soft cap 30", "soft cap 50", "window, sinks and soft cap"),
 )
 # Of other pools than the queries' dtype.
 CODES = (
     *("int8 keys and values", "fp8 e4m3 keys and values", "fp8 e5m2 keys and values", "codes of decodes"),
     *("int8 of each token", "fp8 of each token", "tokens' tiny keys, large values"),
 )
-LEFT = "soft cap 30", "slopes", "biases", "tree branches", "mutual pictures", "latent mixed"
+LEFT = "slopes", "slopes, window, sinks and soft cap", "biases", "tree branches", "mutual pictures", "latent mixed"
 
 
 @each_row("name", TAKEN)
@@ -139,7 +140,12 @@ def test_width_of_vectors_changes_no_bits(machine_code):
         narrow[name] = narrow[name] and not name.startswith(("avx512", "amx"))
     engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow)[1], library.made(NATIVE_ROOMS)[1]]
     rng = np.random.default_rng(0)
-    drawn = {"q": rng.standard_normal((5, 6, 48)), "scale": rng.random(2) / 16, "sinks": rng.standard_normal(6)}
+    drawn = {
+        "q": rng.standard_normal((5, 6, 48)),
+        "scale": rng.random(2) / 16,
+        "soft_cap": np.ones(1),
+        "sinks": rng.standard_normal(6),
+    }
     arrays: dict[str, np.ndarray] = {name: own.astype(np.float32) for name, own in drawn.items()}
     arrays["tiles"] = np.array([[0], [0], [5]], np.int32)
     arrays["ranges"] = np.array([[0, 1, 2, 3, 40], [70, 71, 72, 73, 74]], np.int32)
@@ -147,6 +153,7 @@ def test_width_of_vectors_changes_no_bits(machine_code):
     numbers = {"blocks": 2, "num_tokens": 5, "heads": 6, "width": 48, "num_pages": 5, "kv_heads": 2, "columns": 5}
     numbers |= {"num_tiles": 1, "value_width": 80, "tiles_in_use": 1, "page_size": 16, "block_q": 5}
     for handler, kv_dtype in HANDLERS.items():
+        arrays["soft_cap"][:] = 2.5 * (kv_dtype == "bfloat16")
         arrays["pool"] = np.asarray(drawn_pool(rng, kv_dtype, 5, 2, (48, 80)).data)
         found = []
         for engine in engines:

@@ -21,7 +21,7 @@ _INT8, _FP8, _E5M2 = (
     _on("fp8 e4m3 keys and values"),
     _on("fp8 e5m2 keys and values"),
 )
-_OF_TOKENS = _on("int8 of each token")
+_OF_TOKENS, _CAP = _on("int8 of each token"), _on("soft cap 30")
 _ANY = _on("mixed", "q tile straddles a kv block")
 _BF16 = _on("mixed", dtype="bfloat16")
 _LONG = _on("one long among many short")
@@ -114,6 +114,17 @@ MUTANTS = [
         _ANY,
     ),
     Mutant("keys as values", _CODE, 'b.total((own["page_size"], own["key_bytes"]), (within', "b.total((within", _ANY),
+    Mutant(
+        "logits capped twice as high",
+        _CODE,
+        "b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(cap)",
+        "b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(b.fadd(cap, cap))",
+        _CAP,
+    ),
+    Mutant("capped logits scaled again", _CODE, "b.select(has_cap, F32(1.0), scale)", "scale", _CAP),
+    Mutant("caps without sign", _CODE, "b.call(self._copysign, [tanh, x])", "tanh", _CAP),
+    Mutant("tanh of half", _CODE, "each_lane(-2.0)", "each_lane(-1.0)", _CAP),
+    Mutant("no caps", _ATTEND, "jnp.float32([spec.soft_cap or 0.0])", "jnp.float32([0.0])", _CAP),
     Mutant("codes without sign", _COPIES, "b.sitofp(b.ashr(", "b.sitofp(b.lshr(", _INT8),
     Mutant("first code of four", _COPIES, "each_lane(24 - 8 * index)", "each_lane(24)", _INT8),
     Mutant(
