@@ -142,7 +142,7 @@ def make_copy_keys(code: Handlers, kv_dtype: str, transpose: Any, block: int) ->
     source, width, target = function.args
     num_bytes = b.mul(width, I64(form.size))
     row_bytes = b.add(num_bytes, I64(form.after))
-    words = b.alloca(I8, I64(_VECTOR_BYTES * LANES))
+    words: Any = b.alloca(I8, I64(_VECTOR_BYTES * LANES))
     words.align = _VECTOR_BYTES
     scales = ir.Constant(FLOATS, ir.Undefined)
     for key in range(LANES * form.has_scales):

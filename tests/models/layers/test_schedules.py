@@ -33,7 +33,7 @@ SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
 def test_dtypes_that_kernels_do_not_read_have_the_work_list_of_plain_xla(platform, dtype, kv_dtype, is_xlas):
     """Otherwise each layer would build it again."""
     kv = jax.eval_shape(lambda: alloc(KVSpec(8, 16, 2, 64, 64, kv_dtype), platform=platform))
-    shapes = RaggedBatch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((5,), (4,), (4, 2), (32,), (), ())))
+    shapes = RaggedBatch(*(jnp.zeros(shape, jnp.int32) for shape in ((5,), (4,), (4, 2), (32,), (), ())))
 
     def schedule(ragged: RaggedBatch):
         batch: Any = SimpleNamespace(ragged=(ragged,), token_ids=jnp.zeros(32))

@@ -83,7 +83,7 @@ def test_every_code_is_what_it_stands_for(machine_code, kv_dtype):
         schedule = attend.attention_schedule(batch, spec, num_tokens=256, page_size=16, tuning=tuning_of("cpu"))
         return attend.ragged_paged_attention(query, pool, batch, schedule, spec=spec, sinks=None, tree_mask=None)
 
-    o, lse = attended(jnp.eye(256)[:, None], pools.make_pool(k, v, "cpu", *scales))
+    o, lse = attended(jnp.eye(256)[:, None], pools.make_pool(k, v, "cpu", k_scale=scales[0], v_scale=scales[1]))
     key, value = (pools.values_of(part, scale)[0, 0, 0] for part, scale in zip((k, v), scales, strict=True))
     np.testing.assert_array_equal(np.asarray(lse)[:, 0], key)
     np.testing.assert_array_equal(np.asarray(o), np.broadcast_to(value, o.shape))
@@ -174,8 +174,8 @@ def drawn_pool(rng: np.random.Generator, kv_dtype: str, num_pages: int, heads: i
     scales = [None if kv_dtype not in pools.QUANTIZED else np.full(heads, 0.03, np.float32)] * 2
     if kv_dtype in pools.PER_TOKEN:
         scales = [pools.token_scale(part, kv_dtype) for part in values]
-    stored = [pools.codes(part, kv_dtype, scale) for part, scale in zip(values, scales, strict=True)]
-    return pools.make_pool(*stored, "cpu", *scales)
+    k, v = (pools.codes(part, kv_dtype, scale) for part, scale in zip(values, scales, strict=True))
+    return pools.make_pool(k, v, "cpu", k_scale=scales[0], v_scale=scales[1])
 
 
 def test_exact_models_have_none(machine_code, monkeypatch):
