@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
-from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
 from jaxengine.pallas_kernels.registry import backend_of, is_kernel, kernel, platform_of
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
@@ -28,6 +28,8 @@ def attention_schedule(
     platform: str | None = None,
     tuning: Tuning | None = None,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
 ) -> Any:
     """Return the work list of a step's attention, a pytree for `ragged_paged_attention`.
 
@@ -40,12 +42,16 @@ def attention_schedule(
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
         position. With `spec.mutual` these tokens do not see the later keys of tokens with the limit 0. Needs
         causal=True, chunk=None and no slopes or biases. None if there are no such tokens.
+    kv_spec, q_dtype: the pool's spec and the dtype of queries, by which a platform chooses between its own work list
+        and that of plain XLA; None if they are not known. Plain XLA then builds its list again in each call that the
+        platform's own code does not support.
     Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not support.
     """
     check_batch(batch, num_tokens)
     platform = platform or platform_of(jax.devices()[0])
     build = kernel("attention_schedule", platform)
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning or tuning_of(platform)}
+    sizes |= {"kv_spec": kv_spec, "q_dtype": q_dtype}
     if kv_limits is None:
         return build(batch, spec, **sizes)
     if kv_limits.shape != (num_tokens,) or kv_limits.dtype != jnp.int32:
@@ -119,10 +125,9 @@ def ragged_paged_attention(
         _check_tree_mask(tree_mask, num_tokens, spec)
     attend = kernel("ragged_paged_attention", platform)
     if schedule is None:
-        page_size = kv.page_size
-        schedule = attention_schedule(
-            batch, spec, num_tokens=num_tokens, page_size=page_size, platform=platform, tuning=tuning
-        )
+        sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": kv.page_size, "tuning": tuning}
+        operands: dict[str, Any] = {"platform": platform, "kv_spec": kv.spec, "q_dtype": q.dtype}
+        schedule = attention_schedule(batch, spec, **sizes, **operands)
     elif tuning is not None:
         raise ValueError("ragged_paged_attention: give tuning to attention_schedule: a schedule brings its own")
     rest = {name: each for name, each in (("slopes", slopes), ("biases", biases)) if each is not None}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
 from jaxengine.pallas_kernels.runs import run_indexes, run_numbers
 from jaxengine.pallas_kernels.tuning import Tuning
 
@@ -39,14 +39,16 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
 ) -> Schedule:
     """Return the run of each token and its index in it, for attention without pages over B rows of T = page_size
     tokens; see attention.op.attention_schedule.
 
-    batch: its cu_q_lens are the first tokens of runs. num_tokens: B * T. spec and tuning are not used. Raises
-    ValueError for `kv_limits`.
+    batch: its cu_q_lens are the first tokens of runs. num_tokens: B * T. spec, tuning, kv_spec and q_dtype are not
+    used. Raises ValueError for `kv_limits`.
     """
-    del spec, tuning
+    del spec, tuning, kv_spec, q_dtype
     if kv_limits is not None:
         raise ValueError("kv_limits must be None for whole sequences: tokens see none after their own")
     run, offset = (of(batch.cu_q_lens, num_tokens).reshape(-1, page_size) for of in (run_numbers, run_indexes))

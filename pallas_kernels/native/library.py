@@ -37,7 +37,7 @@ _STRUCTURES = {
 _CONSTANTS = {"XLA_FFI_ExecutionStage_EXECUTE": 3, "XLA_FFI_DataType_BF16": 16, "XLA_FFI_Extension_Metadata": 1}
 _FUNCTIONS = "XLA_FFI_ThreadPool_Schedule", "XLA_FFI_ThreadPool_NumThreads", "XLA_FFI_Error_Destroy"
 _BEFORE_FUNCTIONS = 48  # bytes of XLA_FFI_Api: two words, the version's three, and one more
-_NEEDED = "avx2", "fma"
+_NEEDED = "avx2", "fma", "f16c"  # every processor with AVX2 has F16C
 
 
 class UnfitError(RuntimeError):
@@ -75,8 +75,8 @@ def made(rooms: tuple[str, ...]) -> tuple[str, Any]:
     rooms: packages, each with a module `code`, which has the names HANDLERS and a function `build`, and a module
     `check`, whose function `check` gets the addresses of functions by name and raises UnfitError if one is wrong.
     Raises ImportError without llvmlite, RuntimeError for what LLVM refuses, and UnfitError for a processor other than
-    x86_64 or without AVX2 and FMA, for an unknown FFI header, and if the code of any room computes something wrong:
-    then none is used.
+    x86_64 or without AVX2, FMA and F16C, for an unknown FFI header, and if the code of any room computes something
+    wrong: then none is used.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
@@ -97,8 +97,8 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
     llvmlite's engine with the code.
 
     rooms: as in `made`. cpu: the processor's name in LLVM. features: llvmlite's FeatureMap. Raises UnfitError without
-    AVX2 and FMA or for an FFI header that `ffi_abi` refuses, ImportError without llvmlite, RuntimeError for what LLVM
-    refuses.
+    AVX2, FMA and F16C or for an FFI header that `ffi_abi` refuses, ImportError without llvmlite, RuntimeError for what
+    LLVM refuses.
     """
     import llvmlite  # pyright: ignore[reportMissingImports]
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]

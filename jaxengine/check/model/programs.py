@@ -298,7 +298,7 @@ class StagePrograms:
                 return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, **rest)
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
-            schedule = self._on_one_device(jax.eval_shape(plan, batch))
+            schedule = self._on_one_device(jax.eval_shape(partial(plan, kv_spec=kv.spec, q_dtype=dtype), batch))
             q, q_rest = (heads(spec.num_q_heads, dim) if dim else None for dim in spec.query_dims)
             rest = self._on_one_device(_of_heads(spec, heads, has_sinks=attention.sinks))
             arguments = q, q_rest, kv, batch, schedule, rest

@@ -176,6 +176,8 @@ def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
         num_tokens=num_tokens,
         page_size=step.kv.page_size,
         platform=platform,
+        kv_spec=step.kv.spec,
+        q_dtype=step.build.dtype,
         kv_limits=None if step.in_windows_only and spec.window is None else step.key_limits,
     )
 

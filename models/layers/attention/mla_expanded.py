@@ -25,7 +25,7 @@ from jaxengine.models.layers.attention.mla_adapters import LatentAdapters
 from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
 from jaxengine.models.quantization.base.scheme import Weight
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
-from jaxengine.pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, export_pages, is_quantized, pages_of
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 # Platforms on which rows are expanded. Hopper's kernels need values as wide as keys; on CPUs it has not paid off.
@@ -142,12 +142,13 @@ def _heads_at_once(num_heads: int) -> int:
 
 
 def expanded_rows(
-    attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
+    attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int, dtype: Any
 ) -> ExpandedRows | None:
     """Return the ExpandedRows of a step of T = num_tokens tokens; None if `may_expand` is False for it.
 
     Expanded rows are those after the last row with fewer new tokens than `least_tokens`. spec: the spec of attention
-    over latents. batch: the step's rows, with `num_decode`. kv: the pool.
+    over latents. batch: the step's rows, with `num_decode`. kv: the pool. dtype: that of queries, expanded keys and
+    expanded values.
     """
     if not may_expand(attention, kv, num_tokens):
         return None
@@ -191,7 +192,8 @@ def expanded_rows(
     def schedule(batch: RaggedBatch, *, causal: bool) -> Any:
         each = expanded_spec(latent, spec, causal=causal)
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE, "platform": kv.platform, "tuning": tuning}
-        return attention_schedule(batch, each, **sizes)
+        held = KVSpec(1, PAGE, each.num_kv_heads, each.head_dim, each.v_head_dim, jnp.dtype(dtype).name)
+        return attention_schedule(batch, each, **sizes, kv_spec=held, q_dtype=dtype)
 
     last = num_before - (-(-num_before // PIECE) - 1) * PIECE
     pieces = jax.vmap(lambda row, count: schedule(_piece(own, row, count), causal=False))(
@@ -200,7 +202,8 @@ def expanded_rows(
 
     def of_first(count: int) -> Any:
         short = batch._replace(num_seqs=num_short, slot_mapping=batch.slot_mapping[:count])
-        return attention_schedule(short, spec, num_tokens=count, page_size=kv.page_size, platform=kv.platform)
+        sizes: dict[str, Any] = {"num_tokens": count, "page_size": kv.page_size, "platform": kv.platform}
+        return attention_schedule(short, spec, **sizes, kv_spec=kv.spec, q_dtype=dtype)
 
     return ExpandedRows(
         num_short=num_short,
@@ -374,7 +377,8 @@ def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> Ex
     attention, spec = key
     if step.key_limits is not None or len(step.batch.logits_indices) >= len(step.batch.token_ids):
         return None
-    return expanded_rows(attention, spec, step.batch.ragged[0], step.kv, step.batch.token_ids.shape[0])
+    num_tokens, dtype = step.batch.token_ids.shape[0], step.build.dtype
+    return expanded_rows(attention, spec, step.batch.ragged[0], step.kv, num_tokens, dtype)
 
 
 EXPANDED_ROWS = StepInput("expanded_rows", _attention_and_spec, _of_step)

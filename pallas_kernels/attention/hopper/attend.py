@@ -26,7 +26,7 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tile
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
 from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
-from jaxengine.pallas_kernels.kv.pages import KVPages, check_token_scales
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, check_token_scales
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
 
@@ -118,9 +118,11 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
     computing: Computing = HOPPER,
 ) -> kernel_schedule.Schedule | xla_schedule.Schedule:
-    """Return the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
+    """Return the kernels' items of the step, or the XLA work list if shapes or dtypes rule the kernels out or
     `kv_limits` is given.
 
     Arguments are those of attention.op.attention_schedule, which has checked them. computing: kernels of the card.
@@ -128,7 +130,8 @@ def attention_schedule(
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
         return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
-    if why_not(spec, page_size, latents=computing.latents):
+    kv_dtype = None if kv_spec is None else kv_spec.dtype
+    if why_not(spec, page_size, q_dtype, kv_dtype, latents=computing.latents):
         return xla_schedule.attention_schedule(batch, spec, **sizes)
     return kernel_schedule.attention_schedule(batch, spec, **sizes, most_rows=computing.prefill_rows)
 

@@ -24,7 +24,6 @@ from jaxengine.pallas_kernels.tuning import Tuning
 logger = logging.getLogger(__name__)
 
 LANES, MAX_HEAD_DIM = 16, 512  # LANES: of code.py
-HANDLER_OF_DTYPE = {"float32": "attention_float32", "bfloat16": "attention_bfloat16"}
 _ROWS = 48  # most rows, tokens times query heads of a KV head, of an item
 _SMALL = 1 << 19  # multiplications of a step up to which one thread is as fast as several
 
@@ -43,11 +42,9 @@ class Schedule:
     kv_limits: jax.Array | None = None
 
 
-def why_not(spec: AttentionSpec, page_size: int, kv: KVSpec | None = None, *, tree_mask: bool = False) -> str | None:
-    """Return the reason why the handlers do not support an attention; None if they support it.
-
-    kv: None if it is not known yet (a schedule is built before); conditions on it are then not checked. tree_mask:
-    whether there is one.
+def why_not(spec: AttentionSpec, page_size: int, *, tree_mask: bool = False) -> str | None:
+    """Return the reason why the handlers do not support an attention; None if they support it. tree_mask: whether there
+    is one.
     """
     if spec.values_in_keys:
         return "values that lie in keys"
@@ -57,12 +54,10 @@ def why_not(spec: AttentionSpec, page_size: int, kv: KVSpec | None = None, *, tr
         return f"pages of {page_size} tokens, which are no multiple of {LANES}"
     if spec.group_size > _ROWS:
         return f"{spec.group_size} query heads per KV head are more than {_ROWS}"
-    if spec.soft_cap is not None or spec.xla_only is not None:
-        return spec.xla_only or "a soft cap"
+    if spec.xla_only is not None:
+        return spec.xla_only
     if spec.mutual or tree_mask:
         return "a tree mask" if tree_mask else "keys that only some tokens see"
-    if kv is not None and (kv.token_scales or kv.dtype not in HANDLER_OF_DTYPE):
-        return f"keys and values of {kv.kv_dtype}"
     return None
 
 
@@ -74,10 +69,15 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
 ) -> Schedule | schedule_xla.Schedule:
-    """Return the tiles of the step, or XLA's work list if `spec` and page_size alone rule the handlers out. Arguments
-    are those of attention.op.attention_schedule, which has checked them.
+    """Return the tiles of the step, or XLA's work list if `spec` or page_size rules the handlers out.
+
+    Arguments are those of attention.op.attention_schedule, which has checked them. kv_spec and q_dtype are not used:
+    there are handlers for all.
     """
+    del kv_spec, q_dtype
     if why_not(spec, page_size) is not None:
         options = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning, "kv_limits": kv_limits}
         return schedule_xla.attention_schedule(batch, spec, **options)
@@ -121,20 +121,24 @@ def ragged_paged_attention(
     not support, and calls whose schedule is XLA's.
     """
     num_tokens, heads, _ = q.shape
-    reason = why_not(spec, kv.page_size, kv.spec, tree_mask=tree_mask is not None)
+    reason = why_not(spec, kv.page_size, tree_mask=tree_mask is not None)
     if reason is not None:
         _log_once(reason)
-    if reason is not None or not isinstance(schedule, Schedule):  # layers of several head dims share a schedule
+    if reason is not None or not isinstance(schedule, Schedule):  # as of layers that share a schedule
         if isinstance(schedule, Schedule):
             sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "tuning": schedule.tuning}
             schedule = schedule_xla.attention_schedule(batch, spec, **sizes, kv_limits=schedule.kv_limits)
         options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask}
         return attend_xla.ragged_paged_attention(q, kv, batch, schedule, **options, **rest)
     sinks = jnp.full((heads,), -jnp.inf) if sinks is None else sinks
+    scale = jnp.full((heads // spec.group_size,), spec.sm_scale, jnp.float32)
+    scale = scale if kv.k_scale is None else scale * kv.k_scale
     shapes = [jax.ShapeDtypeStruct((num_tokens, heads, width), jnp.float32) for width in (spec.v_head_dim, 2)]
-    call = jax.ffi.ffi_call(target_name(HANDLER_OF_DTYPE[kv.spec.dtype]), shapes, vmap_method="sequential")
-    step = batch.page_table, schedule.tiles, schedule.ranges, jnp.float32([spec.sm_scale]), sinks, schedule.sizes
-    o, softmax = call(q.astype(jnp.float32), kv.data, *step)
+    call = jax.ffi.ffi_call(target_name(f"attention_{kv.spec.kv_dtype}"), shapes, vmap_method="sequential")
+    step, factors = (batch.page_table, schedule.tiles, schedule.ranges), (scale, jnp.float32([spec.soft_cap or 0.0]))
+    o, softmax = call(q.astype(jnp.float32), kv.data, *step, *factors, sinks, schedule.sizes)
+    if kv.v_scale is not None:
+        o = o * jnp.repeat(kv.v_scale, spec.group_size)[:, None]
     lse = softmax[..., 0] + jnp.log(softmax[..., 1])
     valid = _in_sequences(batch, num_tokens)[:, None]
     o, lse = jnp.where(valid[..., None], o, 0.0), jnp.where(valid, lse, -jnp.inf)

@@ -3,8 +3,8 @@
 Online softmax over blocks of BLOCK keys (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022,
 arXiv 2205.14135). A handler cuts a step into items, a few tokens of one sequence and one KV head each, which the
 threads of XLA's pool, and the calling thread, take one after another. For each block of keys an item copies the keys
-that its tokens see, transposed and widened, and the values, widened, into its own memory; all its rows, one for each
-token and query head, are then multiplied by them from there.
+that its tokens see, transposed and as float32, and the values, as float32, into its own memory; all its rows, one for
+each token and query head, are then multiplied by them from there.
 
 Blocks begin at multiples of BLOCK in the sequence's own positions, and the order of additions to an element follows
 from these alone: a token has the same bits whatever other tokens are in its item or in the step, and for any number of
@@ -14,16 +14,16 @@ threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
+from jaxengine.pallas_kernels.attention.native.copies import FORMATS, make_copy_keys, make_copy_values, make_transpose
 from jaxengine.pallas_kernels.native.builder import (
     COUNTERS,
     F32,
     FLOATS,
-    I16,
     I32,
     I64,
     INTS,
@@ -41,16 +41,16 @@ from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME, Handlers
 BLOCK = 4 * LANES  # keys
 _CHUNKS = BLOCK // LANES  # vectors of keys in a block
 ROWS = (4, 3, 2, 1)  # numbers of rows that are multiplied at once
-# Handler -> bytes of an element of the pool: float32, and bits of bfloat16.
-HANDLERS = {"attention_float32": 4, "attention_bfloat16": 2}
+HANDLERS = {f"attention_{kv_dtype}": kv_dtype for kv_dtype in FORMATS}  # with KVSpec.kv_dtype of their pools
 # Arguments of a handler, in order, with the fields of a job that are sizes of their axes.
 _ARGUMENTS = {
     "q": ("num_tokens", "heads", "width"),  # f32 [T, N, H]
-    "pool": ("num_pages", "kv_heads", ""),  # [P, K, page_size * (H + Hv)]
+    "pool": ("num_pages", "kv_heads", ""),  # [P, K, elements and scales of a page]
     "page_table": ("", "columns"),  # i32 [S, W]
     "tiles": ("", "num_tiles"),  # i32 [3, n]: sequence, first token, tokens
     "ranges": ("", ""),  # i32 [2, T]: first key that a token sees, one past the last
-    "scale": ("",),  # f32 [1]
+    "scale": ("",),  # f32 [K], factor of the logits of a KV head
+    "soft_cap": ("",),  # f32 [1], 0 for none
     "sinks": ("",),  # f32 [N]
     "sizes": ("",),  # i32 [4]: _SIZES
 }
@@ -66,6 +66,7 @@ _SCRATCH = "keys", "values", "weights", "sums", "largest", "total", "decay"
 # Cephes' expf: exponents of 2 in a number, ln 2 in two parts, coefficients from the highest power on.
 _LOG2_E, _LN_2 = 1.44269504088896341, (0.693359375, -2.12194440e-4)
 _EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
+_COPY = ir.FunctionType(NOTHING, [PTR, I64, PTR]).as_pointer()  # of keys or values
 _SMALLEST = -87.0  # exponents below give 0
 
 
@@ -84,17 +85,20 @@ class AttentionCode(Handlers):
         self._chunks = _CHUNKS if wide else _CHUNKS // 2
         self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
         self._max = self.declare("llvm.maxnum.v16f32", FLOATS, [FLOATS] * 2)
+        self._abs = self.declare("llvm.fabs.v16f32", FLOATS, [FLOATS])
+        self._copysign = self.declare("llvm.copysign.v16f32", FLOATS, [FLOATS] * 2)
         self._nearest = self.declare("llvm.nearbyint.v16f32", FLOATS, [FLOATS])
         self._highest = self.declare("llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
         self._add_up = self.declare("llvm.vector.reduce.fadd.v16f32", F32, [F32, FLOATS])
         self._exp = self._make_exp()
+        self._cap = self._make_cap()
         self._weigh = self._make_weigh()
         dots = {rows: self._make_dots(rows) for rows in ROWS}
         sums = {rows: self._make_sums(rows) for rows in ROWS}
-        for name, size in HANDLERS.items():
-            copies = self._make_copy_keys(name, size), self._make_copy_values(name, size)
-            item = self._make_item(name, size, copies, dots, sums)
-            self.make_handler(name, JOB, self.make_work(f"{name}_items", item))
+        item, transpose = self._make_item(dots, sums), make_transpose(self)
+        for name, kv_dtype in HANDLERS.items():
+            of_format = self._make_item_of(name, kv_dtype, item, transpose)
+            self.make_handler(name, JOB, self.make_work(f"{name}_items", of_format))
 
     def _make_exp(self) -> Any:
         """Build exp(f32 vector), for numbers up to 0, and return the LLVM function: exactly 1 for 0, and 0 below
@@ -119,43 +123,6 @@ class AttentionCode(Handlers):
         b.ret(b.select(is_small, each_lane(0.0), found))
         return function
 
-    def _make_copy_keys(self, name: str, size: int) -> Any:
-        """Build NAME_keys(source, width, target), which copies LANES keys of `width` elements of `size` bytes each to a
-        column of f32 [width, BLOCK], transposed. Return the LLVM function.
-        """
-        function, b = self.begin(f"{name}_keys", NOTHING, [PTR, I64, PTR])
-        source, width, target = function.args
-        done = I64(0)
-        for elements in (2 * LANES, LANES) if size == 2 else (LANES,):  # two elements of two bytes are moved as one
-            stop = b.total((done,), (b.sdiv(b.sub(width, done), I64(elements)), elements))
-            with b.loop(done, stop, elements) as (first, _):
-                places = [b.total((width, key * size), (first, size)) for key in range(LANES)]
-                if elements == LANES:
-                    columns = _transposed(b, [_widened(b, source, place, size) for place in places])
-                else:
-                    pairs = _transposed(b, [b.read(source, place, INTS) for place in places])
-                    columns = [
-                        b.bitcast(bits, FLOATS)
-                        for pair in pairs
-                        for bits in (b.shl(pair, each_lane(16)), b.and_(pair, each_lane(-65536)))
-                    ]
-                for element, column in enumerate(columns):
-                    b.write(column, target, b.total((first, 4 * BLOCK), (4 * BLOCK * element,)))
-            done = stop
-        b.ret_void()
-        return function
-
-    def _make_copy_values(self, name: str, size: int) -> Any:
-        """Build NAME_values(source, numbers, target), which copies so many numbers of `size` bytes each, a multiple of
-        LANES, to f32. Return the LLVM function.
-        """
-        function, b = self.begin(f"{name}_values", NOTHING, [PTR, I64, PTR])
-        source, numbers, target = function.args
-        with b.loop(I64(0), numbers, LANES) as (first, _):
-            b.write(_widened(b, source, b.total((first, size)), size), target, b.total((first, 4)))
-        b.ret_void()
-        return function
-
     def _make_dots(self, rows: int) -> Any:
         """Build dots(`rows` pointers to queries, width, keys, logits), which writes the products of queries f32 [width]
         and keys f32 [width, BLOCK] to logits f32 [rows, BLOCK]. Return the LLVM function.
@@ -176,6 +143,21 @@ class AttentionCode(Handlers):
             for at, found in enumerate(sums):
                 row, chunk = divmod(at, self._chunks)
                 b.write(found, logits, 4 * (row * BLOCK + LANES * (first + chunk)))
+        b.ret_void()
+        return function
+
+    def _make_cap(self) -> Any:
+        """Build cap(logits, scale, soft_cap), which replaces one row's logits f32 [BLOCK], after multiplying them by
+        `scale`, by soft_cap * tanh(logit / soft_cap). Return the LLVM function.
+        """
+        function, b = self.begin("cap", NOTHING, [PTR, F32, F32])
+        row, scale, cap = function.args
+        factor, cap = b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(cap)
+        for chunk in range(_CHUNKS):
+            x = b.fmul(b.read(row, 4 * LANES * chunk, FLOATS), factor)
+            power = b.call(self._exp, [b.fmul(b.call(self._abs, [x]), each_lane(-2.0))])
+            tanh = b.fdiv(b.fsub(each_lane(1.0), power), b.fadd(each_lane(1.0), power))
+            b.write(b.fmul(b.call(self._copysign, [tanh, x]), cap), row, 4 * LANES * chunk)
         b.ret_void()
         return function
 
@@ -251,16 +233,31 @@ class AttentionCode(Handlers):
         b.ret_void()
         return function
 
-    def _make_item(self, name: str, size: int, copies: tuple[Any, Any], dots: dict, sums: dict) -> Any:
-        """Build NAME_item(job, index), which computes one item, and return the LLVM function.
+    def _make_item(self, dots: dict, sums: dict) -> Any:
+        """Build item(job, index, size, after, copy keys, copy values), which computes one item of a pool whose elements
+        have `size` bytes, with `after` bytes after those of a token, and return the LLVM function.
 
-        size: bytes of an element of the pool. copies, dots, sums: LLVM functions, the last two by number of rows.
+        Copies are pointers to functions of `make_copy_keys` and `make_copy_values`. dots, sums: LLVM functions by
+        number of rows.
         """
-        function, b = self.begin(f"{name}_item", NOTHING, [PTR, I64])
-        job, index = function.args
+        function, b = self.begin("item", NOTHING, [PTR, I64, I64, I64, _COPY, _COPY])
+        job, index, size, after, *copies = function.args
         own = {field: JOB.get(b, job, field) for field in JOB.fields if field not in COUNTERS}
         own["group"] = b.sdiv(own["heads"], own["kv_heads"])
-        _Item(self, b, own, self._scratch(b, own), index, size).compute(copies, dots, sums)
+        own["key_bytes"] = b.add(b.mul(own["width"], size), after)
+        own["value_bytes"] = b.add(b.mul(own["value_width"], size), after)
+        _Item(self, b, own, self._scratch(b, own), index).compute(copies, dots, sums)
+        b.ret_void()
+        return function
+
+    def _make_item_of(self, name: str, kv_dtype: str, item: Any, transpose: Any) -> Any:
+        """Build NAME_item(job, index), which computes an item of a pool of kv_dtype, and return the LLVM
+        function. item, transpose: those of `_make_item` and `make_transpose`.
+        """
+        copies = make_copy_keys(self, kv_dtype, transpose, BLOCK), make_copy_values(self, kv_dtype)
+        form = FORMATS[kv_dtype]
+        function, b = self.begin(f"{name}_item", NOTHING, [PTR, I64])
+        b.call(item, [*function.args, I64(form.size), I64(form.after), *copies])
         b.ret_void()
         return function
 
@@ -273,6 +270,11 @@ class AttentionCode(Handlers):
             found[each] = b.alloca(ir.IntType(8), b.total((*factors, 4)))
             found[each].align = 64
         return found
+
+    @property
+    def cap(self) -> Any:
+        """LLVM function of `_make_cap`."""
+        return self._cap
 
     @property
     def weigh(self) -> Any:
@@ -304,16 +306,16 @@ class AttentionCode(Handlers):
 class _Item:
     """Emits the computation of one item: at most block_q tokens of a sequence, and one KV head."""
 
-    def __init__(self, code: AttentionCode, b: Builder, own: dict[str, Any], scratch: dict, item: Any, size: int):
-        """Emit reads of the item's tile. own: fields of the job by name. size: bytes of an element of the pool."""
-        self._code, self._b, self._own, self._scratch, self._size = code, b, own, scratch, size
+    def __init__(self, code: AttentionCode, b: Builder, own: dict[str, Any], scratch: dict, item: Any):
+        """Emit reads of the item's tile. own: fields of the job by name, and sizes that follow from them."""
+        self._code, self._b, self._own, self._scratch = code, b, own, scratch
         self._head = b.srem(item, own["kv_heads"])
         tile = b.sdiv(item, own["kv_heads"])
         lines = [b.total((own["num_tiles"], 4 * line), (tile, 4)) for line in range(3)]
         self._seq, self._first, self._count = (b.sext(b.read(own["tiles"], line, I32), I64) for line in lines)
         self._rows = b.mul(self._count, own["group"])
 
-    def compute(self, copies: tuple[Any, Any], dots: dict[int, Any], sums: dict[int, Any]) -> None:
+    def compute(self, copies: Sequence[Any], dots: dict[int, Any], sums: dict[int, Any]) -> None:
         """Emit the computation: `copies` of keys and values of a chunk, `dots` and `sums` of a number of rows."""
         b, own, scratch = self._b, self._own, self._scratch
         self._start()
@@ -323,7 +325,10 @@ class _Item:
             limits[0] = b.select(some, least(b, limits[0], low), limits[0])
             limits[1] = b.select(b.and_(some, b.icmp_signed(">", high, limits[1])), high, limits[1])
         low, high = limits
-        scale = b.read(own["scale"], 0, F32)
+        scale = b.read(own["scale"], b.mul(self._head, I64(4)), F32)
+        cap = b.read(own["soft_cap"], 0, F32)
+        has_cap = b.fcmp_ordered(">", cap, F32(0.0))
+        rest = b.select(has_cap, F32(1.0), scale)  # what capped logits are still multiplied by
         first = b.total((b.sdiv(low, I64(BLOCK)), BLOCK))
         with b.loop(first, high, BLOCK) as (base, _):
             begin, end = b.sub(low, base), b.sub(high, base)
@@ -343,7 +348,9 @@ class _Item:
                 start, stop = self._range(b.sdiv(row, own["group"]))
                 softmax = [b.at(scratch[each], b.total((row, 4))) for each in ("largest", "total", "decay")]
                 logits = b.at(scratch["weights"], b.total((row, 4 * BLOCK)))
-                b.call(self._code.weigh, [logits, scale, b.sub(start, base), b.sub(stop, base), *softmax])
+                with b.if_then(has_cap):
+                    b.call(self._code.cap, [logits, scale, cap])
+                b.call(self._code.weigh, [logits, rest, b.sub(start, base), b.sub(stop, base), *softmax])
             self._by_rows(
                 sums,
                 lambda rows, row: [
@@ -402,9 +409,9 @@ class _Item:
         start, end = (b.sext(b.read(own["ranges"], place, I32), I64) for place in places)
         return start, end
 
-    def _copy(self, base: Any, begin: Any, end: Any, copies: tuple[Any, Any]) -> None:
+    def _copy(self, base: Any, begin: Any, end: Any, copies: Sequence[Any]) -> None:
         """Emit copies of the chunks of a block that contain keys [begin, end), counted from its first key `base`."""
-        b, own, scratch, size = self._b, self._own, self._scratch, self._size
+        b, own, scratch = self._b, self._own, self._scratch
         first = b.total((b.sdiv(begin, I64(LANES)), LANES))
         with b.loop(first, end, LANES) as (key, _):
             position = b.add(base, key)
@@ -414,13 +421,13 @@ class _Item:
             page = b.select(b.icmp_signed("<", page, I64(0)), I64(0), page)
             within = b.srem(position, own["page_size"])
             tile = b.total((page, own["kv_heads"]), (self._head,))
-            elements = b.add(own["width"], own["value_width"])
-            tile = b.at(own["pool"], b.total((tile, own["page_size"], elements, size)))
-            source = b.at(tile, b.total((within, own["width"], size)))
+            token_bytes = b.add(own["key_bytes"], own["value_bytes"])
+            tile = b.at(own["pool"], b.total((tile, own["page_size"], token_bytes)))
+            source = b.at(tile, b.mul(within, own["key_bytes"]))
             b.call(copies[0], [source, own["width"], b.at(scratch["keys"], b.total((key, 4)))])
-            source = b.at(tile, b.total((own["page_size"], own["width"], size), (within, own["value_width"], size)))
+            source = b.at(tile, b.total((own["page_size"], own["key_bytes"]), (within, own["value_bytes"])))
             target = b.at(scratch["values"], b.total((key, own["value_width"], 4)))
-            b.call(copies[1], [source, b.mul(own["value_width"], I64(LANES)), target])
+            b.call(copies[1], [source, own["value_width"], target])
 
     def _finish(self) -> None:
         """Emit writes of the item's results."""
@@ -435,29 +442,6 @@ class _Item:
             with b.loop(I64(0), own["value_width"], LANES) as (first, _):
                 found = b.read(scratch["sums"], b.total((row, own["value_width"], 4), (first, 4)), FLOATS)
                 b.write(b.fdiv(found, divisor), own["o"], b.total((place, own["value_width"], 4), (first, 4)))
-
-
-def _transposed(b: Builder, vectors: list[Any]) -> list[Any]:
-    """Emit the transposition of LANES vectors, and return its vectors."""
-    # Rounds of perfect shuffles of two halves: each moves one bit of a number's vector to its lane.
-    for _ in range(int(math.log2(LANES))):
-        halves = zip(vectors[: LANES // 2], vectors[LANES // 2 :], strict=True)
-        vectors = [
-            b.shuffle_vector(*pair, indices([lane // 2 + LANES * (lane % 2) for lane in range(at, at + LANES)]))
-            for pair in halves
-            for at in (0, LANES)
-        ]
-    return vectors
-
-
-def _widened(b: Builder, pointer: Any, offset: Any, size: int) -> Any:
-    """Emit a read of LANES numbers of `size` bytes, float32 or bits of bfloat16, at `offset` bytes from a pointer;
-    return them as f32.
-    """
-    if size == 4:
-        return b.read(pointer, offset, FLOATS)
-    bits = b.zext(b.read(pointer, offset, ir.VectorType(I16, LANES)), INTS)
-    return b.bitcast(b.shl(bits, each_lane(16)), FLOATS)
 
 
 def build(triple: str, abi: Mapping[str, int], *, wide: bool) -> ir.Module:

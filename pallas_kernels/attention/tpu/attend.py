@@ -45,7 +45,7 @@ def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) 
     """Return the TPU kernel's work list of the step, or XLA's for slopes and biases by distance, which the
     kernel does not support.
 
-    options: num_tokens, page_size, tuning and kv_limits as in attention.op.attention_schedule; `tuning` is required.
+    options: as in attention.op.attention_schedule; `tuning` is required.
     """
     return (schedules if spec.xla_only is None else xla_schedule).attention_schedule(batch, spec, **options)
 

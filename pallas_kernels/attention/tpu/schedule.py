@@ -14,12 +14,13 @@ tile. A kernel call works through its segments in order, each from its first pag
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import KVSpec
 from jaxengine.pallas_kernels.tuning import TpuAttention, Tuning
 
 
@@ -74,14 +75,17 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
 ) -> Schedule:
     """Return the segments of a batch of T = num_tokens tokens, for attention.op.attention_schedule.
 
     `runs` is None if T is at most S. Otherwise `single` serves the leading decodes, or is None if batch.num_decode is.
-    spec: its causal, window, chunk, heads and value size are used. tuning: tile sizes. Takes a few integer operations
-    on [T, S] and smaller. Raises ValueError for `kv_limits`, and for a window with causal=False, which the kernel does
-    not support.
+    spec: its causal, window, chunk, heads and value size are used. tuning: tile sizes. kv_spec and q_dtype are not
+    used. Takes a few integer operations on [T, S] and smaller. Raises ValueError for `kv_limits`, and for a window with
+    causal=False, which the kernel does not support.
     """
+    del kv_spec, q_dtype
     if kv_limits is not None:
         raise ValueError("kv_limits: the TPU kernel has no tokens that see some that follow; XLA on CPU and GPU has")
     if spec.window is not None and not spec.causal:

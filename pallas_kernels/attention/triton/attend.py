@@ -95,11 +95,13 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
 ) -> Schedule | xla_schedule.Schedule:
-    """Return the kernels' items of the step, or the XLA work list if `spec` alone rules the kernels out or `kv_limits`
-    is given. Arguments are those of attention.op.attention_schedule, which has checked them.
+    """Return the kernels' items of the step, or the XLA work list if `spec` or dtypes rule the kernels out or
+    `kv_limits` is given. Arguments are those of attention.op.attention_schedule, which has checked them.
     """
-    if kv_limits is None and why_not(spec) is None:
+    if kv_limits is None and why_not(spec, q_dtype, kv_spec) is None:
         sizes = {"num_tokens": num_tokens, "page_size": page_size, "most_rows": most_rows(spec)}
         return Schedule(row_items(batch, spec, tuning.triton_attention, **sizes), tuning)
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}

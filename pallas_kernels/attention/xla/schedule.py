@@ -15,12 +15,13 @@ up its keys does not depend on the other rows of the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import KVSpec
 from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
 
 
@@ -62,14 +63,17 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    kv_spec: KVSpec | None = None,
+    q_dtype: Any = None,
 ) -> Schedule:
     """Return the tiles of a batch of T = num_tokens tokens, computed by a few integer operations on [S], [T] and [T /
     Q, S].
 
     spec: its causal, window, chunk, mutual and stored width are used. tuning: sizes of tiles and blocks. kv_limits: as
-    in the public operation; they become part of the tiles' key ranges, and with spec.mutual of `mutual`. `runs` is None
-    if T is at most S.
+    in the public operation; they become part of the tiles' key ranges, and with spec.mutual of `mutual`. kv_spec and
+    q_dtype are not used. `runs` is None if T is at most S.
     """
+    del kv_spec, q_dtype
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
     single_kv = sizes.block_kv_of(page_size, min(num_tokens, num_seqs))
     runs_kv = sizes.block_kv_of(page_size, num_tokens)

@@ -81,7 +81,9 @@ def test_which_rows_are_expanded(monkeypatch, change, attention, num_tokens, has
     kv = KVSpec(NUM_PAGES, wanted["page_size"], 1, 34, 32, wanted["dtype"], values_in_keys=True)
     pool = jax.eval_shape(lambda: alloc(kv, platform=wanted["platform"]))
     batch, *_ = drawn(np.random.default_rng(0), MIXED)
-    rows = partial(mla_expanded.expanded_rows, attention, attention_spec(attention), num_tokens=num_tokens)
+    rows = partial(
+        mla_expanded.expanded_rows, attention, attention_spec(attention), num_tokens=num_tokens, dtype="float32"
+    )
     assert (jax.eval_shape(lambda batch, kv: rows(batch=batch, kv=kv), batch, pool) is not None) == has_some
 
 
@@ -120,7 +122,7 @@ def test_expanded_rows_equal_absorbed_ones(platform):
         kv = import_pages(pool, jnp.arange(NUM_PAGES), pages)
         sizes = {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": platform}
         step = StepInputs(Rows(batch.slot_mapping >= 0, None), None, attention_schedule(batch, spec, **sizes))
-        expanded = mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS)
+        expanded = mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS, "float32")
         assert expanded is not None
         absorbed, both = (
             layer._attend((q, q_rope), keys, kv, batch, each) for each in (step, step._replace(expanded=expanded))
@@ -163,7 +165,7 @@ def test_adapters_of_the_matrix_that_expands(monkeypatch):
         rows = Rows(batch.slot_mapping >= 0, adapters)
         step = StepInputs(rows, None, attention_schedule(batch, spec, **sizes))
         if expands:
-            step = step._replace(expanded=mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS))
+            step = step._replace(expanded=mla_expanded.expanded_rows(ATTENTION, spec, batch, kv, NUM_TOKENS, "float32"))
         return nnx.merge(graph, state)._attend((plain, rotated), jnp.asarray(keys), kv, batch, step)
 
     adapters, (graph, state) = Adapters(jnp.asarray(slots), jnp.int32(1)), nnx.split(layer)

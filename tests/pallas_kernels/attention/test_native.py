@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ import numpy as np
 
 from jaxengine.pallas_kernels.attention.native import attend
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
+from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.native import library
 from jaxengine.pallas_kernels.registry import EXACT, NATIVE_ROOMS, attention_rows, kernel_kind, rows_of, without_rows
 from jaxengine.pallas_kernels.tuning import tuning_of
-from tests.pallas_kernels import conformance
+from tests.pallas_kernels import conformance, pools
 from tests.pallas_kernels.cases import BY_NAME
 from tests.pallas_kernels.implementations import NATIVE
 from tests.pallas_kernels.problems import build
@@ -27,8 +27,14 @@ TAKEN = (
     *("mixed", "block edges", "q tile straddles a kv block", "decode bucket", "padded decode bucket"),
     *("infinite unseen slots", "shared prefix", "large logits", "sinks and window", "window on both sides"),
     *("chunks of 45", "pictures", "dims (192, 128)", "one long among many short", "production blocks"),
+    *("soft cap 30", "soft cap 50", "window, sinks and soft cap"),
 )
-LEFT = "soft cap 30", "slopes", "biases", "tree branches", "int8 of each token", "mutual pictures", "latent mixed"
+# Of other pools than the queries' dtype.
+CODES = (
+    *("int8 keys and values", "fp8 e4m3 keys and values", "fp8 e5m2 keys and values", "codes of decodes"),
+    *("int8 of each token", "fp8 of each token", "tokens' tiny keys, large values"),
+)
+LEFT = "slopes", "slopes, window, sinks and soft cap", "biases", "tree branches", "mutual pictures", "latent mixed"
 
 
 @each_row("name", TAKEN)
@@ -38,35 +44,57 @@ def test_against_the_oracle(machine_code, name):
         assert runs_a_handler(name, dtype)
 
 
+@each_row("name", CODES)
+def test_codes_against_the_oracle(machine_code, name):
+    conformance.check_attention(BY_NAME[name], "float32", "normal", NATIVE)
+    assert runs_a_handler(name, "float32")
+
+
 @each_row("name", LEFT)
 def test_what_is_left_to_xla(machine_code, name):
     conformance.check_attention(BY_NAME[name], "float32", "normal", NATIVE)
     assert not runs_a_handler(name, "float32")
 
 
-def test_codes_beside_pictures(machine_code):
-    """Plain XLA gets the schedule's limits of later keys: the pool's dtype is not known when the schedule is built."""
-    case = dataclasses.replace(BY_NAME["pictures"], kv_dtype="int8")
-    conformance.check_attention(case, "float32", "normal", NATIVE)
-
-
 def runs_a_handler(name: str, dtype: str) -> bool:
-    """Whether the case's program calls a handler, of the pool's dtype."""
+    """Whether the case's program calls a handler, which must be that of its pool."""
     case = NATIVE.adapted(BY_NAME[name])
     arguments = conformance.operands(case, build(case, dtype, "normal"), dtype, NATIVE)
     program = str(conformance.compiled(NATIVE, case.spec).trace(*arguments).jaxpr)
-    found = {handler for handler in attend.HANDLER_OF_DTYPE.values() if library.target_name(handler) in program}
-    assert found <= {f"attention_{dtype}"}
+    found = set(re.findall(rf"{library.target_name('attention')}_\w+", program))
+    assert found <= {library.target_name(f"attention_{case.pool_dtype(dtype)}")}
     return bool(found)
 
 
-def test_bits_do_not_depend_on_the_step(machine_code):
+@each_row("kv_dtype", [*pools.QUANTIZED, "float16"])
+def test_every_code_is_what_it_stands_for(machine_code, kv_dtype):
+    """Each query sees one key, the same, and takes one element of it."""
+    codes = np.arange(256) if kv_dtype in pools.QUANTIZED else np.arange(256) * 257
+    stored = codes.astype(f"u{1 + (kv_dtype == 'float16')}").view(jnp.dtype(pools.PER_TOKEN.get(kv_dtype, kv_dtype)))
+    finite = np.isfinite(stored.astype(np.float32))
+    k, v = (np.broadcast_to(part, (1, 16, 1, 256)) for part in (np.where(finite, stored, 0), stored))
+    shape = (1, 16, 1) if kv_dtype in pools.PER_TOKEN else (1,)
+    scales = [np.full(shape, scale, np.float32) if kv_dtype in pools.QUANTIZED else None for scale in (2.0, 0.5)]
+    spec, zeros = AttentionSpec(1, 1, 256, 256, 1.0), jnp.zeros(256, jnp.int32)
+    batch = RaggedBatch(jnp.arange(257), zeros + 1, zeros[:, None], zeros - 1, jnp.int32(256), None)
+
+    @jax.jit
+    def attended(query, pool):
+        schedule = attend.attention_schedule(batch, spec, num_tokens=256, page_size=16, tuning=tuning_of("cpu"))
+        return attend.ragged_paged_attention(query, pool, batch, schedule, spec=spec, sinks=None, tree_mask=None)
+
+    o, lse = attended(jnp.eye(256)[:, None], pools.make_pool(k, v, "cpu", k_scale=scales[0], v_scale=scales[1]))
+    key, value = (pools.values_of(part, scale)[0, 0, 0] for part, scale in zip((k, v), scales, strict=True))
+    np.testing.assert_array_equal(np.asarray(lse)[:, 0], key)
+    np.testing.assert_array_equal(np.asarray(o), np.broadcast_to(value, o.shape))
+
+
+@each_row("kv_dtype", ["bfloat16", "fp8_per_token_head"])
+def test_bits_do_not_depend_on_the_step(machine_code, kv_dtype):
     """A prompt at once, in chunks, token by token, alone and beside others; and by one thread or several."""
     spec = AttentionSpec(6, 2, 32, 48, 0.2, window=150)
     kv_len, rng = 200, np.random.default_rng(0)
-    bits = rng.standard_normal((26, 2, 16 * (32 + 48))).astype(np.float32).view(np.uint32) >> 16
-    held = KVSpec(26, 16, 2, 32, 48, "bfloat16")
-    pool = KVPages(jnp.asarray(bits, jnp.uint16), None, None, held, "cpu")
+    pool = drawn_pool(rng, kv_dtype, 26, 2, (32, 48))
     q = jnp.asarray(rng.standard_normal((2, kv_len, 6, 32)), jnp.float32)
     pages = np.arange(26, dtype=np.int32).reshape(2, 13)
 
@@ -105,23 +133,28 @@ def test_width_of_vectors_changes_no_bits(machine_code):
     """The code for a processor without AVX-512."""
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
-    from jaxengine.pallas_kernels.attention.native.code import JOB
+    from jaxengine.pallas_kernels.attention.native.code import HANDLERS, JOB
 
     narrow = llvm.get_host_cpu_features()
     for name in narrow:
         narrow[name] = narrow[name] and not name.startswith(("avx512", "amx"))
     engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow)[1], library.made(NATIVE_ROOMS)[1]]
     rng = np.random.default_rng(0)
-    drawn = {"q": rng.standard_normal((5, 6, 48)), "scale": rng.random(1), "sinks": rng.standard_normal(6)}
+    drawn = {
+        "q": rng.standard_normal((5, 6, 48)),
+        "scale": rng.random(2) / 16,
+        "soft_cap": np.ones(1),
+        "sinks": rng.standard_normal(6),
+    }
     arrays: dict[str, np.ndarray] = {name: own.astype(np.float32) for name, own in drawn.items()}
     arrays["tiles"] = np.array([[0], [0], [5]], np.int32)
     arrays["ranges"] = np.array([[0, 1, 2, 3, 40], [70, 71, 72, 73, 74]], np.int32)
     arrays["page_table"] = np.arange(5, dtype=np.int32)[None]
     numbers = {"blocks": 2, "num_tokens": 5, "heads": 6, "width": 48, "num_pages": 5, "kv_heads": 2, "columns": 5}
     numbers |= {"num_tiles": 1, "value_width": 80, "tiles_in_use": 1, "page_size": 16, "block_q": 5}
-    for handler, dtype in (("attention_float32", np.uint32), ("attention_bfloat16", np.uint16)):
-        bits = rng.standard_normal((5, 2, 16 * 128)).astype(np.float32).view(np.uint32)
-        arrays["pool"] = bits if dtype is np.uint32 else (bits >> 16).astype(dtype)
+    for handler, kv_dtype in HANDLERS.items():
+        arrays["soft_cap"][:] = 2.5 * (kv_dtype == "bfloat16")
+        arrays["pool"] = np.asarray(drawn_pool(rng, kv_dtype, 5, 2, (48, 80)).data)
         found = []
         for engine in engines:
             arrays |= {name: np.full((5, 6, width), np.nan, np.float32) for name, width in (("o", 80), ("softmax", 2))}
@@ -133,6 +166,16 @@ def test_width_of_vectors_changes_no_bits(machine_code):
         assert np.isfinite(found[0][0]).all()
         for each, other in zip(*found, strict=True):
             np.testing.assert_array_equal(each, other)
+
+
+def drawn_pool(rng: np.random.Generator, kv_dtype: str, num_pages: int, heads: int, dims: tuple[int, int]) -> KVPages:
+    """A pool with pages of 16 tokens, whose numbers are drawn."""
+    values = [rng.standard_normal((num_pages, 16, heads, dim)).astype(np.float32) for dim in dims]
+    scales = [None if kv_dtype not in pools.QUANTIZED else np.full(heads, 0.03, np.float32)] * 2
+    if kv_dtype in pools.PER_TOKEN:
+        scales = [pools.token_scale(part, kv_dtype) for part in values]
+    k, v = (pools.codes(part, kv_dtype, scale) for part, scale in zip(values, scales, strict=True))
+    return pools.make_pool(k, v, "cpu", k_scale=scales[0], v_scale=scales[1])
 
 
 def test_exact_models_have_none(machine_code, monkeypatch):

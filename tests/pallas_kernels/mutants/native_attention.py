@@ -9,13 +9,19 @@ from tests.pallas_kernels.mutants.mutant import Mutant, attention
 SECONDS = 60
 UNLESS = "" if find_spec("llvmlite") else "llvmlite is not installed"
 
-_CODE, _ATTEND = "attention/native/code", "attention/native/attend"
+_CODE, _ATTEND, _COPIES = "attention/native/code", "attention/native/attend", "attention/native/copies"
 
 
 def _on(*cases: str, dtype: str = "float32"):
     return attention("native", dtype, *cases)
 
 
+_INT8, _FP8, _E5M2 = (
+    _on("int8 keys and values"),
+    _on("fp8 e4m3 keys and values"),
+    _on("fp8 e5m2 keys and values"),
+)
+_OF_TOKENS, _CAP = _on("int8 of each token"), _on("soft cap 30")
 _ANY = _on("mixed", "q tile straddles a kv block")
 _BF16 = _on("mixed", dtype="bfloat16")
 _LONG = _on("one long among many short")
@@ -30,13 +36,13 @@ MUTANTS = [
         "first key of a block for all chunks", _CODE, "(4 * LANES * (first + chunk),)), FLOATS)", "(0,)), FLOATS)", _ANY
     ),
     Mutant("products of the first row for all", _CODE, "logits, 4 * (row * BLOCK", "logits, 4 * (0 * BLOCK", _ANY),
-    Mutant("keys that are not transposed", _CODE, "lane // 2 + LANES * (lane % 2)", "lane", _ANY),
-    Mutant("odd elements as even ones", _CODE, "b.and_(pair, each_lane(-65536))", "b.shl(pair, each_lane(16))", _BF16),
+    Mutant("keys that are not transposed", _COPIES, "lane // 2 + LANES * (lane % 2)", "lane", _ANY),
+    Mutant("odd elements as even ones", _COPIES, "b.and_(words, each_lane(-65536)) if index else ", "", _BF16),
     Mutant(
         "bfloat16 in the low half",
-        _CODE,
-        "b.bitcast(b.shl(bits, each_lane(16)), FLOATS)",
-        "b.bitcast(bits, FLOATS)",
+        _COPIES,
+        "if index else b.shl(words, each_lane(16))",
+        "if index else words",
         _BF16,
     ),
     Mutant(
@@ -107,7 +113,53 @@ MUTANTS = [
         'tile = b.total((page, own["kv_heads"]))',
         _ANY,
     ),
-    Mutant("keys as values", _CODE, '(own["page_size"], own["width"], size), (within', "(within", _ANY),
+    Mutant("keys as values", _CODE, 'b.total((own["page_size"], own["key_bytes"]), (within', "b.total((within", _ANY),
+    Mutant(
+        "logits capped twice as high",
+        _CODE,
+        "b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(cap)",
+        "b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(b.fadd(cap, cap))",
+        _CAP,
+    ),
+    Mutant("capped logits scaled again", _CODE, "b.select(has_cap, F32(1.0), scale)", "scale", _CAP),
+    Mutant("caps without sign", _CODE, "b.call(self._copysign, [tanh, x])", "tanh", _CAP),
+    Mutant("tanh of half", _CODE, "each_lane(-2.0)", "each_lane(-1.0)", _CAP),
+    Mutant("no caps", _ATTEND, "jnp.float32([spec.soft_cap or 0.0])", "jnp.float32([0.0])", _CAP),
+    Mutant("codes without sign", _COPIES, "b.sitofp(b.ashr(", "b.sitofp(b.lshr(", _INT8),
+    Mutant("first code of four", _COPIES, "each_lane(24 - 8 * index)", "each_lane(24)", _INT8),
+    Mutant(
+        "scales of keys as those of a head",
+        _COPIES,
+        "b.total((row_bytes, key), (num_bytes,))",
+        "b.total((num_bytes,))",
+        _OF_TOKENS,
+    ),
+    Mutant(
+        "values of tokens are not scaled",
+        _COPIES,
+        "found = found if scale is None else b.fmul(found, scale)",
+        "found = found",
+        _OF_TOKENS,
+    ),
+    Mutant("rows without room for scales", _COPIES, "_SCALE_BYTES * self.has_scales", "0", _OF_TOKENS),
+    Mutant("fp8 of another bias", _COPIES, "each_lane(256.0)", "each_lane(128.0)", _FP8),
+    Mutant("fp8 without sign", _COPIES, "b.shl(b.and_(codes, each_lane(0x80)), each_lane(8))", "each_lane(0)", _FP8),
+    Mutant(
+        "e5m2 in the low byte",
+        _COPIES,
+        "each_lane(8 * index)), each_lane(8)",
+        "each_lane(8 * index)), each_lane(0)",
+        _E5M2,
+    ),
+    Mutant("scale of the first KV head", _CODE, 'own["scale"], b.mul(self._head, I64(4))', 'own["scale"], 0', _FP8),
+    Mutant("scales of keys left out", _ATTEND, "scale if kv.k_scale is None else scale * kv.k_scale", "scale", _FP8),
+    Mutant(
+        "values' scales by query head",
+        _ATTEND,
+        "jnp.repeat(kv.v_scale, spec.group_size)",
+        "jnp.tile(kv.v_scale, spec.group_size)",
+        _INT8,
+    ),
     Mutant("sums that are not divided", _CODE, "b.fdiv(found, divisor)", "found", _ANY),
     Mutant("exp without its power of two", _CODE, "b.fmul(found, b.bitcast(power, FLOATS))", "found", _ANY),
     Mutant(
