@@ -52,14 +52,16 @@ def _lines(
     model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None
 ) -> Iterator[str]:
     """Yield the lines of `text`, from the same arguments: whether the best split fits, or why not; kernels that are
-    missing; its memory, capacity and speed; bytes of the weight files and the note; a table of all splits if there are
-    several.
+    missing, and machine code that is left out; its memory, capacity and speed; bytes of the weight files and the note;
+    a table of all splits if there are several.
     """
     best = ranked[0]
     flags = f" with {best.split.flags}" if best.split.flags else ""
     yield f"{chips}: {'fits' if best.fits else 'does not fit'}{flags}"
     if chips.chip.platform == "cuda" and (plain := plain_operations(chips.chip.compute_capability)):
         yield f"  no kernels for {plain} ({why_no_kernels(chips.chip.compute_capability)}): plain XLA runs instead"
+    if chips.chip.platform == "cpu" and best.plan is not None and best.plan.estimated:
+        yield "  estimates are of plain XLA, without the machine code of a start with jaxengine[cpu]"
     if best.error is not None:
         yield f"  {best.error}"
     if best.plan is not None:
