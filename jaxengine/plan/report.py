@@ -8,13 +8,14 @@ from typing import Any
 from jaxengine.models.kernel_rows import plain_operations, why_no_kernels
 from jaxengine.plan.chips import Chips
 from jaxengine.plan.model import PlannedModel
-from jaxengine.plan.plan import LEFT, PROGRAMS, TEMPORARIES, SplitPlan
+from jaxengine.plan.plan import HEAP, LEFT, PROGRAMS, TEMPORARIES, SplitPlan
 from jaxengine.plan.speed import Speed, cost_of
 from jaxengine.plan.splits import Ranked
 from jaxengine.runner.start.memory_bar import text_bar
 from jaxengine.sharding.layout import MeshLayout
 
 MOST_ROWS = 12
+_ESTIMATED = PROGRAMS, TEMPORARIES, HEAP  # unless they are compiled
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -86,7 +87,7 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
     stage = f", stage {plan.tightest + 1} of {len(plan.stages)}, which holds the most" if len(plan.stages) > 1 else ""
     yield f"  memory of a device{stage}:"
     yield text_bar(parts, total)
-    guessed = {PROGRAMS: "estimate", TEMPORARIES: "estimate"} if plan.estimated else {}
+    guessed = dict.fromkeys(_ESTIMATED, "estimate") if plan.estimated else {}
     for purpose, size in parts.items():
         yield f"    {purpose:<20}{size / _MIB:>12,.1f} MiB{'   ' + guessed[purpose] if purpose in guessed else ''}"
     yield f"    {'budget':<20}{plan.budget / _MIB:>12,.1f} MiB"
@@ -205,7 +206,7 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
     found: dict[str, Any] = {
         **plan.split.options,
         "mesh": _mesh(plan.layout),
-        "estimated": [PROGRAMS, TEMPORARIES] if plan.estimated else [],
+        "estimated": [name for name in _ESTIMATED if name in plan.parts()] if plan.estimated else [],
         "device_bytes": plan.total,
         "budget_bytes": plan.budget,
         "parts_bytes": plan.parts(),
