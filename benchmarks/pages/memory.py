@@ -2,11 +2,11 @@
 
 Each engine runs in a process of its own. What is real is the process's resident anonymous memory (RssAnon of /proc),
 when it is ready, and the most that it was during a full load: every slot taken twice, tokens drawn with penalties and
-logprobs, prompts scored. Pages of the pool that no request has used, which the system has not given yet, count as held;
-`unused` is their bytes. Pages of files, which Linux may drop and read again, are reported separately. `planned` is the
-memory plan of the start log, of all devices, and `planned ready` is without what only running steps need; `kept` says
-whether both are within 3 % of what the process holds. `estimated` is what `jaxengine plan` says, which compiles
-nothing. Speed is not measured.
+logprobs, prompts scored, and a picture in each prompt of a model that sees. Pages of the pool that no request has used,
+which the system has not given yet, count as held; `unused` is their bytes. Pages of files, which Linux may drop and
+read again, are reported separately. `planned` is the memory plan of the start log, of all devices, and `planned ready`
+is without what only running steps need; `kept` says whether both are within 3 % of what the process holds. `estimated`
+is what `jaxengine plan` says, which compiles nothing. Speed is not measured.
 
 The default model is started with its own options and in several ways, the others with random weights and few steps.
 """
@@ -21,9 +21,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.drafts.first_layers import write_first
 from benchmarks.harness import OptionError, shared
-from benchmarks.pages.memory_cases import DEFAULT, FAMILIES, devices_of, write_family
+from benchmarks.pages.memory_cases import DEFAULT, FAMILIES, PICTURE, PICTURE_SIDE, devices_of, write_family
 from benchmarks.processes import command, memory
 from benchmarks.recorder import Recorder, Row
 from jaxengine.results import table
@@ -100,10 +102,8 @@ def measure_here(options: dict[str, Any]) -> None:
     plan, config = runner.plan, runner.config
     # All pages are allocated at the start. Full steps of both kinds and every branch of the sampler allocate the rest.
     length = max(1, min(config.max_model_len // 2, 2 * config.max_num_batched_tokens // config.max_num_seqs))
-    prompts = [
-        {"prompt_token_ids": [(number * 7 + place) % 100 + 3 for place in range(length)]}
-        for number in range(2 * config.max_num_seqs)
-    ]
+    write = picture_prompt if "pictures" in runner.extensions else text_prompt
+    prompts = [write(number, length) for number in range(2 * config.max_num_seqs)]
     params = [
         SamplingParams(
             max_tokens=min(8, config.max_model_len - length),
@@ -134,6 +134,22 @@ def measure_here(options: dict[str, Any]) -> None:
         "num_loaded": runner.num_loaded,
     }
     print(json.dumps({"estimated": estimated(options), **figures}))
+
+
+def text_prompt(number: int, length: int) -> dict[str, Any]:
+    """Return a prompt of `length` tokens. number: by which prompts differ."""
+    return {"prompt_token_ids": [(number * 7 + place) % 100 + 3 for place in range(length)]}
+
+
+def picture_prompt(number: int, length: int) -> dict[str, Any]:
+    """Return a prompt with a picture, as large as the processor lets it be, and a text of `length` tokens, for a model
+    of memory_cases that sees. number: by which prompts and pictures differ.
+    """
+    from PIL import Image
+
+    pixels = np.random.default_rng(number).integers(0, 256, (PICTURE_SIDE, PICTURE_SIDE, 3), np.uint8)
+    text = "".join(chr(ord("a") + (number * 7 + place) % 26) for place in range(length))
+    return {"prompt": PICTURE + text, "multi_modal_data": {"image": Image.fromarray(pixels)}}
 
 
 def _unused(runner: Any) -> int:

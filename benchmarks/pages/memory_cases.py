@@ -67,6 +67,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # Further engine options of cases in FAMILIES. The default model is quantised already.
 _OPTIONS: dict[str, dict[str, Any]] = {"Llama, int8": {"quantization": "int8"}}
 _TEXT = {**{name: size for name, size in _SIZES.items() if name != "vocab_size"}, "num_hidden_layers": 6}
+# Text of a picture in a prompt of the model that sees, and the sides of one that its processor leaves as it is.
+PICTURE, PICTURE_SIDE = "<|vision_start|><|image_pad|><|vision_end|>", 64
 _VISION = {"embed_dim": 512, "hidden_size": 1024, "num_heads": 8, "mlp_ratio": 4, "depth": 8}
 
 

@@ -35,7 +35,15 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.cache import plain_cards, platform_of
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.kernel_rows import PLATFORM_OF_OPTION
-from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
+from jaxengine.runner.base.memory import (
+    MemoryPlan,
+    StageNeeds,
+    device_memory,
+    heap_bytes,
+    held_bytes,
+    kept_bytes,
+    plan_memory,
+)
 from jaxengine.runner.executables.cache import compile_program
 
 Reply = Callable[[dict[str, Any]], None]
@@ -258,7 +266,8 @@ class Compiler:
         workspace = forward["workspace_bytes"] + beside + whole.slot_bytes
         own = drafting(whole)
         extensions = whole.steps.memory(() if own is None else (own.programs,))
-        return StageNeeds(programs, workspace, extensions), forward, held, of_others
+        heap = heap_bytes(kept_bytes(forward["workspace_bytes"]), kept_bytes(beside), self.target.backend)
+        return StageNeeds(programs, workspace, extensions, heap), forward, held, of_others
 
     def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
         """Return a memory plan as a dict for the report.

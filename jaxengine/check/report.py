@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxengine.check.targets import find_target
 from jaxengine.results import table as plain_table
 
 MIB = 2**20
@@ -71,8 +72,8 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Return lines of text: for each target the number of programs, of failed ones, memory and seconds, then its memory
-    plans.
+    """Return lines of text: for each target the number of programs, of failed ones, memory and seconds, for a CPU that
+    machine code is left out, then its memory plans.
 
     rows: results of `Compiler.row`. seconds: total time of each target by name; rows of other targets are left out.
     """
@@ -86,6 +87,8 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
             f"{target}: {len(own)} programs, {failed} failed, steps and epilogues hold {held:,.0f} MiB; "
             f"{compiling:.0f} s compiling, {wall:.0f} s in all"
         )
+        if find_target(target).backend == "cpu":
+            lines.append(f"{target}: compiled in plain XLA, without the machine code of a start with jaxengine[cpu]")
         lines += [_plan(target, row["plan"]) for row in own if "plan" in row]
     return "\n".join(lines)
 

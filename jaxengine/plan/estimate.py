@@ -16,7 +16,7 @@ from jaxengine.check.model.code import layers_with_code
 from jaxengine.check.model.roofline import product_work
 from jaxengine.models.kernel_rows import backend_of
 from jaxengine.models.params.declare import declared_params
-from jaxengine.runner.base.memory import StageNeeds
+from jaxengine.runner.base.memory import StageNeeds, heap_bytes, kept_bytes
 from jaxengine.runner.executables.layer_chain import num_compiled_layers
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
 from jaxengine.runner.programs.epilogues import SAMPLE
@@ -91,7 +91,9 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
                 patch_bytes, depth = _tower_rows(stage, layout.part)
                 held += len(layout.sizes) * layers_with_code(backend, depth, of_tower=True) * how.layer
                 encoder = max(encoder, how.rows * layout.sizes[-1] * patch_bytes)
-    return StageNeeds(int(held), int(forward + programs.slot_bytes + epilogue + encoder), stage.memory())
+    workspace = int(forward + programs.slot_bytes + epilogue + encoder)
+    heap = heap_bytes(kept_bytes(int(forward)), kept_bytes(int(epilogue)), backend)
+    return StageNeeds(int(held), workspace, stage.memory(), heap)
 
 
 def _layers_with_code(stage: StageArrays, backend: str, num_tokens: int) -> int:

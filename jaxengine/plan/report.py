@@ -8,13 +8,14 @@ from typing import Any
 from jaxengine.models.kernel_rows import plain_operations, why_no_kernels
 from jaxengine.plan.chips import Chips
 from jaxengine.plan.model import PlannedModel
-from jaxengine.plan.plan import LEFT, PROGRAMS, TEMPORARIES, SplitPlan
+from jaxengine.plan.plan import HEAP, LEFT, PROGRAMS, TEMPORARIES, SplitPlan
 from jaxengine.plan.speed import Speed, cost_of
 from jaxengine.plan.splits import Ranked
 from jaxengine.runner.start.memory_bar import text_bar
 from jaxengine.sharding.layout import MeshLayout
 
 MOST_ROWS = 12
+_ESTIMATED = PROGRAMS, TEMPORARIES, HEAP  # unless they are compiled
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -52,14 +53,16 @@ def _lines(
     model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None
 ) -> Iterator[str]:
     """Yield the lines of `text`, from the same arguments: whether the best split fits, or why not; kernels that are
-    missing; its memory, capacity and speed; bytes of the weight files and the note; a table of all splits if there are
-    several.
+    missing, and machine code that is left out; its memory, capacity and speed; bytes of the weight files and the note;
+    a table of all splits if there are several.
     """
     best = ranked[0]
     flags = f" with {best.split.flags}" if best.split.flags else ""
     yield f"{chips}: {'fits' if best.fits else 'does not fit'}{flags}"
     if chips.chip.platform == "cuda" and (plain := plain_operations(chips.chip.compute_capability)):
         yield f"  no kernels for {plain} ({why_no_kernels(chips.chip.compute_capability)}): plain XLA runs instead"
+    if chips.chip.platform == "cpu" and best.plan is not None and best.plan.estimated:
+        yield "  estimates are of plain XLA, without the machine code of a start with jaxengine[cpu]"
     if best.error is not None:
         yield f"  {best.error}"
     if best.plan is not None:
@@ -84,7 +87,7 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
     stage = f", stage {plan.tightest + 1} of {len(plan.stages)}, which holds the most" if len(plan.stages) > 1 else ""
     yield f"  memory of a device{stage}:"
     yield text_bar(parts, total)
-    guessed = {PROGRAMS: "estimate", TEMPORARIES: "estimate"} if plan.estimated else {}
+    guessed = dict.fromkeys(_ESTIMATED, "estimate") if plan.estimated else {}
     for purpose, size in parts.items():
         yield f"    {purpose:<20}{size / _MIB:>12,.1f} MiB{'   ' + guessed[purpose] if purpose in guessed else ''}"
     yield f"    {'budget':<20}{plan.budget / _MIB:>12,.1f} MiB"
@@ -203,7 +206,7 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
     found: dict[str, Any] = {
         **plan.split.options,
         "mesh": _mesh(plan.layout),
-        "estimated": [PROGRAMS, TEMPORARIES] if plan.estimated else [],
+        "estimated": [name for name in _ESTIMATED if name in plan.parts()] if plan.estimated else [],
         "device_bytes": plan.total,
         "budget_bytes": plan.budget,
         "parts_bytes": plan.parts(),

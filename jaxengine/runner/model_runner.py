@@ -339,12 +339,14 @@ class ModelRunner:
         of the process shows the memory of programs. Freshly compiled programs hold about half as much as loaded ones.
         """
         plans = []
+        in_use = self.memory_in_use()  # before programs are asked for their sizes, which takes memory
         for stage in self.stages:
-            weights, workspace = stage.weight_bytes, stage.workspace_bytes
+            weights, workspace, heap = stage.weight_bytes, stage.workspace_bytes, stage.heap_bytes
             if self.on_cpu:
-                process, programs = max(0, before - weights), max(0, stage.memory_in_use - before)
+                process, programs = max(0, before - weights), max(0, in_use - before)
             else:
                 process, programs = 0, stage.program_bytes
-            sizes = {"weights": weights, "programs": programs, "workspace": workspace, "process": process}
+            sizes = {"weights": weights, "programs": programs, "workspace": workspace}
+            sizes |= {"process": process, "heap": heap}
             plans.append(replace(self.plan, **sizes, extensions=stage.programs.memory(stage.extensions.values())))
         return max(plans, key=lambda plan: plan.planned)

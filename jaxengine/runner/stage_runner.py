@@ -24,6 +24,8 @@ from jaxengine.runner.base.memory import (
     device_limit,
     device_memory,
     give_back_zeros,
+    heap_bytes,
+    kept_bytes,
     memory_in_use,
     workspace_bytes,
 )
@@ -137,6 +139,19 @@ class StageRunner:
         return forward + self._bytes_beside_forward
 
     @property
+    def heap_bytes(self) -> int:
+        """Bytes on one device that the C library keeps between the blocks of steps that run. All programs must have
+        been compiled.
+        """
+        passes = [
+            kept_bytes(workspace_bytes(each.memory_analysis()), self._bytes_of_results(bucket))
+            for bucket, each in self._forwards.items()
+        ]
+        passes += [kept_bytes(each.workspace_bytes) for each in self.extensions.values()]
+        passes += [kept_bytes(workspace_bytes(each.memory_analysis())) for each in self._programs.values()]
+        return heap_bytes(max(passes), self._kept_of_epilogues, self._backend)
+
+    @property
     def program_bytes(self) -> int:
         """Bytes on one device that all programs hold. They must have been compiled."""
         programs, kv = self.programs, self._kv_shapes
@@ -172,7 +187,9 @@ class StageRunner:
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
         held = sum(needs.held if size >= FEW_TOKENS else needs.held_of_few for size in sizes)
         held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
-        return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory(self.extensions.values()))
+        heap = heap_bytes(kept_bytes(forward, self._bytes_of_results(bucket)), self._kept_of_epilogues, self._backend)
+        extensions = programs.memory(self.extensions.values())
+        return StageNeeds(held, forward + self._bytes_beside_forward, extensions, heap)
 
     def plan_pool(self, num_pages: int) -> None:
         """Store the pool's size in pages per layer and replica, on which the shapes of forward passes depend."""
@@ -395,6 +412,17 @@ class StageRunner:
         ]
         of_extensions = [workspace_bytes(program.memory_analysis()) for program in self._programs.values()]
         return self.programs.slot_bytes + max(epilogues, default=0) + max(of_extensions, default=0)
+
+    @property
+    def _kept_of_epilogues(self) -> int:
+        """`kept_bytes` of the epilogue, with its inputs, of which most are kept."""
+        given = {key: self.programs.forwarded_bytes(*key) for key in self._epilogues}
+        analyses = {key: epilogue.memory_analysis() for key, epilogue in self._epilogues.items()}
+        return max((given[key] + kept_bytes(workspace_bytes(each)) for key, each in analyses.items()), default=0)
+
+    def _bytes_of_results(self, bucket: Bucket) -> int:
+        """Bytes on one device of a forward pass's results, without the donated ones."""
+        return sum(map(part_bytes, jax.tree.leaves(self.programs.forwarded(bucket))))
 
     def compiled(self, program: Program, made: Executable | None = None) -> Executable:
         """Compile or load a program of this stage, at every call, and return the executable. Raises the errors of

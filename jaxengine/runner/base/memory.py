@@ -11,9 +11,11 @@ import ctypes
 import gc
 import math
 import mmap
+import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,12 +36,13 @@ _CGROUPS = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memor
 # a message, which take far more than its machine code: 21.4 bytes in forward passes with prompts, 22.1 in those
 # without, 17.6 in samplers (jaxlib 0.10.2; `python -m benchmarks memory`).
 _CPU_BYTES_PER_STORED = 22
-# The interpreter, jax and a tokenizer: 130 to 180 MiB (`python -m benchmarks memory`). It is a constant because the
-# number of pages is part of what is compiled, and must be the same at every start.
-_CPU_PROCESS_BYTES = 176 << 20
-# What steps leave between their blocks of memory: about the same in engines of 0.5 to 2 GiB
-# (`python -m benchmarks memory`).
-_CPU_HEAP_BYTES = 32 << 20
+# The interpreter, jax and a tokenizer; llvmlite and the machine code that it makes (`python -m benchmarks memory`).
+# They are constants because the number of pages is part of what is compiled, and must be the same at every start.
+_CPU_PROCESS_BYTES, _CPU_LLVMLITE_BYTES = 152 << 20, 26 << 20
+# Two threads of XLA run a CPU's programs in turn, each with an arena of the C library, which keeps the blocks of the
+# programs that ran there, but for those that glibc maps by themselves (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c). While a
+# step runs on one thread, the other's blocks are kept. A little more is Python's.
+_LEAST_MAPPED, _CPU_PYTHON_HEAP_BYTES = 32 << 20, 4 << 20
 # MADV_DONTNEED of Linux, and the bytes from which an array has a mapping of its own in the C library.
 _MADV_DONTNEED, _LEAST_GIVEN_BACK = 4, 64 << 20
 
@@ -51,16 +54,18 @@ class StageNeeds(NamedTuple):
       programs: bytes that all loaded programs hold as long as the engine lives.
       workspace: largest temporary memory of a running program, including the slot state.
       extensions: bytes that optional capabilities hold, by purpose.
+      heap: on a CPU, bytes between the blocks of steps that run (`heap_bytes`).
     """
 
     programs: int
     workspace: int
     extensions: Mapping[str, int] = MappingProxyType({})
+    heap: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of programs, workspace and extensions, in bytes."""
-        return self.programs + self.workspace + sum(self.extensions.values())
+        """Sum of programs, workspace, extensions and heap, in bytes."""
+        return self.programs + self.workspace + self.heap + sum(self.extensions.values())
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,31 @@ def workspace_bytes(analysis: Any) -> int:
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
+def kept_bytes(workspace: int, results: int = 0) -> int:
+    """Return the bytes of a program's blocks that the C library keeps after the program has run on a CPU. workspace:
+    as from `workspace_bytes`; results: bytes of the results among it, the rest is one block.
+    """
+    return workspace if workspace - results < _LEAST_MAPPED else results
+
+
+def heap_bytes(forward: int, epilogue: int, backend: str) -> int:
+    """Return the bytes that the C library keeps, on a CPU, between the blocks of a step that runs: those of a step
+    before, on another thread. 0 for other backends.
+
+    forward, epilogue: `kept_bytes` of the forward pass and of the epilogue, with its inputs, of which most are kept.
+    backend: as `jax.default_backend` names it.
+    """
+    return forward + epilogue + _CPU_PYTHON_HEAP_BYTES if backend == "cpu" else 0
+
+
+def process_bytes() -> int:
+    """Return the bytes that a process takes on a CPU besides weights, programs and pages, a constant of this machine:
+    more if llvmlite is installed and knows the processor.
+    """
+    builds = find_spec("llvmlite") is not None and platform.machine() in ("x86_64", "AMD64")
+    return _CPU_PROCESS_BYTES + (_CPU_LLVMLITE_BYTES if builds else 0)
+
+
 def held_bytes(code: int, stored: int, backend: str) -> int:
     """Return the bytes of device memory that a loaded program holds.
 
@@ -367,7 +397,7 @@ def plan_memory(
     """
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)
-    process, heap = (_CPU_PROCESS_BYTES // shared, _CPU_HEAP_BYTES // shared) if shared else (0, 0)
+    process = process_bytes() // shared if shared else 0
     budget = budget_of(config, total, limit)
     by_need = False
     if config.num_gpu_blocks_override is not None:
@@ -383,11 +413,11 @@ def plan_memory(
         if config.ends_at_once:  # pages are free again after a step
             of_step = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
             needed = max(pages_per_seq, (config.max_in_flight + 1) * of_step)
-        fitting = (budget - weights - needs.total - process - heap) // max(1, page_bytes)
+        fitting = (budget - weights - needs.total - process) // max(1, page_bytes)
         num_pages = min(fitting, needed)
         by_need = (config.ends_at_once or config.default_seq_tokens is not None) and needed < fitting
     if num_pages < 1:
-        raise _no_room(config, budget, weights + process + heap, needs)
+        raise _no_room(config, budget, weights + process + needs.heap, needs)
     if num_pages < pages_per_seq:
         fits = longest_fit(config, num_pages, windows, config.max_model_len)
         others = [f"{purpose} take {size / (1 << 30):.1f} GiB" for purpose, size in needs.extensions.items() if size]
@@ -412,7 +442,7 @@ def plan_memory(
         max_model_len=config.max_model_len,
         by_need=by_need,
         extensions=needs.extensions,
-        heap=heap,
+        heap=needs.heap,
     )
 
 

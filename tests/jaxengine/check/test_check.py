@@ -197,9 +197,9 @@ def test_memory_is_planned_for_all_layers(compiler, monkeypatch):
     assert plan.of_all.programs > plan.held
     told = made._plan_row(plan.of_all, made.whole[0])
     assert told["layers"] == 3 and told["num_requests"] == round(100 / plan.of_all.pages_per_seq, 1)
-    assert "3 layers in" in report.summary(
-        [{"target": "cpu", "failures": [], "step": True, "plan": told}], {"cpu": 1.0}
-    )
+    said = report.summary([{"target": "cpu", "failures": [], "step": True, "plan": told}], {"cpu": 1.0})
+    assert "3 layers in" in said and "without the machine code" in said
+    assert "without the machine code" not in report.summary([], {"v6e": 1.0})
 
 
 def test_what_the_engine_would_refuse_is_a_row(model, capsys):

@@ -22,6 +22,7 @@ import jax
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.lora import declared_pools
 from jaxengine.runner.extensions.drafts.drafter import Drafter
+from jaxengine.runner.extensions.pictures.section import EncoderPool
 from jaxengine.runner.start.devices import open_stages
 from jaxengine.runner.start.open import open_resolved
 
@@ -46,7 +47,7 @@ def allocated(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def held(stage: Any) -> dict[str, int]:
     """Bytes of the first device by purpose, of the arrays that a StageRunner has made."""
     pools = {pool.index for pool in declared_pools(stage.programs.model)}
-    draft, pictures = stage.extensions.get("drafts"), stage.extensions.get("pictures")
+    draft = stage.extensions.get("drafts")
     state = stage._state
     counted = {each.name for each in stage.programs.extensions if each.counts_slots}
     sections = state.slots.sections
@@ -58,7 +59,12 @@ def held(stage: Any) -> dict[str, int]:
         "sampling": (state.tokens, state.sampling),
         **{name: own for name, own in sections.items() if name in counted},
         **({"draft": draft.params, "draft pages": draft._kept} if isinstance(draft, Drafter) else {}),
-        **({} if pictures is None else {"embeddings": pictures.rows}),
+        **{
+            purpose: stage.extensions[each.name].rows
+            for each in stage.programs.extensions
+            if isinstance(stage.extensions.get(each.name), EncoderPool)
+            for purpose in each.allocated()
+        },
     }
     sizes = {
         purpose: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(own))

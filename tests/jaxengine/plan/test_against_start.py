@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +19,17 @@ from jaxengine.runner.start.stage_arrays import StageArrays
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures import (
     attended_checkpoints,
+    mllama_checkpoints,
+    nemotron_vl_models,
     omni_checkpoints,
+    retrieval_models,
     sound_checkpoints,
     unit_pictures,
     whisper_checkpoints,
 )
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint
+from tests.jaxengine.engine.draft_matrix import SETS
 from tests.jaxengine.plan.start import allocated
 from tests.models.quantization import test_gguf
 
@@ -31,6 +37,16 @@ OPTIONS = TINY_OPTIONS | {"max_model_len": 48, "num_gpu_blocks_override": 40}
 DRAFT = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+# Models that are not as they were recorded, by name; functions of a folder that does not exist.
+MADE: dict[str, Callable[[Path], Path]] = {
+    "sees": functools.partial(whole_checkpoint, "qwen2_vl_vision"),
+    **{kind: functools.partial(nemotron_vl_models.make, kind=kind) for kind in nemotron_vl_models.CLASSES},
+    **{name: functools.partial(retrieval_models.make_retriever, name=name) for name in retrieval_models.CASES},
+}
+# Models that see and pool: their processors need files, and a step all tokens of a prompt.
+POOLS = {"skip_tokenizer_init": False, "max_model_len": 64, "max_num_batched_tokens": 64}
+# Heads that draft, by name in SETS.
+HEADS = "mtp deepseek_v3", "eagle3 llama", "dspark llama", "dflash qwen3", "dflash qwen3_bias"
 
 # Model, and options besides OPTIONS.
 PLAIN = {
@@ -66,6 +82,9 @@ THOROUGH = {
     "pages with scales of tokens": ("llama", {"kv_cache_dtype": "int8_per_token_head"}),
     "pictures": ("sees", {"skip_tokenizer_init": False}),
     "steering": ("llama", {"steer": ["residual:*"]}),
+    **{f"{name}, pooled": (name, POOLS) for name in MADE if name != "sees"},
+    **{name: (name, {}) for name in HEADS},
+    **{f"{name}, tp 2, bf16": (name, {"tensor_parallel_size": 2, "dtype": "bfloat16"}) for name in HEADS},
 }
 
 
@@ -76,20 +95,23 @@ def chosen(tmp_path, executables_dir):
     def choose(cases: dict[str, tuple[str, dict]]) -> dict[str, dict]:
         found = {}
         for name, (model, options) in cases.items():
-            own = OPTIONS | {"model": _model(model, tmp_path), "compile_cache_dir": executables_dir}
-            found[name] = own | options
+            found[name] = OPTIONS | _model(model, tmp_path / name) | {"compile_cache_dir": executables_dir} | options
         return found
 
     return choose
 
 
-def _model(name: str, folder: Path) -> str:
+def _model(name: str, folder: Path) -> dict[str, Any]:
+    """Options with a model, and with the head that drafts for it, written to a folder that does not exist."""
     if name == "gguf":
-        path = folder / "model.gguf"
-        return str(path) if path.exists() else test_gguf.write(path, test_gguf.LLAMA, lambda tensor: "Q4_K")
-    if name == "sees":
-        return str(whole_checkpoint("qwen2_vl_vision", folder / "sees"))
-    return str(checkpoint(name))
+        folder.mkdir()
+        return {"model": test_gguf.write(folder / "model.gguf", test_gguf.LLAMA, lambda tensor: "Q4_K")}
+    if name in HEADS:
+        folder.mkdir()
+        options, drafts = SETS[name](folder)
+        return {"load_format": "dummy", **options, "speculative_config": drafts | {"num_speculative_tokens": 2}}
+    make = MADE.get(name, lambda _: checkpoint(name))
+    return {"model": str(make(folder))}
 
 
 def every_family(folder: Path) -> dict[str, dict]:
@@ -113,6 +135,8 @@ def every_family(folder: Path) -> dict[str, dict]:
 
 
 def _seeing(name: str, folder: Path) -> Path:
+    if name in mllama_checkpoints.CASES:
+        return mllama_checkpoints.write_checkpoint(folder, name)
     if name in unit_pictures.CASES:
         unit_pictures.write_checkpoint(folder, name, checkpoint(name))
         return folder

@@ -21,7 +21,7 @@ from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
-from jaxengine.plan import compiled
+from jaxengine.plan import compiled, report
 from jaxengine.plan.chips import CHIPS, Chips, read_chips
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import LEFT, PARALLEL, Split, plan_split, platform_for
@@ -89,6 +89,8 @@ def test_a_plan_of_a_cpu_has_what_a_start_subtracts():
     plan = plan_split(model, Chips(CHIPS["cpu"], 1), Split())
     assert plan.memory is not None and plan.parts()["heap"] == plan.memory.heap > 0
     assert plan.parts()[LEFT] == plan.memory.budget - plan.memory.planned
+    told = report.text(model, plan.chips, [Ranked(Split(), plan, None, None)], 1024, None)
+    assert "without the machine code" in told
     kinds = [0] * 30
     assert [num_compiled_layers(kinds, tokens) for tokens in (1, FEW_TOKENS, 512)] == [6, 3, 3]
     assert num_compiled_layers(list(range(30)), 512) == 30 and num_compiled_layers([0] * 5, 512) == 5
