@@ -15,7 +15,7 @@ from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Pooler
-from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.layers.base.mlp import SiluThenClamped
 from jaxengine.models.registry import build_model, model_for_hf, read_hf
 from tests.fixtures.drawn_weights import FOLDER
@@ -396,6 +396,12 @@ def test_layers_of_gpt_neo_one_by_one_prevail():
     assert [layer.window for layer in read_hf(recorded("gpt_neo")).attention] == [None, 5]
     listed = recorded("gpt_neo", attention_layers=["local", "global"])
     assert [layer.window for layer in read_hf(listed).attention] == [5, None]
+
+
+def test_scaling_of_rope_that_transformers_leaves_out():
+    scaled = read_hf(recorded("cohere2_moe", rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    ropes = [layer.rope for layer in scaled.attention if layer.rope is not None]
+    assert ropes and all(rope.scaling == RopeScaling("linear", 2.0) for rope in ropes)
 
 
 def test_dense_layers_are_layers_of_the_model():
