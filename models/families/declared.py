@@ -189,6 +189,9 @@ class DeclaredForCausalLM(Decoder):
         if scores and inner is not None:
             source = (Source("model.project_out", inner),)
             self.project_out = Linear(size, source, axes=("embed", "latent"), build=self.build)
+            if not config.tie_word_embeddings:
+                head = vocab_source("lm_head", config.vocab_size, self.mesh, config.num_logits)
+                self.lm_head = Linear(inner, (head,), axes=("embed", "vocab"), build=self.build)
         if scores and form.head:
             self.head = ProjectedHead(config, form, self.build)
         if scores and form.head_bias:

@@ -409,7 +409,9 @@ def test_dense_layers_are_layers_of_the_model():
     assert experts is not None and experts.dense_layers == tuple(range(recorded("lfm2_moe")["num_hidden_layers"]))
 
 
-def test_projected_embeddings_of_opt_do_not_pool():
+def test_projected_embeddings_of_opt():
+    untied: Any = build_model(read_hf(recorded("opt_after", tie_word_embeddings=False)), Build("float32"))
+    assert untied.lm_head.weight.values.shape == untied.embed.weight.values.shape[::-1]
     config = read_hf(recorded("opt_after"), Pooler())
     assert config.declared is not None and config.declared.embedding_size is not None
     with pytest.raises(ModelConfigError, match="word_embed_proj_dim must be hidden_size = .* for a model that pools"):
