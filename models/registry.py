@@ -45,11 +45,13 @@ _NO_FACTORS = RopeFactors()
 QUANTIZATION = "quantization_config"
 
 
-def family_of(architecture: str) -> tuple[str, str | None]:
+def family_of(architecture: str, *, nested: bool = False) -> tuple[str, str | None]:
     """Return (the class name in MODELS or ENCODERS of an architecture's layers, its pooling task, None if it
     generates).
 
-    The name of an unknown architecture is returned with None; it may have been replaced by its usual spelling.
+    nested: whether the fields of its decoder are in `text_config`; a pooling class then has the layers of
+    *ForConditionalGeneration, where there is one. The name of an unknown architecture is returned with None; it may
+    have been replaced by its usual spelling.
     """
     if architecture in POOLING_CLASSES:
         return POOLING_CLASSES[architecture]
@@ -57,8 +59,8 @@ def family_of(architecture: str) -> tuple[str, str | None]:
     for suffix, task in POOLING_SUFFIXES.items():
         stem = architecture.removesuffix(suffix)
         if architecture.endswith(suffix) and architecture not in MODELS:
-            for name in (f"{stem}ForCausalLM", f"{stem}LMHeadModel", f"{stem}Model"):
-                if name in MODELS or name in ENCODERS:
+            for end in (*(("ForConditionalGeneration",) if nested else ()), "ForCausalLM", "LMHeadModel", "Model"):
+                if (name := f"{stem}{end}") in MODELS or name in ENCODERS:
                     return name, task
     return architecture, None
 
@@ -76,11 +78,11 @@ def usual_pooling(architecture: str, fields: ConfigFields) -> str:
     return LAST if encoder is None else encoder.usual_pooling(fields)
 
 
-def model_for_hf(architecture: str) -> type[CausalLM]:
-    """Return the class that has an architecture's layers. Raises ModelConfigError for an architecture that is not
-    registered, with the name of the nearest one if any is similar.
+def model_for_hf(architecture: str, *, nested: bool = False) -> type[CausalLM]:
+    """Return the class that has an architecture's layers. nested: see `family_of`. Raises ModelConfigError for an
+    architecture that is not registered, with the name of the nearest one if any is similar.
     """
-    family, _ = family_of(architecture)
+    family, _ = family_of(architecture, nested=nested)
     model: Any = MODELS.get(family) or ENCODERS.get(family)
     if model is None:
         raise ModelConfigError(_unsupported(architecture, [*MODELS, *ENCODERS]))
@@ -123,7 +125,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     layers of a model whose tokens see their whole prompt are not causal; without one, such a model is an error.
     """
     fields = ConfigFields(with_usual_fields(ConfigFields(raw).raw))
-    model = model_for_hf(hf_architecture(fields))
+    model = model_for_hf(hf_architecture(fields), nested=fields.mapping("text_config") is not None)
     stored = fields.value(QUANTIZATION, None)
     stored = fields.value("compression_config", None) if stored is None else stored  # as compressed-tensors once had it
     if stored is None and (text := fields.mapping("text_config")) is not None:

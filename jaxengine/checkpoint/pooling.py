@@ -90,8 +90,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     crosses = with_cross_encoder(folder, raw)
     architecture = hf_architecture(ConfigFields(crosses or raw))
     fields = _with_labels(ConfigFields(crosses or raw), architecture)
-    own_task = family_of(architecture)[1]
-    if family_of(architecture)[0] in ENCODERS and fields.has("classifier_from_token"):
+    family, own_task = family_of(architecture, nested=fields.mapping("text_config") is not None)
+    if family in ENCODERS and fields.has("classifier_from_token"):
         raise fields.fail("classifier_from_token", f"absent for {architecture}, an encoder without logits of tokens")
     sentence = None if crosses else read_sentence_model(folder)
     if not _pools(config, architecture, own_task, crosses is not None or sentence is not None):

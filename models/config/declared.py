@@ -66,7 +66,8 @@ class DeclaredForm:
       final_norm: whether a norm follows the last layer.
       head_bias: whether logits have a bias.
       head: a projection of the last hidden states before the logits, and the norm, of kind `norm`, that follows its
-        activation, `head_activation`; () for none.
+        activation, `head_activation`; () for none. head_dense_bias: whether the projection has a bias; the scores of
+        labels in a classifier, which come after it in place of logits, have one with it.
       residuals: (factor of a part's input, factor of its output) where the two are added: for attention, for a mixer
         with a state, and for the MLP.
       depth_scaled: whether, in place of `residuals`, the n-th addend (the embeddings are the first) has the factor
@@ -119,4 +120,5 @@ class DeclaredForm:
     head_bias: bool = False
     head: tuple[str, ...] = ()
     head_activation: str = "gelu"
+    head_dense_bias: bool = False
     embedding_size: int | None = None

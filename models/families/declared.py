@@ -25,6 +25,7 @@ from jaxengine.models.config.declared import (
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.state import GatedRecurrence, LinearState, SelectiveScan, ShortConvolution, StateSpace
 from jaxengine.models.families.declared_attention import NORMS, DeclaredAttention
@@ -42,6 +43,7 @@ from jaxengine.models.layers.base.norm import (
 )
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.classify import SCORE, DenseLabelScores
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.layers.looped import LoopedLayer, share_blocks
@@ -134,7 +136,8 @@ class ProjectedHead(nnx.Module):
 
     def __init__(self, config: ModelConfig, form: DeclaredForm, build: Build):
         size, (dense, norm) = config.hidden_size, form.head
-        self.dense = Linear(size, (Source(dense, size),), axes=("embed", "latent"), build=build)
+        bias = form.head_dense_bias
+        self.dense = Linear(size, (Source(dense, size),), axes=("embed", "latent"), bias=bias, build=build)
         self.norm = NORMS[form.norm](size, config.rms_norm_eps, source=norm, build=build)
         self.activation = ACTIVATIONS[form.head_activation]
 
@@ -186,6 +189,9 @@ class DeclaredForCausalLM(Decoder):
         if scores and inner is not None:
             source = (Source("model.project_out", inner),)
             self.project_out = Linear(size, source, axes=("embed", "latent"), build=self.build)
+            if not config.tie_word_embeddings:
+                head = vocab_source("lm_head", config.vocab_size, self.mesh, config.num_logits)
+                self.lm_head = Linear(inner, (head,), axes=("embed", "vocab"), build=self.build)
         if scores and form.head:
             self.head = ProjectedHead(config, form, self.build)
         if scores and form.head_bias:
@@ -196,6 +202,27 @@ class DeclaredForCausalLM(Decoder):
     def make_embedding(self, build: Build) -> Any:
         size = self.form.embedding_size or self.config.hidden_size
         return Embedding(self.config.vocab_size, size, source="model.embed_tokens", build=build)
+
+    def make_labels(self, classifier: Classifier, build: Build) -> Any:
+        """Return the module that scores labels, behind the form's projection and norm if it has these before logits.
+        Raises ModelConfigError for labels that stand for logits of tokens if these have a projection or a bias.
+        """
+        form = self.form
+        if classifier.token_ids and (form.head or form.head_bias):
+            raise ModelConfigError(f"classifier_from_token must be absent for {type(self).__name__}, with its own head")
+        if not form.head:
+            return super().make_labels(classifier, build)
+        size, (dense, norm), bias = self.config.hidden_size, form.head, form.head_dense_bias
+        return DenseLabelScores(
+            size,
+            classifier,
+            (dense, SCORE),
+            activation=ACTIVATIONS[form.head_activation],
+            build=build,
+            dense_bias=bias,
+            labels_bias=bias,
+            norm=lambda build: NORMS[form.norm](size, self.config.rms_norm_eps, source=norm, build=build),
+        )
 
     def make_norm(self, build: Build) -> Any:
         if not self.form.final_norm:

@@ -146,13 +146,15 @@ def _modernbert_layer(fields: ConfigFields, layer: int, attention: LayerAttentio
 
 def _modernbert_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Return the form with biases of norms if `norm_bias` is true, a bias of logits if `decoder_bias` is true, and the
-    activation `classifier_activation` before them. Raises ModelConfigError for wrong or unsupported fields.
+    activation `classifier_activation` before them, of a projection with a bias if `classifier_bias` is true. Raises
+    ModelConfigError for wrong or unsupported fields.
     """
     activation = fields.text("classifier_activation")
     if activation not in ACTIVATIONS:
         raise fields.fail("classifier_activation", f"one of {', '.join(ACTIVATIONS)}")
     norm = LAYER if fields.boolean("norm_bias") else UNBIASED
-    return replace(form, norm=norm, head_bias=fields.boolean("decoder_bias"), head_activation=activation)
+    biases = {"head_bias": fields.boolean("decoder_bias"), "head_dense_bias": fields.boolean("classifier_bias")}
+    return replace(form, norm=norm, head_activation=activation, **biases)
 
 
 def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
@@ -378,9 +380,10 @@ DENSE_ROWS: dict[str, Row] = {
             "classifier_activation": "gelu",
             "decoder_bias": True,
             "norm_bias": False,
+            "classifier_bias": False,
             **_UNBIASED,
         },
-        only={"classifier_bias": False, "rope_scaling": None},
+        only={"rope_scaling": None},
         eps="norm_eps",
         rope=no_rope,
         tied=True,

@@ -230,6 +230,8 @@ EXPERT_ROWS: dict[str, Row] = {
             "bos_token_id": 5,
             "eos_token_id": 255001,
         },
+        # `rope_scaling` scales, as in Cohere 2 and as the documentation of transformers' class says. Its code never
+        # applies it: the class has a field of this name, which so does not reach what reads it in other families.
         rope=neighbours,
         grouped=True,
         tied=True,

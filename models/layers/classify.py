@@ -105,8 +105,8 @@ class DenseLabelScores(nnx.Module):
     """Module that scores labels by two projections, as encoders do: labels(norm(activation(dense(pooled)))), [R, D] ->
     f32[R, num_labels].
 
-    sources: checkpoint modules of both projections. dense_bias: whether the first one has a bias; the second one always
-    has. norm: function that returns the norm for a Build; None for no norm.
+    sources: checkpoint modules of both projections. dense_bias, labels_bias: whether the first and the second one have
+    a bias. norm: function that returns the norm for a Build; None for no norm.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class DenseLabelScores(nnx.Module):
         activation: Callable[[jax.Array], jax.Array],
         build: Build,
         dense_bias: bool = True,
+        labels_bias: bool = True,
         norm: Callable[[Build], nnx.Module] | None = None,
     ):
         # In float32 whatever the model's dtype, like LabelScores.
@@ -125,7 +126,7 @@ class DenseLabelScores(nnx.Module):
         dense, labels = sources
         self.dense = Linear(size, (Source(dense, size),), axes=("embed", "labels"), bias=dense_bias, build=build)
         rows = Source(labels, classifier.num_labels)
-        self.labels = Linear(size, (rows,), axes=("embed", "labels"), bias=True, build=build)
+        self.labels = Linear(size, (rows,), axes=("embed", "labels"), bias=labels_bias, build=build)
         self.activation, self.norm = activation, None if norm is None else norm(build)
 
     def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:

@@ -69,6 +69,7 @@ def read_quantization(
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    method = method.lower() if isinstance(method, str) else method  # "AWQ" is awq
     if not isinstance(settings, Mapping) or not isinstance(method, str) or method not in METHODS:
         raise bad("quant_method", method, " or ".join(map(repr, METHODS)))
     modules = tuple((old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in suffixes)

@@ -23,6 +23,8 @@ DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
+# llama.cpp's name of what is added to the scores of experts.
+_CORRECTION = "exp_probs_b"
 # llama.cpp's names of a layer's matrices whose biases are those of attention's inputs, and of its MLP.
 _INPUTS, _MLP = ("attn_q", "attn_k", "attn_v", "attn_qkv"), ("ffn_gate", "ffn_up", "ffn_down")
 
@@ -142,8 +144,13 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
     """Return arguments of ModelConfig, `shape`, with the biases of attention and MLPs that a file has: no metadata say
     it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
 
-    biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q.
+    biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. Raises ModelConfigError if
+    the scores of experts have one in a family that does not correct them: a file of DeepSeek-V3 that does not say how
+    experts are chosen is read as DeepSeek-V2's, in llama.cpp, too.
     """
+    experts = shape.get("experts")
+    if _CORRECTION in biased and experts is not None and not experts.correction_bias:
+        raise ModelConfigError(f"expert_gating_func must be {SIGMOID} (sigmoid) in a file with {_CORRECTION}.bias")
     own = {"bias": any(name in biased for name in _INPUTS), "output_bias": "attn_output" in biased}
     layers = tuple(each if each.latent is not None else replace(each, **own) for each in shape["attention"])
     return {**shape, "attention": layers, "mlp_bias": any(name in biased for name in _MLP)}

@@ -28,9 +28,10 @@ from jaxengine.models.quantization.base.quantized import (
     ZEROS,
     Quantized,
 )
-from jaxengine.models.quantization.base.stored import StoredModule, dequantized, spread
+from jaxengine.models.quantization.base.stored import Stored, StoredModule, dequantized, spread
 from jaxengine.models.weights.views.parts import tensor_name
 
+_PLAIN = "weight"
 _MATRIX = (VALUES, CODES, PAIRS)
 _KINDS = (*_MATRIX, SCALES, ZEROS, ORDER, INPUT_SCALE)
 
@@ -124,7 +125,7 @@ class QuantizedSource(WrappedSource):
             return (codes[:, 0::2] & 15) | codes[:, 1::2] << 4
         if kind in (ORDER, INPUT_SCALE):
             return self._of_inputs(name)[rows]
-        if kind == VALUES:
+        if kind in (VALUES, _PLAIN):
             return self._dequantized(scheme, module, rows, columns)
         scales, zeros = scheme.stored.scales(module, rows)
         held = scales if kind == SCALES else zeros
@@ -133,7 +134,8 @@ class QuantizedSource(WrappedSource):
 
     def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
         """Replace a weight's tensors in `names` by those that the model declares, if it is quantised, and add its
-        modules to `modules`.
+        modules to `modules`. A matrix that the model declares as plain, such as a router, is dequantised if the
+        checkpoint has it quantised, as tools write it that quantise every linear layer.
 
         Does nothing if the checkpoint may lack weights and has no module of this one. Raises ModelFileError for tensors
         that do not fit the format, and for scales that are not finite.
@@ -143,16 +145,19 @@ class QuantizedSource(WrappedSource):
         for declared in param.decl.sources:
             module_of, _, kind = declared.name.rpartition(".")
             scheme = scheme_of(module_of)
-            if kind not in _KINDS:
+            shape = param.source_shape(declared)
+            is_plain = kind not in _KINDS
+            if is_plain and not (kind == _PLAIN and len(shape) == 2 and isinstance(scheme, Quantized)):
                 continue
             assert isinstance(scheme, Quantized)
-            shape = param.source_shape(declared)
             for expert in range(param.decl.num_experts or 1):
                 name = tensor_name(declared, expert)
                 module_name = name.rpartition(".")[0]
-                if kind in _MATRIX and module_name not in self.modules:
+                if (is_plain or kind in _MATRIX) and module_name not in self.modules:
                     size = shape[1] * (2 if kind == PAIRS else 1)
                     module = StoredModule(self._source, module_name, (shape[0], size), self._present, declared.stride)
+                    if is_plain and not _is_quantized(scheme.stored, module):
+                        continue
                     self.modules[module_name] = scheme, module
                     self._exchange(scheme, module)
                 self._names[name] = None
@@ -225,6 +230,16 @@ class QuantizedSource(WrappedSource):
         if stored.reordered:
             values[:, stored.order(module)] = values.copy()
         return values[:, columns]
+
+
+def _is_quantized(stored: Stored, module: StoredModule) -> bool:
+    """Return whether the checkpoint has a module's matrix in the format `stored`, which is none that rounds a plain
+    matrix at load.
+    """
+    if isinstance(stored, Rounded):
+        return False
+    kinds = stored.tensors(module).keys()
+    return kinds != {_PLAIN} and all(map(module.has, kinds))
 
 
 def _modules_of(param: DeclaredParam) -> Iterator[str]:

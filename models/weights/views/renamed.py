@@ -128,8 +128,10 @@ class RenamedSource(NamedSource):
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
 
     def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether the matrix is returned transposed."""
-        return len(shape) == 2 and name.endswith(self._transposed)
+        """Return whether the matrix is returned transposed. A column is not: it has the bytes of a matrix that
+        bitsandbytes has transposed before.
+        """
+        return len(shape) == 2 and shape[1] != 1 and name.endswith(self._transposed)
 
     def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether the tensor's axes after the first are joined to one."""

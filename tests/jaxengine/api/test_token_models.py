@@ -16,6 +16,7 @@ from jaxengine import LLM, ConfigError, PoolingParams, RequestError
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.layers.token_results import token_results
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model
@@ -154,6 +155,39 @@ def test_rewards_of_tokens(tmp_path_factory, architecture, recorded, heads):
         x = x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0)
     assert x.shape == (7, width)
     check_equal(found, x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_labels_behind_a_projection(tmp_path, bias):
+    """ModernBERT's decoder has a projection, an activation and a norm before logits, and before labels, too."""
+    base = checkpoint("modernbert_decoder_odd")
+    raw = json.loads((base / "config.json").read_text())
+    raw |= {"architectures": ["ModernBertDecoderForSequenceClassification"], "num_labels": 3, "classifier_bias": bias}
+    raw |= {"classifier_activation": "relu"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    stored = {name: each for name, each in load_file(base / "model.safetensors").items() if name.startswith("model.")}
+    size = raw["hidden_size"]
+    shapes = {"head.dense.weight": (size, size), "head.norm.weight": (size,), "classifier.weight": (3, size)}
+    shapes |= {"head.norm.bias": (size,)} | ({"head.dense.bias": (size,), "classifier.bias": (3,)} if bias else {})
+    drawn = draw_all(shapes)
+    save_file(stored | drawn, tmp_path / "model.safetensors")
+    source = open_model(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True))
+    assert source.weights is not None and not isinstance(source.weights, Path)
+    model = build_model(source.config, Build("float32"))
+    nnx.update(model, load_params(model, source.weights))
+    source.close()
+    x = np.random.default_rng(3).normal(size=(7, size)).astype(np.float32)
+    inner = np.maximum(x @ drawn["head.dense.weight"].T + drawn.get("head.dense.bias", 0), 0)
+    inner = inner - inner.mean(axis=1, keepdims=True)
+    inner /= np.sqrt((inner**2).mean(axis=1, keepdims=True) + raw["norm_eps"])
+    inner = inner * drawn["head.norm.weight"] + drawn["head.norm.bias"]
+    expected = inner @ drawn["classifier.weight"].T + drawn.get("classifier.bias", 0)
+    check_equal(np.asarray(token_results(model, jnp.asarray(x))), expected)
+    overrides = {"architectures": ["ModernBertDecoderForCausalLM"], "classifier_from_token": [4, 5]}
+    overrides |= {"method": "no_post_processing"}
+    config = EngineConfig(model=str(tmp_path), hf_overrides=overrides, runner="pooling", skip_tokenizer_init=True)
+    with pytest.raises(ModelConfigError, match="classifier_from_token must be absent for ModernBertDecoderForCausalLM"):
+        build_model(open_model(config).config, Build("float32"))
 
 
 def test_rows_of_a_decoder_come_in_chunks(make_pooling_llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, LAST, MEAN, Pooler
 from jaxengine.models.registry import family_of, read_hf, usual_pooling
+from tests.fixtures.drawn_weights import FOLDER
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 40, "max_position_embeddings": 64}
@@ -144,6 +146,14 @@ def test_classes():
         "MT5EncoderModel": ("T5EncoderModel", "embed"),
     }.items():
         assert family_of(name) == found
+    # With text_config the layers are those of a model that sees; without, or where there is none, a decoder's.
+    for name, task in (("Gemma3ForSequenceClassification", "classify"), ("Qwen3_5Model", "embed")):
+        stem = name.removesuffix("Model").removesuffix("ForSequenceClassification")
+        assert family_of(name, nested=True) == (f"{stem}ForConditionalGeneration", task)
+        assert family_of(name) == (f"{stem}ForCausalLM", task)
+    assert family_of("MiniMaxM3VLModel", nested=True) == ("MiniMaxM3VLForCausalLM", "embed")
+    raw = json.loads((FOLDER / "gemma3_vision" / "config.json").read_text()) | {"architectures": ["Gemma3Model"]}
+    assert read_hf(raw, Pooler(LAST)).architecture == "Gemma3ForConditionalGeneration"
 
 
 def test_poolings_that_files_name():

@@ -81,6 +81,9 @@ def test_biases_are_those_that_the_file_has():
     assert biases("llama", "attn_v", "attn_output", "attn_norm") == (True, True, False)
     assert biases("llama", "ffn_down", "ffn_gate_exps") == (False, False, True)
     assert biases("phi2", "attn_qkv", attention__layer_norm_epsilon=1e-5) == (True, False, False)
+    experts = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    with pytest.raises(ModelConfigError, match="expert_gating_func must be 2 .sigmoid. in a file with exp_probs_b"):
+        biases("qwen3moe", "exp_probs_b", **experts)
 
 
 def test_rope_scaling():

@@ -15,7 +15,7 @@ from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Pooler
-from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.layers.base.mlp import SiluThenClamped
 from jaxengine.models.registry import build_model, model_for_hf, read_hf
 from tests.fixtures.drawn_weights import FOLDER
@@ -398,12 +398,20 @@ def test_layers_of_gpt_neo_one_by_one_prevail():
     assert [layer.window for layer in read_hf(listed).attention] == [5, None]
 
 
+def test_scaling_of_rope_that_transformers_leaves_out():
+    scaled = read_hf(recorded("cohere2_moe", rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    ropes = [layer.rope for layer in scaled.attention if layer.rope is not None]
+    assert ropes and all(rope.scaling == RopeScaling("linear", 2.0) for rope in ropes)
+
+
 def test_dense_layers_are_layers_of_the_model():
     experts = read_hf(recorded("lfm2_moe", num_dense_layers=2**31 - 1)).experts
     assert experts is not None and experts.dense_layers == tuple(range(recorded("lfm2_moe")["num_hidden_layers"]))
 
 
-def test_projected_embeddings_of_opt_do_not_pool():
+def test_projected_embeddings_of_opt():
+    untied: Any = build_model(read_hf(recorded("opt_after", tie_word_embeddings=False)), Build("float32"))
+    assert untied.lm_head.weight.values.shape == untied.embed.weight.values.shape[::-1]
     config = read_hf(recorded("opt_after"), Pooler())
     assert config.declared is not None and config.declared.embedding_size is not None
     with pytest.raises(ModelConfigError, match="word_embed_proj_dim must be hidden_size = .* for a model that pools"):

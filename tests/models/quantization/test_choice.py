@@ -90,6 +90,8 @@ def test_what_transformers_writes_of_fp8():
     for scale_fmt, scales in (("float", FLOAT32), ("ue8m0", UE8M0), (None, FLOAT32)):
         chosen = read_hf(settings(quant_method="fp8", weight_block_size=[8, 8], scale_fmt=scale_fmt)).quantization
         assert stored_of(chosen, "model.layers.0.mlp.up_proj").activation.scales == scales
+    methods = (read_hf(settings(quant_method=name, weight_block_size=[8, 8])).quantization for name in ("FP8", "fp8"))
+    assert len({*methods}) == 1
 
 
 def test_modules_that_gptq_stores_otherwise():

@@ -140,6 +140,26 @@ def test_experts_that_bitsandbytes_has_left_as_they_are(written, tmp_path):
         loaded(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["bnb nf4 nested", "ct int channel token", "fp8 block"])
+def test_routers_that_tools_have_quantised_are_dequantised(written, tmp_path, name):
+    """Older transformers had them as linear layers, which not every configuration lists as plain."""
+    folder = written(name, True)
+    config, tensors, module = (
+        json.loads((folder / "config.json").read_text()),
+        tensors_of(folder),
+        "model.layers.0.mlp.gate",
+    )
+    plain, shape = tensors.pop(f"{module}.weight"), (config["num_experts"], config["hidden_size"])
+    drawn = FORMATS[name][1](np.random.default_rng(5), *shape)
+    tensors |= {f"{module}.{kind}": np.asarray(values, order="C") for kind, values in drawn.items()}
+    config["quantization_config"] |= {"ignore": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    before, found = (np.asarray(loaded(each).layers[0].mlp.router.values[...]) for each in (folder, tmp_path))
+    np.testing.assert_array_equal(before, plain.T)
+    np.testing.assert_array_equal(found, readings.matrix(tensors, module, config["quantization_config"], shape).T)
+
+
 @pytest.mark.parametrize(("name", "kept"), [("bnb fp4", "bitsandbytes fp4, dequantised"), ("awq", "awq")])
 def test_what_people_are_told_of_it(written, name, kept):
     folder = written(name, False)

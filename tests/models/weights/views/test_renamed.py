@@ -70,6 +70,14 @@ def test_axes_behind_the_first_are_joined():
     assert source.read("patch_embed.weight", slice(0, 0)).shape == (0, 6)  # as headers are checked
 
 
+def test_bytes_of_a_matrix_are_not_transposed():
+    """GPT-2's matrices are [in, out]; bitsandbytes transposes them before it packs them to a column."""
+    stored = {"c_fc.weight": np.arange(6.0)[:, None], "c_proj.weight": np.ones((2, 3))}
+    source = RenamedSource(ArraySource(stored), CheckpointNames(transposed=("c_fc.weight", "c_proj.weight")))
+    assert source.shape("c_fc.weight") == (6, 1) and source.shape("c_proj.weight") == (3, 2)
+    np.testing.assert_array_equal(source.read("c_fc.weight", slice(2, 4)), [[2], [3]])
+
+
 def test_two_tensors_of_one_name_are_refused():
     twice = {"model.norm.weight": np.ones(3), "language_model.model.norm.weight": np.ones(3)}
     with pytest.raises(ModelFileError, match=r"stands for model\.norm\.weight, as does model\.norm"):
