@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -109,6 +109,8 @@ class Media:
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
       end: position after the last item, the last token of `joint`, and the last token whose M-RoPE positions are not
         those of text; later tokens need nothing from here but rope_delta.
+      num_tokens: number of the prompt's tokens that stand for embeddings, by the modality that the caller named; empty
+        for embeddings that are a prompt themselves.
     """
 
     items: tuple[MediaItem, ...]
@@ -117,6 +119,7 @@ class Media:
     joint: np.ndarray | None = None
     joint_digest: bytes = b""
     end: int = field(init=False)
+    num_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Compute `end`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,15 +183,16 @@ class MediaInputs:
             found[modality] = [seen[digest] for digest in digests]
         made = {modality: [each.made for each in own] for modality, own in found.items()}
         expanded = self.processor.expand(token_ids, made)
-        items = []
+        items, num_tokens = [], Counter[str]()
         for positions, (modality, number) in zip(expanded.positions, expanded.order, strict=True):
             each = found[modality][number]
             arrays = each.made.patches, each.made.columns, each.made.rows
             kind = EMBEDS if each.is_embedded else modality
             item = MediaItem(kind, each.digest, positions, *arrays, each.cached)
             items.append(item if cache is None else cache.item(item, each.made, each.make))
-        joint = self._joint(expanded, items)
-        return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta, *joint)
+            num_tokens[modality] += len(positions)
+        joint, rope = self._joint(expanded, items), (expanded.rope_positions, expanded.rope_delta)
+        return expanded.token_ids, Media(tuple(items), *rope, *joint, num_tokens=num_tokens)
 
     def _joint(self, expanded: Expanded, items: Sequence[MediaItem]) -> tuple[np.ndarray | None, bytes]:
         """Return joint and joint_digest of a prompt's Media: the whole prompt for a model whose prompt tokens attend to

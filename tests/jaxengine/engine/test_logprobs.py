@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,12 @@ import pytest
 
 from jaxengine import LLM, AsyncLLM, RequestError, SamplingParams
 from tests.conftest import compiled_programs, use_scheduler
+from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
+from tests.jaxengine.engine.test_eagle3 import write
+from tests.jaxengine.engine.test_next_token import TINY as MTP_MODEL
+from tests.jaxengine.engine.test_speculation import force
+from tests.models.layers.test_dflash import read as read_head
+from tests.sharding.parallel_cases import OPTIONS
 from tests.tables import each_row
 
 VOCAB = 128
@@ -102,6 +110,18 @@ RUNS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+def assert_scored_as_recorded(llm: LLM, prompts: Any, params: Any, about: str, *, alone: bool = False) -> None:
+    """Completions have, bit for bit, the log-probabilities that were recorded while they were generated."""
+    parts = [slice(each, each + 1) for each in range(len(prompts))] if alone else [slice(None)]
+    runs = [recorded(llm, prompts[part], params[part]) for part in parts]
+    completions = [own for tokens, _ in runs for own in tokens]
+    values = [own for _, logprobs in runs for own in logprobs]
+    got = [own for part in parts for own in llm.get_logprobs(prompts[part], completions[part])]
+    assert [len(own) for own in got] == [each.max_tokens for each in params]
+    for index, (one, other) in enumerate(zip(got, values, strict=True)):
+        assert bits(one) == bits(other), (about, index)
+
+
 def test_known_completions_have_the_logprobs_of_decoding(make_llm):
     llm: LLM = make_llm(**ENGINES["raw"])
     prompts, params = prompts_of(2), rollout_params(logprobs=0)
@@ -110,21 +130,60 @@ def test_known_completions_have_the_logprobs_of_decoding(make_llm):
     before = None
     for way, (changes, alone) in RUNS.items():
         scheduler = use_scheduler(llm, **changes)
-        parts = [slice(each, each + 1) for each in range(len(prompts))] if alone else [slice(None)]
-        runs = [recorded(llm, prompts[part], params[part]) for part in parts]
-        completions = [own for tokens, _ in runs for own in tokens]
-        values = [own for _, logprobs in runs for own in logprobs]
+        assert_scored_as_recorded(llm, prompts, params, way, alone=alone)
         before = compiled_programs() if before is None else before
-        scored = [llm.get_logprobs(prompts[part], completions[part]) for part in parts]
-        got = [own for each in scored for own in each]
-        assert [len(own) for own in got] == [len(own) for own in completions]
-        for index, (one, other) in enumerate(zip(got, values, strict=True)):
-            assert bits(one) == bits(other), (way, index)
         assert (scheduler.num_preemptions > 0) == (way == "preempted"), (way, scheduler.num_preemptions)
         assert (scheduler.num_prefix_hits > 0) == (way != "without prefixes"), way
-        assert len(completions[0]) == 96 - 13
     use_scheduler(llm)
     assert compiled_programs() == before
+
+
+def head_of(method: str, folder: Path) -> tuple[str, str | None]:
+    """A model without experts, whose products have the same bits for one row and for many, and a head that drafts for
+    it with `method`; None where the head is part of the model.
+    """
+    if method == "mtp":  # a dense model, whose next layer has experts
+        (folder / "config.json").write_text(json.dumps(MTP_MODEL | {"first_k_dense_replace": 1}))
+        return str(folder), None
+    if method == "eagle3":
+        about = json.loads((FOLDER / "llama" / "eagle3.json").read_text())
+        with np.load(FOLDER / "llama" / "eagle3.npz") as golden:
+            tensors = draw_all(about["shapes"]) | {"d2t": golden["d2t"]}
+        return str(checkpoint("llama")), write(folder / "head", about["config"], tensors)
+    raw, tensors = read_head("llama")
+    if method == "dflash":  # a DSpark head without what makes it one
+        tensors = {name: values for name, values in tensors.items() if not name.startswith(("markov", "confidence"))}
+        raw = {name: value for name, value in raw.items() if "markov" not in name and "confidence" not in name}
+        drafted = {name: raw.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+        raw |= {"architectures": ["DFlashDraftModel"], "dflash_config": drafted}
+    return str(checkpoint("llama")), write(folder / "head", raw, tensors)
+
+
+@pytest.mark.thorough("minutes of compiling; tests/jaxengine/engine/test_dflash.py has a head")
+@pytest.mark.parametrize("method", ["dflash", "dspark", "eagle3", "mtp"])
+@pytest.mark.parametrize("count", [1, 6])
+def test_known_completions_have_the_logprobs_of_decoding_with_heads(method, count, tmp_path, executables_dir):
+    """For every way to run and every width of a step."""
+    model, head = head_of(method, tmp_path)
+    drafts = {"method": method, "num_speculative_tokens": count} | ({"model": head} if head else {})
+    options = OPTIONS | {"skip_tokenizer_init": True, "compile_cache_dir": executables_dir, "model": model}
+    options |= {"load_format": "auto" if head else "dummy", "num_gpu_blocks_override": 200}
+    llm = LLM(**options, speculative_config=drafts)
+    rng, prefix = np.random.default_rng(5), [9, 8, 7, 6, 5, 4] * 2
+    prompts = [
+        prefix * (index % 2) + (rng.integers(3, 64, 4).tolist() * 6)[: int(rng.integers(3, 24))] for index in range(8)
+    ]
+    kinds = ({"temperature": index % 3 / 2, "seed": index, "max_tokens": 14 + 2 * index} for index in range(8))
+    params = [SamplingParams(ignore_eos=True, detokenize=False, logprobs=0, **each) for each in kinds]
+    for width in dict.fromkeys((1, 2, count + 1, None)):
+        for way, (changes, alone) in RUNS.items():
+            scheduler = use_scheduler(llm, **changes | ({"num_pages": 40} if way == "preempted" else {}))
+            force(llm, width)
+            assert_scored_as_recorded(llm, prompts, params, f"{way}, {width}", alone=alone)
+            assert (scheduler.num_preemptions > 0) == (way == "preempted"), (way, scheduler.num_preemptions)
+            assert (scheduler.num_prefix_hits > 0) == (way != "without prefixes"), way
+    metrics = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] > 0 == metrics["jaxengine:compilations_since_ready"]
 
 
 def test_known_completions_have_the_logprobs_of_decoding_with_drafts(make_llm):

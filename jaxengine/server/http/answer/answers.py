@@ -80,6 +80,7 @@ class CohereError(Answer):
 
 class PromptTokensDetails(Answer):
     cached_tokens: int
+    multimodal_tokens: dict[str, int] = ABSENT
 
 
 class CompletionTokensDetails(Answer):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -79,6 +79,7 @@ class ChatRun:
       params: the engine's sampling parameters.
       prompt: text and token ids; empty before `prepare`.
       num_completion_tokens, num_reasoning_tokens, num_cached_tokens: numbers of tokens so far.
+      num_media_tokens: see RequestOutput; empty before the first output.
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions, *, is_stream: bool):
@@ -110,6 +111,7 @@ class ChatRun:
         self._count_parsed, self._calling, self._is_stream = COUNT_PARSED.get(), set[int](), is_stream
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
+        self.num_media_tokens: Mapping[str, int] = {}
         self.num_reasoning_tokens = 0
 
     @property
@@ -204,6 +206,7 @@ class ChatRun:
             try:
                 async for output in outputs:
                     self.num_cached_tokens = output.num_cached_tokens or 0
+                    self.num_media_tokens = output.num_media_tokens
                     long = sum(len(each.text) for each in output.outputs) > _LONG_TEXT
                     pieces = await asyncio.to_thread(self._read, output) if long else self._read(output)
                     self._count_ended(output)

@@ -78,6 +78,10 @@ def test_every_way_to_ask_sees_the_same(server, client):
         chat(client, message(url(2), url(1))),
     ]
     assert len({tuple(scores(each)) for each in (first, *others)}) == 4
+    shown = [each.usage.prompt_tokens_details.multimodal_tokens for each in (first, *others)]
+    counts = [others[1].usage.prompt_tokens - first.usage.prompt_tokens - 2] * 2  # with a token on each side
+    assert shown == [{"image": count} for count in (*counts, sum(counts), sum(counts))]
+    assert "multimodal_tokens" not in chat(client, message()).usage.prompt_tokens_details.model_extra
     parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": url(1)}]
     response = client.responses.create(
         model="sees", input=[{"role": "user", "content": parts}], temperature=0, max_output_tokens=8
