@@ -39,7 +39,6 @@ from jaxengine.runner.base.memory import (
     MemoryPlan,
     StageNeeds,
     device_memory,
-    heap_bytes,
     held_bytes,
     kept_bytes,
     plan_memory,
@@ -266,8 +265,8 @@ class Compiler:
         workspace = forward["workspace_bytes"] + beside + whole.slot_bytes
         own = drafting(whole)
         extensions = whole.steps.memory(() if own is None else (own.programs,))
-        heap = heap_bytes(kept_bytes(forward["workspace_bytes"]), kept_bytes(beside), self.target.backend)
-        return StageNeeds(programs, workspace, extensions, heap), forward, held, of_others
+        kept = kept_bytes(forward["workspace_bytes"]) + kept_bytes(beside)
+        return StageNeeds(programs, workspace, extensions, kept), forward, held, of_others
 
     def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
         """Return a memory plan as a dict for the report.

@@ -16,7 +16,7 @@ from jaxengine.check.model.code import layers_with_code
 from jaxengine.check.model.roofline import product_work
 from jaxengine.models.kernel_rows import backend_of
 from jaxengine.models.params.declare import declared_params
-from jaxengine.runner.base.memory import StageNeeds, heap_bytes, kept_bytes
+from jaxengine.runner.base.memory import StageNeeds, kept_bytes
 from jaxengine.runner.executables.layer_chain import num_compiled_layers
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
 from jaxengine.runner.programs.epilogues import SAMPLE
@@ -92,8 +92,8 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
                 held += len(layout.sizes) * layers_with_code(backend, depth, of_tower=True) * how.layer
                 encoder = max(encoder, how.rows * layout.sizes[-1] * patch_bytes)
     workspace = int(forward + programs.slot_bytes + epilogue + encoder)
-    heap = heap_bytes(kept_bytes(int(forward)), kept_bytes(int(epilogue)), backend)
-    return StageNeeds(int(held), workspace, stage.memory(), heap)
+    kept = kept_bytes(int(forward)) + kept_bytes(int(epilogue))
+    return StageNeeds(int(held), workspace, stage.memory(), kept)
 
 
 def _layers_with_code(stage: StageArrays, backend: str, num_tokens: int) -> int:

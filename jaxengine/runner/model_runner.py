@@ -20,7 +20,7 @@ from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.models.cache import product_platform_of
 from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.runner.base.extension import Epilogue
-from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory, trim_heap
+from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, heap_bytes, plan_stages, return_free_memory, trim_heap
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
@@ -341,7 +341,8 @@ class ModelRunner:
         plans = []
         in_use = self.memory_in_use()  # before programs are asked for their sizes, which takes memory
         for stage in self.stages:
-            weights, workspace, heap = stage.weight_bytes, stage.workspace_bytes, stage.heap_bytes
+            weights, workspace = stage.weight_bytes, stage.workspace_bytes
+            heap = heap_bytes(stage.kept_bytes, jax.local_device_count() if self.on_cpu else 0)
             if self.on_cpu:
                 process, programs = max(0, before - weights), max(0, in_use - before)
             else:

@@ -24,7 +24,6 @@ from jaxengine.runner.base.memory import (
     device_limit,
     device_memory,
     give_back_zeros,
-    heap_bytes,
     kept_bytes,
     memory_in_use,
     workspace_bytes,
@@ -139,9 +138,9 @@ class StageRunner:
         return forward + self._bytes_beside_forward
 
     @property
-    def heap_bytes(self) -> int:
-        """Bytes on one device that the C library keeps between the blocks of steps that run. All programs must have
-        been compiled.
+    def kept_bytes(self) -> int:
+        """Bytes of one device's blocks that the C library keeps after a step on a CPU. All programs must have been
+        compiled.
         """
         passes = [
             kept_bytes(workspace_bytes(each.memory_analysis()), self._bytes_of_results(bucket))
@@ -149,7 +148,7 @@ class StageRunner:
         ]
         passes += [kept_bytes(each.workspace_bytes) for each in self.extensions.values()]
         passes += [kept_bytes(workspace_bytes(each.memory_analysis())) for each in self._programs.values()]
-        return heap_bytes(max(passes), self._kept_of_epilogues, self._backend)
+        return max(passes) + self._kept_of_epilogues
 
     @property
     def program_bytes(self) -> int:
@@ -187,9 +186,9 @@ class StageRunner:
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
         held = sum(needs.held if size >= FEW_TOKENS else needs.held_of_few for size in sizes)
         held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
-        heap = heap_bytes(kept_bytes(forward, self._bytes_of_results(bucket)), self._kept_of_epilogues, self._backend)
+        kept = kept_bytes(forward, self._bytes_of_results(bucket)) + self._kept_of_epilogues
         extensions = programs.memory(self.extensions.values())
-        return StageNeeds(held, forward + self._bytes_beside_forward, extensions, heap)
+        return StageNeeds(held, forward + self._bytes_beside_forward, extensions, kept)
 
     def plan_pool(self, num_pages: int) -> None:
         """Store the pool's size in pages per layer and replica, on which the shapes of forward passes depend."""

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import math
 import mmap
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,9 +40,9 @@ _CPU_BYTES_PER_STORED = 22
 # The interpreter, jax and a tokenizer; llvmlite and the machine code that it makes (`python -m benchmarks memory`).
 # They are constants because the number of pages is part of what is compiled, and must be the same at every start.
 _CPU_PROCESS_BYTES, _CPU_LLVMLITE_BYTES = 152 << 20, 26 << 20
-# Two threads of XLA run a CPU's programs in turn, each with an arena of the C library, which keeps the blocks of the
-# programs that ran there, but for those that glibc maps by themselves (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c). While a
-# step runs on one thread, the other's blocks are kept. A little more is Python's.
+# XLA runs a CPU's programs on one thread more than there are devices, in turn, if there are as many cores. Each has an
+# arena of the C library, which keeps the blocks of the programs that ran there, but for those that glibc maps by
+# themselves (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c). A little more is Python's (`python -m benchmarks memory`).
 _LEAST_MAPPED, _CPU_PYTHON_HEAP_BYTES = 32 << 20, 4 << 20
 # MADV_DONTNEED of Linux, and the bytes from which an array has a mapping of its own in the C library.
 _MADV_DONTNEED, _LEAST_GIVEN_BACK = 4, 64 << 20
@@ -54,18 +55,18 @@ class StageNeeds(NamedTuple):
       programs: bytes that all loaded programs hold as long as the engine lives.
       workspace: largest temporary memory of a running program, including the slot state.
       extensions: bytes that optional capabilities hold, by purpose.
-      heap: on a CPU, bytes between the blocks of steps that run (`heap_bytes`).
+      kept: bytes of a step's blocks that the C library keeps on a CPU (`kept_bytes`).
     """
 
     programs: int
     workspace: int
     extensions: Mapping[str, int] = MappingProxyType({})
-    heap: int = 0
+    kept: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of programs, workspace, extensions and heap, in bytes."""
-        return self.programs + self.workspace + self.heap + sum(self.extensions.values())
+        """Sum of programs, workspace and extensions, in bytes."""
+        return self.programs + self.workspace + sum(self.extensions.values())
 
 
 @dataclass(frozen=True)
@@ -282,14 +283,16 @@ def kept_bytes(workspace: int, results: int = 0) -> int:
     return workspace if workspace - results < _LEAST_MAPPED else results
 
 
-def heap_bytes(forward: int, epilogue: int, backend: str) -> int:
-    """Return the bytes that the C library keeps, on a CPU, between the blocks of a step that runs: those of a step
-    before, on another thread. 0 for other backends.
+def heap_bytes(kept: int, devices: int) -> int:
+    """Return the bytes of one of a process's CPU devices that the C library keeps between the blocks of steps that run:
+    those of steps before, on the thread that waits. 0 for no devices.
 
-    forward, epilogue: `kept_bytes` of the forward pass and of the epilogue, with its inputs, of which most are kept.
-    backend: as `jax.default_backend` names it.
+    kept: `kept_bytes` of a device's step, the forward pass and the epilogue. devices: number of CPU devices.
     """
-    return forward + epilogue + _CPU_PYTHON_HEAP_BYTES if backend == "cpu" else 0
+    if not devices:
+        return 0
+    waiting = len(os.sched_getaffinity(0)) > devices
+    return ((kept if waiting else 0) + _CPU_PYTHON_HEAP_BYTES) // devices
 
 
 def process_bytes() -> int:
@@ -397,7 +400,7 @@ def plan_memory(
     """
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)
-    process = process_bytes() // shared if shared else 0
+    process, heap = (process_bytes() // shared if shared else 0), heap_bytes(needs.kept, shared)
     budget = budget_of(config, total, limit)
     by_need = False
     if config.num_gpu_blocks_override is not None:
@@ -413,11 +416,11 @@ def plan_memory(
         if config.ends_at_once:  # pages are free again after a step
             of_step = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
             needed = max(pages_per_seq, (config.max_in_flight + 1) * of_step)
-        fitting = (budget - weights - needs.total - process) // max(1, page_bytes)
+        fitting = (budget - weights - needs.total - process - heap) // max(1, page_bytes)
         num_pages = min(fitting, needed)
         by_need = (config.ends_at_once or config.default_seq_tokens is not None) and needed < fitting
     if num_pages < 1:
-        raise _no_room(config, budget, weights + process + needs.heap, needs)
+        raise _no_room(config, budget, weights + process + heap, needs)
     if num_pages < pages_per_seq:
         fits = longest_fit(config, num_pages, windows, config.max_model_len)
         others = [f"{purpose} take {size / (1 << 30):.1f} GiB" for purpose, size in needs.extensions.items() if size]
@@ -442,7 +445,7 @@ def plan_memory(
         max_model_len=config.max_model_len,
         by_need=by_need,
         extensions=needs.extensions,
-        heap=needs.heap,
+        heap=heap,
     )
 
 

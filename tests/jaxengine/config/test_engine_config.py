@@ -206,10 +206,7 @@ def test_a_cpu_is_not_filled_unless_that_is_asked_for():
 def test_a_process_takes_its_share_of_a_cpu():
     config = EngineConfig(gpu_memory_utilization=1.0, max_num_seqs=512, max_num_batched_tokens=512).resolved(MODEL, CPU)
     needs, sizes = StageNeeds(programs=20 << 20, workspace=8 << 20), {"total": 1 << 30, "page_bytes": 1 << 14}
-    of_cpu = needs._replace(heap=8 << 20)
-    alone, shared = (
-        plan_memory(config, weights=0, needs=each, shared=count, **sizes) for count, each in enumerate((needs, of_cpu))
-    )
+    alone, shared = (plan_memory(config, weights=0, needs=needs, shared=shared, **sizes) for shared in (0, 1))
     assert alone.num_pages - shared.num_pages == (shared.process + shared.heap) >> 14 > shared.process >> 14 > 0
     assert shared.planned <= shared.budget
     assert "process" in shared.table() and "process" not in alone.table()
