@@ -29,6 +29,7 @@ from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import PromptTokensDetails, Usage
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.pooling.protocol import (
@@ -313,6 +314,8 @@ def test_words_of_options_and_requests_exist(name):
         *REASONING_PARSERS,
         *jaxengine.__all__,
         *EngineConfig().__dict__,
+        *Usage.model_fields,
+        *PromptTokensDetails.model_fields,
         "bytes_only",
         "finish_reason",
         "stop_reason",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +175,6 @@ class _Group:
         requested.
       flat_prompt_logprobs: the same as FlatLogprobs, created when first needed.
       num_running: number of sequences that have not ended.
-      num_media_tokens: see RequestOutput.
     """
 
     request_id: str
@@ -187,7 +186,6 @@ class _Group:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     flat_prompt_logprobs: FlatLogprobs[PositionLogprobs | None] | None = None
     num_running: int = 0
-    num_media_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -222,8 +220,6 @@ class OutputProcessor:
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
         group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
-        if (media := requests[0].media) is not None:
-            group.num_media_tokens = media.num_tokens
         if params.num_prompt_logprobs is not None:
             group.prompt_logprobs = [None for _ in prompt_ids]
         for index, request in enumerate(requests):
@@ -349,7 +345,6 @@ class OutputProcessor:
             metrics=group.metrics,
             num_cached_tokens=cached if cached >= 0 else None,
             kv_transfer_params=group.sequences[0].request.kv_transfer_params,
-            num_media_tokens=group.num_media_tokens,
         )
 
     def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:

@@ -5,8 +5,8 @@ Defines what callers see, and how a later output of a stream merges with an earl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -222,8 +222,6 @@ class RequestOutput:
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
       kv_transfer_params: parameters with which another engine fetches the pages of the prompt; None unless requested,
         and None until the request has ended.
-      num_media_tokens: of the prompt's tokens, those that stand for embeddings of images, videos and sounds, by
-        modality; empty without media.
     """
 
     request_id: str
@@ -235,7 +233,6 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    num_media_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one, in place: each of its completions is appended to the

@@ -79,7 +79,8 @@ class ChatRun:
       params: the engine's sampling parameters.
       prompt: text and token ids; empty before `prepare`.
       num_completion_tokens, num_reasoning_tokens, num_cached_tokens: numbers of tokens so far.
-      num_media_tokens: see RequestOutput; empty before the first output.
+      num_media_tokens: of the prompt's tokens, those that stand for images, videos and sounds, by modality; empty
+        before `prepare`.
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions, *, is_stream: bool):
@@ -150,6 +151,8 @@ class ChatRun:
         if self._beams is not None and READY in self.prompt:
             problem = "use_beam_search is only allowed without images, videos and sounds"
             raise RequestError(problem, param="use_beam_search")
+        if (media := self.prompt.get(READY)) is not None:
+            self.num_media_tokens = media.num_tokens
         check_captured(self._server.engine.inputs, self._server.config, self.params, [self.most_prompt_tokens])
         self._read_around_reasoning()
 
@@ -206,7 +209,6 @@ class ChatRun:
             try:
                 async for output in outputs:
                     self.num_cached_tokens = output.num_cached_tokens or 0
-                    self.num_media_tokens = output.num_media_tokens
                     long = sum(len(each.text) for each in output.outputs) > _LONG_TEXT
                     pieces = await asyncio.to_thread(self._read, output) if long else self._read(output)
                     self._count_ended(output)
