@@ -39,6 +39,14 @@ def engine(chat_engine):
     return engine
 
 
+class Given(dict):
+    """Media by modality in place of a processor's."""
+
+    @property
+    def num_tokens(self):
+        return {modality: 10 * len(items) for modality, items in self.items()}
+
+
 def expanded(prompt, text, token_ids):
     """What a model's processor makes of a prompt: ten tokens more for each item. It is looked at as it came."""
     count = sum(map(len, prompt["multi_modal_data"].values()))
@@ -49,7 +57,7 @@ def expanded(prompt, text, token_ids):
     return {
         "prompt": text,
         "prompt_token_ids": [*token_ids, *[7] * (options.get("tokens", 10) * count)],
-        "media": prompt["multi_modal_data"],
+        "media": Given(prompt["multi_modal_data"]),
     }
 
 
