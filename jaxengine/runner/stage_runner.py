@@ -415,9 +415,11 @@ class StageRunner:
     @property
     def _kept_of_epilogues(self) -> int:
         """`kept_bytes` of the epilogue, with its inputs, of which most are kept."""
-        given = {key: self.programs.forwarded_bytes(*key) for key in self._epilogues}
-        analyses = {key: epilogue.memory_analysis() for key, epilogue in self._epilogues.items()}
-        return max((given[key] + kept_bytes(workspace_bytes(each)) for key, each in analyses.items()), default=0)
+        kept = (
+            self.programs.forwarded_bytes(*key) + kept_bytes(workspace_bytes(epilogue.memory_analysis()))
+            for key, epilogue in self._epilogues.items()
+        )
+        return max(kept, default=0)
 
     def _bytes_of_results(self, bucket: Bucket) -> int:
         """Bytes on one device of a forward pass's results, without the donated ones."""

@@ -291,13 +291,13 @@ def heap_bytes(kept: int, devices: int) -> int:
     """
     if not devices:
         return 0
-    waiting = len(os.sched_getaffinity(0)) > devices
-    return ((kept if waiting else 0) + _CPU_PYTHON_HEAP_BYTES) // devices
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    return ((kept if cores > devices else 0) + _CPU_PYTHON_HEAP_BYTES) // devices
 
 
 def process_bytes() -> int:
     """Return the bytes that a process takes on a CPU besides weights, programs and pages, a constant of this machine:
-    more if llvmlite is installed and knows the processor.
+    more if llvmlite is installed on x86-64.
     """
     builds = find_spec("llvmlite") is not None and platform.machine() in ("x86_64", "AMD64")
     return _CPU_PROCESS_BYTES + (_CPU_LLVMLITE_BYTES if builds else 0)

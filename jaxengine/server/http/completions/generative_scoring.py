@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 from pydantic import SkipValidation
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.output.outputs import Logprob, RequestOutput
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
@@ -25,6 +24,7 @@ from jaxengine.server.http.answer.answers import Answer, Usage, answers
 from jaxengine.server.http.answer.interleave import interleave
 from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.request.errors import abort_error
 from jaxengine.server.http.request.fields import TokenIds, at_most
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import HINTS, NamedRequest, usage
@@ -122,7 +122,7 @@ class _Scoring:
         """Return the token ids of each part in a field, a list. begins: whether the parts stand first in their prompts.
         Raises RequestError for parts of another form or more than `most`; OverloadedError.
         """
-        inputs: InputProcessor = self._engine.inputs
+        inputs = self._engine.inputs
         if not isinstance(given, list) or type(next(iter(given), None)) is int:
             raise RequestError(f"{param} must be a list of texts or of lists of token ids", param=param)
         parts: list[Any] = read_prompts(given, most, inputs, inputs.config.max_model_len - 1, param=param)
@@ -138,15 +138,18 @@ class _Scoring:
 
     async def whole(self, model: str) -> Response:
         """Run the prompts, at most max_num_seqs at a time, and return the response. model: the model's name in it.
-        Raises the first error of any prompt, after ending the others.
+        Raises the first error of any prompt, after ending the others, and ApiError for one that was aborted, such as by
+        the request's timeout.
         """
         scores: dict[int, float] = {}
         num_cached = 0
         places = max(1, self._engine.inputs.config.max_num_seqs)
         async with contextlib.aclosing(interleave(self._generate, len(self._prompts), places)) as outputs:
             async for index, output in outputs:
-                (logprobs,) = output.outputs[0].logprobs or ({},)
-                scores[index] = score(logprobs, self._labels, self._body.apply_softmax)
+                ended = output.outputs[0]
+                if not ended.logprobs:
+                    raise abort_error(ended.finish_reason, ended.stop_reason)
+                scores[index] = score(ended.logprobs[0], self._labels, self._body.apply_softmax)
                 num_cached += output.num_cached_tokens or 0
         num_prompt_tokens = sum(map(len, self._prompts))
         return json_response(

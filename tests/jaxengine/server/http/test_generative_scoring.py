@@ -80,6 +80,12 @@ async def test_what_cannot_be_scored_is_refused(app, chat_engine, changes, words
     await idle(chat_engine)
 
 
+async def test_a_timeout_is_told(app, chat_engine):
+    answer = await post(app, PATH, query=QUERY, items=ITEMS, label_token_ids=LABELS, timeout=1e-6)
+    assert answer.status == 504 and "timeout" in answer.json["error"]["message"]
+    await idle(chat_engine)
+
+
 def test_logits_have_shares_and_no_probabilities():
     logprobs = {1: Logprob(3.0, None, None), 2: Logprob(5.0, None, None)}
     assert score(logprobs, [1, 2], True) == pytest.approx(1 / (1 + math.exp(2)))
