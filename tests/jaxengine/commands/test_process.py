@@ -43,7 +43,7 @@ def test_ctrl_c_while_steps_are_compiled(tmp_path, num_stored):
         time.sleep(0.02)
     status, seconds, output = interrupt(process)
     assert status == 130, output
-    assert seconds < 5 and "Traceback" not in output
+    assert seconds < 30 and "Traceback" not in output
 
 
 def test_ctrl_c_during_the_imports():
@@ -85,7 +85,7 @@ def test_ctrl_c_reaches_a_process_whose_main_thread_is_in_c():
     assert process.stdout.readline() == "begun\n"
     time.sleep(0.5)
     status, seconds, _ = interrupt(process)
-    assert status == 130 and seconds < 5
+    assert status == 130 and seconds < 30
 
 
 LOST = """
@@ -110,7 +110,7 @@ def test_ctrl_c_in_a_callback_that_cannot_raise():
     assert process.stdout.readline() == "begun\n"
     time.sleep(0.5)
     status, seconds, _ = interrupt(process)
-    assert status == 130 and seconds < 5
+    assert status == 130 and seconds < 30
 
 
 OWN = """
