@@ -17,7 +17,7 @@ from tests.models.families.test_golden import assert_close
 FURTHER = frozenset(
     (
         *("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision"),
-        *("glm4v_moe_vision", "kimi_vl_vision", "kimi_k25_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
+        *("glm4v_moe_vision", "kimi_vl_vision", "kimi_k3_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
         *(name for name in PROMPTS if "ocr" in name),
         *("glm46v_vision", "minicpmv4_7_vision", "mistral4_pictures_vision", "hyperclovax_vision"),
         *("video_llama3_vision", "mistral_large4_vision", "ovis2_6_moe_vision"),
