@@ -1,9 +1,9 @@
 """What an engine allocates when it starts, by purpose: counted on the arrays themselves, in a process with two devices.
 
-    python -m tests.jaxengine.plan.start JOB
+    python -m tests.jaxengine.plan.start < JOB
 
-prints a JSON line for each case of JOB, options by name. Weights are loaded and pools are made as by an engine; no step
-is compiled, for none is run.
+prints a JSON line for each case of JOB, a JSON object with the options of each case. Weights are loaded and pools are
+made as by an engine; no step is compiled, for none is run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def allocated(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By case: bytes of one device by purpose of each stage, and of all arrays on all devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxengine.plan.start", json.dumps(cases)],
+        [sys.executable, "-m", "tests.jaxengine.plan.start"],
+        input=json.dumps(cases),  # all families' options are longer than an argument may be
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return {found["case"]: found for found in map(json.loads, done.stdout.splitlines())}
@@ -80,7 +81,7 @@ def _on_all_devices() -> int:
 
 
 def main() -> None:
-    for case, options in json.loads(sys.argv[1]).items():
+    for case, options in json.load(sys.stdin).items():
         before = _on_all_devices()
         opened = open_resolved(EngineConfig.from_options(**options))
         stages = open_stages(*opened, progress=lambda done, total, what: None)
