@@ -35,6 +35,7 @@ HARMLESS: dict[str, str] = {
     "disable_custom_all_reduce": _XLA,
     "disable_nccl_for_dp_synchronization": _XLA,
     "distributed_executor_backend": _EXECUTOR,
+    "enable_flash_late_interaction": "vectors of tokens are compared in one way only",
     "enable_sleep_mode": "every engine has sleep and wake_up",
     "fail_on_environ_validation": "JAXENGINE_CACHE_DIR is the one option that the environment may set",
     "ignore_patterns": "only the files that are needed are downloaded",
@@ -159,7 +160,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "dp_supervisor_probe_interval_s": (5,),
     "dp_supervisor_probe_timeout_s": (5,),
     "dp_sync_interval": (16,),
-    "enable_flash_late_interaction": (True,),
     "expert_placement_strategy": ("linear",),
     "fingerprint_mode": ("full", "none"),
     "kv_offloading_backend": ("native",),
@@ -209,8 +209,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 _HARMLESS_SWITCHES = """
     aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
-    disable_log_requests enable_sleep_mode disable_nccl_for_dp_synchronization fail_on_environ_validation
-    jit_monitor_verbose trust_remote_code use_tqdm_on_load use_v2_block_manager
+    disable_log_requests enable_flash_late_interaction enable_sleep_mode disable_nccl_for_dp_synchronization
+    fail_on_environ_validation jit_monitor_verbose trust_remote_code use_tqdm_on_load use_v2_block_manager
     disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
     enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_scale_out
     enable_server_load_tracking log_error_stack trust_request_mm_kwargs

@@ -32,6 +32,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import PromptTokensDetails, Usage
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.generate import GenerateRequest
 from jaxengine.server.http.pooling.protocol import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -307,7 +308,8 @@ def test_words_of_options_and_requests_exist(name):
         | OF_CONFIGS
         | {*METHODS_OF_VLLM}
     )
-    for model in (CompletionRequest, ChatRequest, EmbeddingRequest, CohereEmbedRequest, ScoreRequest, RerankRequest):
+    models = CompletionRequest, ChatRequest, EmbeddingRequest, CohereEmbedRequest, ScoreRequest, RerankRequest
+    for model in (*models, GenerateRequest):
         known |= set(model.known_fields())
     known |= {
         *TOOL_PARSERS,

@@ -145,10 +145,13 @@ class Results:
         """Write the output file with the results of `lines`, in their order, and remove the partial file. Lines without
         a result are skipped.
 
-        The output file appears complete or not at all (`write_whole`). Raises OSError if it cannot be written; the
-        partial file then stays.
+        The output file appears complete or not at all (`write_whole`), but one that exists and is empty is written in
+        place. Raises OSError if it cannot be written; the partial file then stays.
         """
-        write_whole(self._path, self.lines(lines))
+        if self._path.exists() and not self._path.stat().st_size:
+            _fill(self._path, self.lines(lines))
+        else:
+            write_whole(self._path, self.lines(lines))
         self._partial.unlink()
 
     def __enter__(self) -> Self:
@@ -163,6 +166,20 @@ class Results:
             self._partial.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the disk may be full, which has been reported already
             self._file.close()
+
+
+def _fill(path: Path, lines: Iterable[bytes]) -> None:
+    """Write an empty file in place, for programs that made it, such as with tempfile.NamedTemporaryFile, and read the
+    results by what they have open. Raises OSError if writing fails, and any error of `lines`; the file is then empty.
+    """
+    try:
+        with open(path, "r+b") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        os.truncate(path, 0)
+        raise
 
 
 def _output_path(path: str) -> Path:

@@ -81,7 +81,8 @@ def test_harmless_options_say_what_they_mean_here(name, caplog):
     assert EngineConfig.from_options(**{name: "given"}) == EngineConfig()
     assert f"{name}='given' changes nothing here: {HARMLESS[name]}" in caplog.text
     caplog.clear()
-    EngineConfig.from_options(**{name: None})
+    for value in (None, False):  # also of what is on in vLLM
+        EngineConfig.from_options(**{name: value})
     assert not caplog.text
 
 

@@ -12,11 +12,13 @@ Entry = TypeVar("Entry")
 
 
 class Embedding(Answer):
-    """An embedding: a list of numbers, or base64 of the requested number format and byte order."""
+    """An embedding: a list of numbers, or base64 of the requested number format and byte order. Where the model's task
+    is token_embed: a list of numbers for each token, in base64 one after the other.
+    """
 
     index: int
     object: Literal["embedding"]
-    embedding: list[float] | str
+    embedding: list[float] | list[list[float]] | str
 
 
 class Pooled(Answer):

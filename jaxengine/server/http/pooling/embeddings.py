@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify: one vector per prompt."""
+"""POST /v1/embeddings, /pooling and /classify: one vector per prompt or, for some tasks, per token."""
 
 from __future__ import annotations
 
@@ -70,8 +70,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/embeddings", response_class=Response)
     @answers(Listed[Embedding])
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-        """Return an embedding of each prompt. Raises the errors of `run`."""
-        return await run(body, request, "embd", "embed", _vectors("embedding", "embedding", body))
+        """Return an embedding of each prompt or, where token_embed is the model's task, one of each of its tokens.
+        Raises the errors of `run`.
+        """
+        pooling = engine.inputs.pooling
+        task = "token_embed" if pooling is not None and pooling.task == "token_embed" else "embed"
+        return await run(body, request, "embd", task, _vectors("embedding", "embedding", body))
 
     @routes.post("/pooling", response_class=Response)
     @answers(Listed[Pooled])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -240,11 +239,11 @@ class _Responses:
         if the engine or the store cannot answer. After an error the memory of its conversation is released.
         """
         model, lora = await choose_model(self._engine, body.model, self._names)
-        request.state.user = body.user
+        response_id = body.register("resp", request)
         held = self._memory.hold()
         try:
             body.input = await with_items(body.input, _store(request), _owner(request), held)
-            making, keeper = await self._make(body, request, model, lora, held)
+            making, keeper = await self._make(body, request, response_id, model, lora, held)
             request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
             await making.prepare(request.state.ignored_fields)
             if body.background:
@@ -260,7 +259,7 @@ class _Responses:
             raise
 
     async def _make(
-        self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
+        self, body: ResponsesRequest, request: Request, response_id: str, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
         """Return a new response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
 
@@ -271,7 +270,6 @@ class _Responses:
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
-        response_id = body.request_id or f"resp_{secrets.token_hex(16)}"
         if body.request_id is not None and await store.find(response_id, owner) is not None:
             raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
         question, keeper = await convert(request, read_input, body.input), None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
+from fastapi import Request
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
@@ -182,6 +184,13 @@ class ResponsesRequest(ConversationRequest):
                 "top_logprobs is only allowed with 'message.output_text.logprobs' in include", param="top_logprobs"
             )
         return self
+
+    def register(self, prefix: str, request: Request) -> str:
+        """Do as NamedRequest.register, but return the given request_id as it is, or else a unique id in OpenAI's form:
+        `prefix`, "resp", an underscore and hexadecimal digits.
+        """
+        super().register(prefix, request)
+        return self.request_id or f"{prefix}_{secrets.token_hex(16)}"
 
     @property
     def wants_logprobs(self) -> bool:

@@ -261,6 +261,21 @@ def test_a_full_disk_keeps_what_is_complete(tmp_path, monkeypatch):
         results.finish(lines)
 
 
+def test_an_empty_output_is_written_in_place(tmp_path, monkeypatch):
+    """A program that made it reads the results by the file that it has open, as with vLLM."""
+    lines, output = batch(tmp_path), tmp_path / "out.jsonl"
+    output.touch()
+    with open(output) as reader, Results(str(output), "a batch", INPUT) as results:
+        run_some(FakeApp(), lines, results)
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(OSError, match="no space"):
+            results.finish(lines)
+        assert output.read_bytes() == b"" and Path(f"{output}.partial").exists()
+        monkeypatch.undo()
+        results.finish(lines)
+        assert len(reader.readlines()) == 6
+
+
 def test_an_engine_that_fails_is_no_result(tmp_path):
     async def dead() -> None:
         raise EngineDeadError("the engine has failed")

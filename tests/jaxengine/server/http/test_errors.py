@@ -337,7 +337,9 @@ async def test_a_route_that_is_missing_says_what_serves_instead(app):
                 assert answer.status_code == 404 and f"{path} is not built; instead: " in error["message"], asked
                 named = re.findall(r"docs/\w+\.md", error["message"])
                 assert named and all((docs / name).exists() for name in named), error
+        serving = (docs / "docs/serving.md").read_text()  # which these errors name
         for path, option in SWITCHED_OFF.items():
+            assert f"`{path}`" in serving, path
             for method in ("GET", "POST"):
                 answer = await client.request(method, path)
                 assert answer.status_code == 404 and f"only served with {option}" in answer.text, (path, answer.text)

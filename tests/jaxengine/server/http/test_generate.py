@@ -226,7 +226,7 @@ async def test_what_is_rendered_generates_the_same(app, chat_engine):
     assert message["token_ids"] == response["token_ids"] == rendered["token_ids"]
     assert (message["request_id"], message["stream"], response["cache_salt"]) == ("msg-a", True, "s")
     assert message["sampling_params"] == {"stop": ["x"], "max_tokens": 6}
-    assert response["sampling_params"] == {"max_tokens": 6}
+    assert response["sampling_params"] == {"max_tokens": 6} and response["request_id"].startswith("resp_")
     earlier = await post(app, "/v1/responses/render", input="Hi", previous_response_id="resp_1")
     assert (earlier.status, earlier.json["error"]["param"]) == (400, "previous_response_id")
     prompts = {"prompt": [[5], [5, 6]], "min_p": 0.5, "stop": "x", "stream": True, "priority": 0, "cache_salt": "s"}

@@ -216,11 +216,14 @@ async def test_embeddings_of_tokens(app):
         np.testing.assert_allclose(unpacked, rows, atol=1e-6)
 
 
-async def test_tokens_score_pairs_where_the_option_says_so(pooling_folder, pooling_options):
+async def test_tokens_are_embedded_and_score_pairs_where_the_option_says_so(pooling_folder, pooling_options):
     """The server's scores of tokens are those of LLM.score (tests/jaxengine/api/test_token_models.py)."""
     engine = AsyncLLM(pooling_folder("last"), pooler_config={"task": "token_embed"}, **pooling_options)
     app = create_app(engine, ServerConfig(served_model_name=("tiny",)))
     rows = [np.array(each["data"]) for each in (await post(app, "/pooling", input=TEXTS)).json["data"]]
+    embedded = (await post(app, "/v1/embeddings", input=TEXTS)).json["data"]  # as in vLLM, not one vector each
+    for each, expected in zip(embedded, rows, strict=True):
+        np.testing.assert_allclose(each["embedding"], expected, atol=1e-6)
     golden = [(rows[0] @ each.T).max(axis=1).sum() for each in rows]
     found = (await post(app, "/score", text_1=TEXTS[0], text_2=TEXTS)).json["data"]
     np.testing.assert_allclose([each["score"] for each in found], golden, rtol=1e-4)

@@ -147,7 +147,9 @@ async def test_fields_that_pickers_read(app, chat_engine):
         found = [lora] if name == lora.name else families[name].samples
         assert len(found) == 1 and set(labels) <= found[0].labels.keys(), name
     pages = families["vllm:cache_config_info"].samples[0].labels
-    assert int(pages["block_size"]) > 0 and int(pages["num_gpu_blocks"]) > 0
+    num_tokens = int(pages["block_size"]) * int(pages["num_gpu_blocks"])
+    longest = chat_engine.inputs.config.max_model_len
+    assert int(pages["kv_cache_size_tokens"]) == float(pages["kv_cache_max_concurrency"]) * longest == num_tokens > 0
 
 
 async def test_what_was_asked_for_is_what_was_counted(served):
