@@ -232,6 +232,7 @@ _MODULES = {
     "Eagle2_5_VLForConditionalGeneration": "eagle2_5",
     "MllamaForCausalLM": "mllama",
     "MllamaForConditionalGeneration": "mllama",
+    "MolmoForCausalLM": "molmo",
     "Molmo2ForConditionalGeneration": "molmo2",
     "AriaTextForCausalLM": "aria",
     "AriaForConditionalGeneration": "aria",

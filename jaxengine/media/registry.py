@@ -43,6 +43,7 @@ PROCESSORS = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3Processor",
     "Gemma4ForConditionalGeneration": "gemma4_sounds:gemma4",
     "MllamaForConditionalGeneration": "mllama:MllamaProcessor",
+    "MolmoForCausalLM": "molmo:MolmoProcessor",
     "Molmo2ForConditionalGeneration": "molmo2:Molmo2Processor",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3:MiniMaxM3Processor",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer:MuseGlimmerProcessor",
