@@ -232,6 +232,7 @@ _MODULES = {
     "Eagle2_5_VLForConditionalGeneration": "eagle2_5",
     "MllamaForCausalLM": "mllama",
     "MllamaForConditionalGeneration": "mllama",
+    "GLM4VForCausalLM": "glm4v_9b",
     "MolmoForCausalLM": "molmo",
     "Molmo2ForConditionalGeneration": "molmo2",
     "AriaTextForCausalLM": "aria",

@@ -57,6 +57,7 @@ PROCESSORS = {
     "SmolVLMForConditionalGeneration": "smolvlm:SmolVLMProcessor",
     "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
     "Blip2ForConditionalGeneration": "blip2:Blip2Processor",
+    "GLM4VForCausalLM": "glm4v_9b:Glm4v9bProcessor",
     "Glm4vForConditionalGeneration": "glm4v:Glm4vProcessor",
     "Glm4vMoeForConditionalGeneration": "glm4v:Glm4vProcessor",
     "KimiVLForConditionalGeneration": "kimi_vl:KimiVLProcessor",
