@@ -233,6 +233,7 @@ _MODULES = {
     "MllamaForCausalLM": "mllama",
     "MllamaForConditionalGeneration": "mllama",
     "GLM4VForCausalLM": "glm4v_9b",
+    "PerceptionLMForConditionalGeneration": "perception_lm",
     "MolmoForCausalLM": "molmo",
     "Molmo2ForConditionalGeneration": "molmo2",
     "AriaTextForCausalLM": "aria",

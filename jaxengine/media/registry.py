@@ -58,6 +58,7 @@ PROCESSORS = {
     "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
     "Blip2ForConditionalGeneration": "blip2:Blip2Processor",
     "GLM4VForCausalLM": "glm4v_9b:Glm4v9bProcessor",
+    "PerceptionLMForConditionalGeneration": "perception_lm:PerceptionLMProcessor",
     "Glm4vForConditionalGeneration": "glm4v:Glm4vProcessor",
     "Glm4vMoeForConditionalGeneration": "glm4v:Glm4vProcessor",
     "KimiVLForConditionalGeneration": "kimi_vl:KimiVLProcessor",
