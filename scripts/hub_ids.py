@@ -105,6 +105,13 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "meta-llama/Llama-3.2-11B-Vision-Instruct",
         "meta-llama/Llama-3.2-90B-Vision-Instruct",
     ),
+    "GLM4VForCausalLM": ("zai-org/glm-4v-9b", "zai-org/cogagent-9b-20241220"),
+    "PerceptionLMForConditionalGeneration": (
+        "facebook/Perception-LM-1B",
+        "facebook/Perception-LM-3B",
+        "facebook/Perception-LM-8B",
+    ),
+    "MolmoForCausalLM": ("allenai/Molmo-7B-D-0924", "allenai/Molmo-7B-O-0924", "allenai/Molmo-72B-0924"),
     "Molmo2ForConditionalGeneration": ("allenai/Molmo2-4B", "allenai/Molmo2-8B", "allenai/Molmo2-O-7B"),
     "AriaForConditionalGeneration": ("rhymes-ai/Aria", "rhymes-ai/Aria-Chat"),
     "Idefics2ForConditionalGeneration": ("HuggingFaceM4/idefics2-8b", "HuggingFaceM4/idefics2-8b-chatty"),

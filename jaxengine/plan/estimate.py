@@ -148,7 +148,8 @@ def _tower_rows(stage: StageArrays, part: str) -> tuple[float, int]:
     """
     model, widest, layers = stage.programs.model, 0, set()
     for param in declared_params(model):
-        if param.path[0] == part and len(param.shape) > 1:
+        # Not a table of positions that is stored as one row.
+        if param.path[0] == part and len(param.shape) > 1 and min(param.shape[-2:]) > 1:
             layers |= {param.path[param.path.index("layers") + 1]} if "layers" in param.path else set()
             widest = max(widest, sum(param.shape[-2:]))
     return 4.0 * widest * jnp.dtype(stage.programs.shape.config.dtype).itemsize, max(1, len(layers))

@@ -33,7 +33,7 @@ from jaxengine.tokens.vocabularies.pieces import (
     unigram_pieces,
 )
 from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece, with_fairseq_ids
-from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is_tiktoken, read_tiktoken
+from jaxengine.tokens.vocabularies.tiktoken import GLM4, KIMI, LLAMA3, QWEN, Ranks, is_tiktoken, read_tiktoken
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
@@ -48,7 +48,7 @@ PIECES_CLASSES = (
     *(f"{kind}Tokenizer{fast}" for kind in ("Llama", "CodeLlama", "Gemma", "InternLM2") for fast in ("", "Fast")),
     *("InternLM3Tokenizer", "InternLMTokenizer", "BaichuanTokenizer", "YiTokenizer", "PreTrainedTokenizerFast"),
 )
-RANKS = {"TikTokenTokenizer": KIMI, "QWenTokenizer": QWEN}
+RANKS = {"TikTokenTokenizer": KIMI, "QWenTokenizer": QWEN, "ChatGLM4Tokenizer": GLM4}
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 ADDED = "added_tokens.json"  # tokens in addition to a vocabulary; a tokenizer.json already contains them
 ADDED_TOKENS = "added_tokens_decoder"  # tokens by id, in tokenizer_config.json

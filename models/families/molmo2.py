@@ -25,9 +25,18 @@ from jaxengine.models.vision.molmo2 import read_molmo2_tower
 
 # The part of the name of the norms of queries and keys: each head, or all of them at once.
 _QK_NORMS = {"qwen3": RMS, "olmo": ALL_HEADS}
-_TEXT, _BACKBONE = "model.transformer.", "model.vision_backbone."
+# Beginnings of names in published files, and the model's.
+TEXT, BACKBONE = "model.transformer.", "model.vision_backbone."
+PREFIXES = (
+    (f"{TEXT}wte.", "model.embed_tokens."),
+    (f"{TEXT}blocks.", "model.layers."),
+    (f"{TEXT}ln_f.", "model.norm."),
+    (f"{BACKBONE}image_vit.transformer.resblocks.", f"{TOWER}.layers."),
+    (f"{BACKBONE}image_vit.", f"{TOWER}."),
+    (BACKBONE, f"{PROJECTOR}."),
+)
 # Names of parts of towers in published files, and in transformers.
-_TOWER_PARTS = (
+TOWER_PARTS = (
     *((f".attention.w{each}", f".self_attn.{each}_proj") for each in "qkvo"),
     (".feed_forward.w1", ".mlp.fc1"),
     (".feed_forward.w2", ".mlp.fc2"),
@@ -64,7 +73,7 @@ def _layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> Layer
     return replace(attention, rope=rope, mutual=True)
 
 
-_ROW = Row(
+ROW = Row(
     about="Text part of Molmo 2.",
     form=DeclaredForm(
         norm=RMS,
@@ -111,7 +120,7 @@ _ROW = Row(
         ".mlp.ff_proj": (".mlp.up_proj", ".mlp.gate_proj"),
     },
 )
-_Molmo2: Any = declared_class("Molmo2TextModel", _ROW)
+_Molmo2: Any = declared_class("Molmo2TextModel", ROW)
 
 
 class Molmo2ForConditionalGeneration(_Molmo2):
@@ -119,19 +128,14 @@ class Molmo2ForConditionalGeneration(_Molmo2):
 
     checkpoint_names: ClassVar[CheckpointNames] = _Molmo2.checkpoint_names._replace(
         prefixes=(
-            (f"{_TEXT}wte.", "model.embed_tokens."),
-            (f"{_TEXT}blocks.", "model.layers."),
-            (f"{_TEXT}ln_f.", "model.norm."),
-            (f"{_BACKBONE}image_vit.transformer.resblocks.", f"{TOWER}.layers."),
-            (f"{_BACKBONE}image_vit.", f"{TOWER}."),
-            (_BACKBONE, f"{PROJECTOR}."),
+            *PREFIXES,
             # Names that transformers has in memory.
             ("model.language_model.", "model."),
             *((f"model.{part}.", f"{part}.") for part in (TOWER, PROJECTOR)),
             *_Molmo2.checkpoint_names.prefixes,
         ),
         tower=(f"{TOWER}.", f"{PROJECTOR}."),
-        tower_parts=_TOWER_PARTS,
+        tower_parts=TOWER_PARTS,
         # Tokens of images, which are never chosen, are the last. When it saves the table, transformers halves it.
         joined={"embed_tokens.weight": ("embed_tokens.embedding", "embed_tokens.new_embedding")},
     )
@@ -140,7 +144,7 @@ class Molmo2ForConditionalGeneration(_Molmo2):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields, optional=True)
         shared: dict[str, Any] = super().read_hf(text)
-        further = text.integer("additional_vocab_size", _ROW.defaults["additional_vocab_size"], minimum=0)
+        further = text.integer("additional_vocab_size", ROW.defaults["additional_vocab_size"], minimum=0)
         scored = shared["vocab_size"]
         sizes = {"vocab_size": scored + further, "scored_tokens": scored}
         tower = read_molmo2_tower(fields, shared["hidden_size"])

@@ -194,12 +194,13 @@ class Molmo2Tower(nnx.Module):
         vit, names = config.vit, VitNames(f"{TOWER}.layers", out="o_proj")
         self.config = config
         source = f"{TOWER}.patch_embedding"
-        self.patches = linear(vit.num_features, source, vit.hidden_size, ("embed", "embed"), build)
+        bias = not vit.has_class_token  # as in SigLIP and CLIP
+        self.patches = linear(vit.num_features, source, vit.hidden_size, ("embed", "embed"), build, bias=bias)
         self.dtype = build.dtype
-        self.positions = table(vit.num_patches, vit.hidden_size, f"{TOWER}.positional_embedding", build)
+        self.positions = table(vit.num_positions, vit.hidden_size, f"{TOWER}.positional_embedding", build)
         numbers = range(max(config.layers))
         self.layers = nnx.List([VitLayer(vit, f"{names.layers}.{number}", names, build) for number in numbers])
-        self.pooling = _Pooling(config, build)
+        self.pooling = WindowPooling(config, build)
         inner, bias = config.pooling.intermediate_size, config.mlp_bias
         gate_up = tuple(Source(f"{_MLP}.{name}_proj", inner) for name in ("gate", "up"))
         axes = ("embed", tower_axis("ffn", build))
@@ -207,43 +208,53 @@ class Molmo2Tower(nnx.Module):
         self.down = linear(inner, f"{_MLP}.down_proj", hidden_size, ("ffn", "embed"), build, bias=False)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        vit, size = self.config.vit, self.config.vit.hidden_size
         with jax.named_scope("patches"):
             # The checkpoint's patches are pixel by pixel.
             by_pixel = patches.reshape(len(patches), 3, -1).swapaxes(1, 2).reshape(patches.shape)
-            x = self.patches(by_pixel.astype(self.dtype)).reshape(-1, vit.num_patches, size) + self.positions[...]
-        states = run_layers(self.layers, x.reshape(-1, size), len(x), self.config.layers)
+            x = self.placed(self.patches(by_pixel.astype(self.dtype)))
+        states = run_layers(self.layers, x.reshape(-1, x.shape[-1]), len(x), self.config.layers)
         with jax.named_scope("projector"):
-            x = self.pooling(jnp.concatenate(states, axis=-1), columns)
+            x = self.pooled(jnp.concatenate(states, axis=-1), columns)
             gate, up = jnp.split(self.gate_up(x, out_dtype=jnp.float32), 2, axis=-1)
             return self.down((ACTIVATIONS[self.config.pooling.activation](gate) * up).astype(x.dtype))
 
+    def placed(self, x: jax.Array) -> jax.Array:
+        """Return the embeddings of patches [P, D'] with those of their positions added, by unit: [U, S, D']."""
+        return x.reshape(-1, self.config.vit.num_patches, x.shape[1]) + self.positions[...]
 
-class _Pooling(nnx.Module):
+    def pooled(self, states: jax.Array, columns: jax.Array) -> jax.Array:
+        """Return the attention output [R, D'] for the states [U * S, E] and columns i32[C, P] of the tower's call."""
+        given, merge = columns[:, :: self.config.merge].T, self.config.merge
+        rows, is_key = jnp.arange(len(given), dtype=jnp.int32)[:, None] * merge, given >= 0
+        index = jnp.where(is_key, rows + given - SHARES, 0)  # [R, C]
+        counts = jnp.maximum(jnp.sum(is_key, axis=1, dtype=jnp.float32), 1.0)
+        total = jnp.zeros((len(given), states.shape[1]), jnp.float32)
+        for place in range(index.shape[1]):
+            total += jnp.where(is_key[:, place, None], states[index[:, place]], 0).astype(jnp.float32)
+        means = (total / counts[:, None]).astype(states.dtype)
+        return self.pooling(means, self.pooling.kv(states)[index], is_key)
+
+
+class WindowPooling(nnx.Module):
     """Attention of a query for each window, the mean of its patches, to these patches."""
 
     def __init__(self, config: Molmo2TowerConfig, build: Build):
         own, in_size = config.pooling, config.vit.hidden_size * len(config.layers)
-        self.merge, self.head_dim = config.merge, own.head_dim
+        self.head_dim = own.head_dim
         q, *kv = heads_of(_POOLING, own.num_heads, own.num_kv_heads, own.head_dim)
         axes = ("embed", tower_axis("heads", build))
         self.q, self.kv = (Linear(in_size, each, axes=axes, bias=own.bias, build=build) for each in ((q,), kv))
         inner, axes = own.num_heads * own.head_dim, ("heads", "embed")
         self.out = linear(inner, f"{_POOLING}.o_proj", own.hidden_size, axes, build, bias=own.bias)
 
-    def __call__(self, states: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the attention output [R, D'] for the patches' states [P, E] and columns i32[C, P] of Molmo2Tower."""
-        given = columns[:, :: self.merge].T
-        rows, is_key = jnp.arange(len(given), dtype=jnp.int32)[:, None] * self.merge, given >= 0
-        index = jnp.where(is_key, rows + given - SHARES, 0)  # [R, C]
-        counts = jnp.maximum(jnp.sum(is_key, axis=1, dtype=jnp.float32), 1.0)
-        total = jnp.zeros((len(given), states.shape[1]), jnp.float32)
-        for place in range(index.shape[1]):
-            total += jnp.where(is_key[:, place, None], states[index[:, place]], 0).astype(jnp.float32)
-        q = self.q((total / counts[:, None]).astype(states.dtype)).reshape(len(given), -1, self.head_dim)
-        k, v = jnp.split(self.kv(states)[index].reshape(*index.shape, -1, self.head_dim), 2, axis=2)
+    def __call__(self, means: jax.Array, kv: jax.Array, is_key: jax.Array) -> jax.Array:
+        """Return the attention output [R, D'] for the windows' mean states [R, E], their patches' keys and values
+        [R, C, 2 * N * H], and which of these count, bool[R, C].
+        """
+        q = self.q(means).reshape(len(means), -1, self.head_dim)
+        k, v = jnp.split(kv.reshape(*kv.shape[:2], -1, self.head_dim), 2, axis=2)
         scores = jnp.einsum("rnh,rcnh->rnc", q, k, preferred_element_type=jnp.float32) * self.head_dim**-0.5
         # Not -inf: padding has no key at all.
         weights = jax.nn.softmax(jnp.where(is_key[:, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
         o = jnp.einsum("rnc,rcnh->rnh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return self.out(o.astype(states.dtype).reshape(len(given), -1))
+        return self.out(o.astype(means.dtype).reshape(len(means), -1))

@@ -80,10 +80,11 @@ class PagedRun:
         num_seqs: int = 2,
         adapters: dict[str, int] | None = None,
         pictures: Pictures | None = None,
+        places: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence, of the tokens that have any.
 
-        adapters: slots of some. pictures: of the step's tokens.
+        adapters: slots of some. pictures: of the step's tokens. places: i32[3, T], their M-RoPE positions.
         """
         own = np.full(num_tokens, -1, np.int32)
         tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
@@ -113,6 +114,7 @@ class PagedRun:
         sections: dict[str, Any] = {"states": rows}
         sections |= {} if adapters is None else {"adapters": Adapters(own, np.int32(bool(adapters)))}
         sections |= {} if pictures is None else {"pictures": pictures}
+        sections |= {} if places is None else {"mrope_positions": places}
         batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), sections))
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
         return {name: np.asarray(logits[cu[row] : cu[row + 1], : self.num_logits]) for row, name in enumerate(work)}

@@ -43,8 +43,8 @@ class _Form(NamedTuple):
     frame_end: str
 
 
-class _CropsProcessor(UnitProcessor):
-    """Base of Molmo2Processor: the crops of an image, and the windows of patches that become embeddings.
+class CropsProcessor(UnitProcessor):
+    """Base of the processors of Molmo: the crops of an image, and the windows of patches that become embeddings.
 
     Attributes:
       max_crops: most crops of an image, besides the whole.
@@ -66,7 +66,7 @@ class _CropsProcessor(UnitProcessor):
         if self.max_crops > MAX_TILES:
             raise fields.fail("max_crops", f"from 1 to {MAX_TILES}")
         grid = self.tower.vit.grid
-        self.margins = _pair(fields, "overlap_margins", (4, 4), 0)
+        self.margins = read_pair(fields, "overlap_margins", (4, 4), 0)
         if sum(self.margins) >= grid:
             raise fields.fail("overlap_margins", f"two numbers whose sum is less than a crop's {grid} patches")
         self.pooling = self._read_pooling(fields, (2, 2))
@@ -75,7 +75,7 @@ class _CropsProcessor(UnitProcessor):
         """Return `pooling_size`, (height, width) of a window in patches. Raises ModelConfigError for windows of more
         patches than the tower takes, and for more windows than it has rows for.
         """
-        height, width = found = _pair(fields, "pooling_size", default, 1)
+        height, width = found = read_pair(fields, "pooling_size", default, 1)
         grid, rows = self.tower.vit.grid, self.tower.unit // self.tower.merge
         most = len(self.tower.columns)
         if height * width > most or -(-grid // height) * -(-grid // width) > rows:
@@ -96,7 +96,7 @@ class _CropsProcessor(UnitProcessor):
         return found
 
     def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:
-        rows, columns = self._tiling(height, width, options)
+        rows, columns = self.tiling(height, width, options)
         return 1 + rows * columns
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
@@ -105,29 +105,29 @@ class _CropsProcessor(UnitProcessor):
 
         picture: uint8[H, W, 3]. options: mm_processor_kwargs. Raises RequestError for an invalid option.
         """
-        rows, columns = self._tiling(picture.shape[0], picture.shape[1], options)
-        side, step = self.side, self._step * self.patch
+        rows, columns = self.tiling(picture.shape[0], picture.shape[1], options)
+        side, step = self.side, self.step * self.patch
         canvas = stretched(picture, (rows - 1) * step + side, (columns - 1) * step + side)
         firsts = itertools.product(range(0, rows * step, step), range(0, columns * step, step))
         crops = [canvas[top : top + side, left : left + side] for top, left in firsts]
         return [stretched(picture, side, side), *crops], (rows, columns)
 
     @property
-    def _step(self) -> int:
+    def step(self) -> int:
         """Patches from one crop to the next."""
         return self.tower.vit.grid - sum(self.margins)
 
-    def _tiling(self, height: int, width: int, options: Mapping[str, Any]) -> tuple[int, int]:
+    def tiling(self, height: int, width: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """Return the (rows, columns) of crops of an image of height x width pixels: the tiling that enlarges least what
         margins leave of it, or where all shrink it, that which shrinks it least; among equal ones the one with the
         fewest crops, then with the fewest rows. Raises RequestError for an invalid option.
         """
         most = integer_option(options, "max_crops", self.max_crops, MAX_TILES)
-        found = sorted(_tilings(most), key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
+        found = sorted(tilings_of(most), key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
         # In float32, as in transformers, where ties are decided by it. Small images leave nothing, or less.
         left = np.asarray([height, width], np.float32) - np.float32(sum(self.margins) * self.patch)
         with np.errstate(divide="ignore"):
-            scales = (np.asarray(found, np.float32) * np.float32(self._step * self.patch) / left).min(axis=1)
+            scales = (np.asarray(found, np.float32) * np.float32(self.step * self.patch) / left).min(axis=1)
         if (scales < 1).all():
             return found[int(scales.argmax())]
         return found[int(np.where(scales < 1, np.float32(10e9), scales).argmin())]
@@ -147,7 +147,7 @@ class _CropsProcessor(UnitProcessor):
         numbers[:-1, :, grid - after :] = numbers[:, :-1, :, grid - after :] = -1
         joined = numbers.transpose(0, 2, 1, 3).reshape(-1)
         margin = before + after
-        return joined[joined >= 0].reshape(rows * self._step + margin, columns * self._step + margin)
+        return joined[joined >= 0].reshape(rows * self.step + margin, columns * self.step + margin)
 
     def _pooled(self, patches: np.ndarray, windows: np.ndarray, grid: tuple[int, int, int]) -> Processed:
         """Return the item of patches f32[P, F] with an embedding for each of the windows i64[n, C'], numbers of patches
@@ -163,19 +163,19 @@ class _CropsProcessor(UnitProcessor):
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image that gets the most crops, and of those the most embeddings."""
-        full = [each for each in _tilings(self.max_crops) if each[0] * each[1] == self.max_crops]
-        rows, columns = max(full, key=self._num_windows)
+        full = [each for each in tilings_of(self.max_crops) if each[0] * each[1] == self.max_crops]
+        rows, columns = max(full, key=self.num_windows)
         margin = sum(self.margins)
-        return (rows * self._step + margin) * self.patch, (columns * self._step + margin) * self.patch
+        return (rows * self.step + margin) * self.patch, (columns * self.step + margin) * self.patch
 
-    def _num_windows(self, tiling: tuple[int, int]) -> int:
+    def num_windows(self, tiling: tuple[int, int]) -> int:
         """Return the number of windows of the crops of a tiling, (rows, columns)."""
-        sides = (count * self._step + sum(self.margins) for count in tiling)
+        sides = (count * self.step + sum(self.margins) for count in tiling)
         height, width = (-(-side // size) for side, size in zip(sides, self.pooling, strict=True))
         return height * width
 
 
-class Molmo2Processor(_CropsProcessor):
+class Molmo2Processor(CropsProcessor):
     """Processor of Molmo2ForConditionalGeneration. A prompt has images, or one video.
 
     Attributes:
@@ -294,7 +294,7 @@ class Molmo2Processor(_CropsProcessor):
         if size is not None:
             return super().largest(modality, size, num_frames)
         made = self.process(modality, np.zeros((*self.largest_size(), 3), np.uint8), {})
-        most = max(map(self._num_windows, _tilings(self.max_crops)))
+        most = max(map(self.num_windows, tilings_of(self.max_crops)))
         return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
@@ -404,13 +404,13 @@ def _windows(patches: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, tu
     return cut.reshape(len(patches), counts[0] * counts[1], -1), (counts[0], counts[1])
 
 
-def _tilings(most: int) -> list[tuple[int, int]]:
+def tilings_of(most: int) -> list[tuple[int, int]]:
     """Return all (rows, columns) of at most `most` crops."""
     sides = range(1, most + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= most]
 
 
-def _pair(fields: ConfigFields, name: str, default: tuple[int, int], least: int) -> tuple[int, int]:
+def read_pair(fields: ConfigFields, name: str, default: tuple[int, int], least: int) -> tuple[int, int]:
     """Return the field `name`, two integers of at least `least`; `default` if it is absent. Raises ModelConfigError for
     other values.
     """

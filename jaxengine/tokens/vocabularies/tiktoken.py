@@ -37,6 +37,7 @@ class Ranks(NamedTuple):
       unnamed: format of the name of special tokens without one, with their id or, if `counts`, a running number.
       tokens: special tokens by role, unless the folder names others.
       adds_bos: whether texts begin with the beginning-of-text token.
+      begins: special tokens that texts begin with, if they do not begin with that.
     """
 
     file: str
@@ -47,6 +48,7 @@ class Ranks(NamedTuple):
     counts: bool = False
     tokens: Mapping[str, str] = {}
     adds_bos: bool = False
+    begins: tuple[str, ...] = ()
 
 
 KIMI = Ranks("tiktoken.model", "kimi-k2", more=256, unnamed="<|reserved_token_{}|>")
@@ -74,6 +76,17 @@ LLAMA3 = Ranks(
     tokens={"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
     adds_bos=True,
 )
+GLM4 = Ranks(
+    "tokenizer.model",
+    "glm4",
+    (
+        *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>"),
+        *("<|assistant|>", "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>"),
+        "<|end_of_video|>",
+    ),
+    tokens={"eos_token": "<|endoftext|>"},
+    begins=("[gMASK]", "<sop>"),
+)
 
 
 def is_tiktoken(source: bytes) -> bool:
@@ -97,8 +110,9 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
     tokenizer = byte_pair_tokenizer(ranks, merges_of_ranks(ranks), splitting)
     special = _special(row, named, len(tokens), path)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    if row.adds_bos and bos in special:
-        tokenizer.post_processor = with_ends((bos, len(tokens) + special.index(bos)), None)
+    begins = [bos] if row.adds_bos else row.begins
+    if found := [(name, len(tokens) + special.index(name)) for name in begins if name in special]:
+        tokenizer.post_processor = with_ends(found[0], None, after_begin=found[1:])
     return tokenizer
 
 

@@ -142,6 +142,7 @@ _XLM, _JINA, _FLASH = "XLMRoberta", "JinaEmbeddingsV3", "XLMRobertaFlash"
 _OWN_CODE = "XLMRobertaFlashConfig"
 _JINA_V5, _JINA_V5_ENCODER = "JinaEmbeddingsV5Model", "JinaEmbeddingsV5EncoderModel"
 _COLBERT_JINA, _ALIGNER = "ColBERTJinaRobertaModel", "Qwen3ASRForcedAlignerForTokenClassification"
+_CHATGLM, _GLM4V = ("ChatGLMModel", "ChatGLMForConditionalGeneration"), "GLM4VForCausalLM"
 # (Class that takes several kinds of models, model_type of the text or of the model) -> class with these layers.
 _BY_KIND = {
     ("ColQwen2ForRetrieval", "qwen2_5_vl"): "ColQwen2_5ForRetrieval",
@@ -160,13 +161,16 @@ def hf_architecture(fields: ConfigFields) -> str:
     configuration, as in jinaai/jina-reranker-v2-base-multilingual. JinaEmbeddingsV5Model, whose layers may be those of
     an encoder, becomes JinaEmbeddingsV5EncoderModel if `is_decoder` is false. HF_ColBERT with that
     `position_embedding_type` is jinaai/jina-colbert-v2's _COLBERT_JINA, and Qwen3-ASR with `classify_num` the forced
-    _ALIGNER. For a class that takes several kinds of models, the result depends on text_config's or the file's own
-    model_type (_BY_KIND). Other names are returned unchanged. Raises ModelConfigError if `architectures` is anything
-    but a list of one text, and for an `is_decoder` of that class that is not a bool.
+    _ALIGNER. ChatGLM with a `vision_config` is GLM-4V. For a class that takes several kinds of models, the result
+    depends on text_config's or the file's own model_type (_BY_KIND). Other names are returned unchanged. Raises
+    ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of that class that
+    is not a bool.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.fail("architectures", "a list of one class name")
+    if names[0] in _CHATGLM and fields.has("vision_config"):
+        return _GLM4V
     rotates = fields.value("position_embedding_type", None) == "rotary"
     if names[0] == "HF_ColBERT" and rotates:
         return _COLBERT_JINA

@@ -47,11 +47,11 @@ def test_text_config_goes_before_its_wrapper(name: str):
     raw = json.loads((FOLDER / name / "config.json").read_text())
     for outside, inside, result in SAID:
         # Thinkers have no such field inside: transformers writes its class's default there and reads it nowhere. Of
-        # Granite Speech, GLM-ASR, MOSS and Fun-ASR it reads the wrapper's, whose default is true. It never ties the
-        # heads of Molmo 2, VibeVoice and Inkling.
+        # Granite Speech, GLM-ASR, MOSS and Fun-ASR it reads the wrapper's, whose default is true, and of PerceptionLM.
+        # It never ties the heads of Molmo 2, VibeVoice and Inkling.
         (own,) = raw["architectures"]
         result = result and not own.startswith(("Molmo2", "VibeVoice", "Inkling"))
-        outer = own.startswith(("GraniteSpeech", "GlmAsr", "MossTranscribe", "FunAsr"))
+        outer = own.startswith(("GraniteSpeech", "GlmAsr", "MossTranscribe", "FunAsr", "PerceptionLM"))
         expected = (
             bool(outside)
             if "OmniThinker" in own or "OmniMoeThinker" in own

@@ -218,7 +218,7 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
     processor = llm.core.inputs.media.processor
     grids = any(kind.__name__ == "GridProcessor" for kind in type(processor).__mro__)
     grids &= not hasattr(processor.tower, "num_queries")  # whose crops have as many rows, whatever their shape
-    grids |= case.name.startswith("molmo2")
+    grids |= case.name.startswith("molmo")
     most = np.inf if grids else getattr(processor, "most_given", 1)  # squares of one picture
     unit = processor.tower.unit
     made = {
@@ -293,10 +293,10 @@ def test_requests_that_leave_leave_nothing(case, tight):
 def test_what_is_refused(case, tight):
     picture = np.zeros((20, 20, 3), np.uint8)
     write = tight.core.inputs.media.processor.placeholder
-    # BLIP-2 has an image without a placeholder before the prompt.
+    # BLIP-2 and Molmo have images without a placeholder before the prompt.
     alone = {"prompt": "w1", "multi_modal_data": {"image": [picture]}}
     for prompt, text in (
-        *([] if case.name.startswith("blip2") else [(alone, "image")]),
+        *([] if case.name.startswith(("blip2", "molmo_")) else [(alone, "image")]),
         ({"prompt": write("image"), "multi_modal_data": {"image": [picture] * 2}}, "image"),
         ({"prompt": write("image"), "multi_modal_data": {"sound": [picture]}}, "sound"),
         ({"prompt": write("image"), "multi_modal_data": [picture]}, "multi_modal_data"),

@@ -36,7 +36,7 @@ def processor(folder, name: str, **changes: Any):
     write_files(folder, name)
     (folder / "preprocessor_config.json").write_text(json.dumps(CASES[name].get("images", {}) | changes))
     raw = read_config_json(FOLDER / name)
-    return processor_class(raw["architectures"][0])(folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
+    return processor_class(read_hf(raw).architecture)(folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
 
 
 def as_units(made, processed) -> np.ndarray:
@@ -270,7 +270,7 @@ def test_what_the_class_of_an_image_processor_decides(tmp_path):
     content = {key: CASES[name]["images"][key] for key in ("size", "image_processor_type")}
     (folder / "preprocessor_config.json").write_text(json.dumps(content))
     raw = read_config_json(FOLDER / name)
-    made = processor_class(raw["architectures"][0])(folder, raw, read_hf(raw), whole.tokenizer)
+    made = processor_class(read_hf(raw).architecture)(folder, raw, read_hf(raw), whole.tokenizer)
     assert (made.pixels.mean, made.pixels.std, made.pixels.resample) == ((0.5,) * 3, (0.5,) * 3, 3)
     kinds = {
         "LlavaImageProcessorFast": True,

@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from flax import nnx
 
 from jaxengine.check.compile import CompileRequest
 from jaxengine.check.model.code import layers_with_code
@@ -19,10 +20,13 @@ from jaxengine.check.targets import find_target
 from jaxengine.commands.cli import main
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.models.build import Build
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.plan import compiled, report
 from jaxengine.plan.chips import CHIPS, Chips, read_chips
+from jaxengine.plan.estimate import _tower_rows
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import LEFT, PARALLEL, Split, plan_split, platform_for
 from jaxengine.plan.splits import Ranked, in_order, possible_splits
@@ -30,6 +34,7 @@ from jaxengine.runner.base.memory import StageNeeds
 from jaxengine.runner.executables.layer_chain import FEW_TOKENS, num_compiled_layers
 from jaxengine.scheduler.batches.buckets import Bucket
 from tests.conftest import TINY_CHECKPOINT
+from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -272,6 +277,16 @@ def test_all_estimates_are_near_what_compilers_said():
     plans = recorded()
     assert len(plans) > 15
     _check_estimates(plans)
+
+
+def test_a_towers_table_of_positions_is_no_product():
+    """InternVL stores it as one row, wider than all products."""
+    config = read_folder(FOLDER / "internvl_vision")
+    model = nnx.eval_shape(lambda: build_model(config, Build("float32")))
+    shape = SimpleNamespace(config=SimpleNamespace(dtype="float32"))
+    stage: Any = SimpleNamespace(programs=SimpleNamespace(model=model, shape=shape))
+    widest = 128 + 64  # of the projector: four patches joined, and an embedding
+    assert _tower_rows(stage, "tower") == (4 * widest * 4, 2)
 
 
 def test_a_plan_that_does_not_fit_leaves_less_than_nothing():

@@ -27,7 +27,7 @@ def open_case(name: str, folder: Path) -> SimpleNamespace:
     write_checkpoint(folder, name, checkpoint(name))
     case, raw = load_recorded(name), read_config_json(folder)
     tokenizer = Tokenizer.from_hf_folder(folder)
-    made = processor_class(raw["architectures"][0])(folder, raw, case.config, tokenizer)
+    made = processor_class(case.config.architecture)(folder, raw, case.config, tokenizer)
     with np.load(recorded_path(name)) as recorded:
         rows = dict(recorded)
     return SimpleNamespace(
@@ -86,4 +86,9 @@ def run_prompt(
         first += len(places)
     known = np.asarray([*expanded.token_ids, *more], np.int32)
     pictures = Pictures(jnp.asarray(rows), jnp.asarray(index), tower.part_layers, tower.adds)
-    return expanded.token_ids, PagedRun(case.model).step({"a": known}, num_tokens=PADDED, pictures=pictures)["a"]
+    places = None
+    if expanded.rope_positions is not None:
+        behind = np.arange(len(expanded.token_ids), PADDED, dtype=np.int32) + expanded.rope_delta
+        places = np.concatenate([expanded.rope_positions, np.tile(behind, (3, 1))], axis=1)
+    run = PagedRun(case.model)
+    return expanded.token_ids, run.step({"a": known}, num_tokens=PADDED, pictures=pictures, places=places)["a"]

@@ -196,8 +196,8 @@ def test_ranks_of_a_gguf_file_without_merges():
         assert tokenizer.encode(text) == expected, repr(text)
 
 
-def test_ranks_of_llama_3_and_qwen(tmp_path):
-    """The special tokens that the code of both repositories names, at their places."""
+def test_ranks_of_llama_3_qwen_and_glm_4(tmp_path):
+    """The special tokens that the code of the repositories names, at their places."""
     llama = Tokenizer.from_hf_folder(folder_with(tmp_path, {}, tokenizer_model=RANKS))
     names = llama.convert_ids_to_tokens(range(NUM_RANKS, len(llama)))
     assert (
@@ -216,6 +216,12 @@ def test_ranks_of_llama_3_and_qwen(tmp_path):
     names = qwen.convert_ids_to_tokens(range(NUM_RANKS, len(qwen)))
     assert names[:4] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|extra_0|>"] and names[-1] == "<|extra_204|>"
     assert qwen.encode("a1") == [*qwen.encode("a"), *qwen.encode("1")]
+    glm = Tokenizer.from_hf_folder(
+        folder_with(tmp_path, {"tokenizer_class": "ChatGLM4Tokenizer"}, tokenizer_model=RANKS)
+    )
+    assert glm.convert_ids_to_tokens(glm.encode("<|user|>"))[:3] == ["[gMASK]", "<sop>", "<|user|>"]
+    assert len(glm) == NUM_RANKS + 14 and glm.eos_token_id == NUM_RANKS == glm.encode("<|endoftext|>")[2]
+    assert glm.encode("a", add_special_tokens=False) == glm.encode("a")[2:] == llama.encode("a")[1:]
 
 
 def words_of(names: list[str]) -> Tokenizer:

@@ -1,0 +1,180 @@
+"""Processor of PerceptionLM: an image as a whole, and in the tiles of the smallest canvas in which its shorter side is
+longest. Frames of videos are resized to one tile each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxengine.media.base.frames import LARGEST_FRAMES
+from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.settings import check_options
+from jaxengine.media.processors.tiles import MAX_TILES
+from jaxengine.media.processors.units import UnitProcessor, integer_option
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.model_config import ModelConfig
+
+_TILED = "thumb+tile"  # other values: the whole image alone
+
+
+class PerceptionLMProcessor(UnitProcessor):
+    """Processor of PerceptionLMForConditionalGeneration.
+
+    Attributes:
+      max_tiles: most tiles of an image, besides the whole; 0 for the whole alone.
+    """
+
+    modalities: tuple[str, ...] = ("image", "video")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "image_mean": (0.5, 0.5, 0.5),
+        "image_std": (0.5, 0.5, 0.5),
+        "max_num_tiles": 36,
+        "tile_size": 448,
+        "vision_input_type": _TILED,
+        "size": {"height": 448, "width": 448},
+    }
+    config_defaults: ClassVar[Mapping[str, Any]] = {"image_token_id": 128002, "video_token_id": 128003}
+    max_tiles: int
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Videos are only taken if they are preprocessed like images. Raises
+        ModelConfigError or ModelFileError for invalid settings.
+        """
+        super().__init__(folder, config_json, model_config, tokenizer)
+        if not self.makes_videos_alike(Path(folder)):
+            self.modalities = ("image",)
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        """Read and set the limit of tiles. Raises ModelConfigError for tiles of another size than the tower's, and for
+        a limit out of range.
+        """
+        if fields.integer("tile_size") != self.side:
+            raise fields.fail("tile_size", f"{self.side}, the tower's img_size")
+        self.max_tiles = fields.integer("max_num_tiles")
+        if self.max_tiles > MAX_TILES:
+            raise fields.fail("max_num_tiles", f"from 1 to {MAX_TILES}")
+        if fields.text("vision_input_type") != _TILED:
+            self.max_tiles = 0
+
+    def placeholder_id(self) -> int:
+        """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
+        return self.token_id("image_token_id")
+
+    def placeholder_id_of(self, modality: str) -> int:
+        """Return the token of config.json that stands for an image or a video."""
+        return self.token_id(f"{modality}_token_id")
+
+    @property
+    def embedded_ids(self) -> tuple[int, ...]:
+        """Tokens at whose positions embeddings go: those of images and of videos."""
+        return tuple(map(self.placeholder_id_of, self.modalities))
+
+    def option_names(self) -> tuple[str, ...]:
+        return ("max_num_tiles",)
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return a copy whose limit of tiles, and so its largest image, is overridden by an engine's options. Raises
+        RequestError for unknown options, and for an invalid one.
+        """
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.max_tiles = self._limit(options)
+        return found
+
+    def _limit(self, options: Mapping[str, Any]) -> int:
+        """Return the most tiles of an image with these options. Raises RequestError for an invalid one."""
+        most = integer_option(options, "max_num_tiles", self.max_tiles or 1, MAX_TILES)
+        return most if self.max_tiles else 0
+
+    def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:
+        rows, columns = self._tiling(height, width, self._limit(options))
+        return 1 + rows * columns
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Return the whole image, resized to a square, and its tiles, line by line; and their number in one line.
+
+        picture: uint8[H, W, 3]. options: mm_processor_kwargs. Raises RequestError for an invalid option.
+        """
+        side, resize = self.side, self.pixels.resized
+        rows, columns = self._tiling(picture.shape[0], picture.shape[1], self._limit(options))
+        found = [resize(picture, side, side)]
+        if rows:
+            whole = resize(picture, rows * side, columns * side)
+            found.extend(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        return found, (1, len(found))
+
+    def _tiling(self, height: int, width: int, most: int) -> tuple[int, int]:
+        """Return the (rows, columns) of tiles of an image of height x width pixels, at most `most`; (0, 0) for 0.
+
+        Of the canvases that have room for it, that in which its shorter side is longest, the last of equal ones in the
+        order of transformers; without any, the largest of the nearest aspect ratio that is not wider for a wide image,
+        and not higher for a high one.
+        """
+        if not most:
+            return 0, 0
+        by_ratio: dict[float, list[tuple[int, int]]] = {}
+        for count in range(most, 0, -1):
+            for columns in (each for each in range(1, count + 1) if count % each == 0):
+                by_ratio.setdefault(columns / (count // columns), []).append((columns, count // columns))
+        found, longest = None, 0.0
+        for columns, rows in (tiling for listed in by_ratio.values() for tiling in listed):
+            if columns * self.side >= width and rows * self.side >= height:
+                short = _short_side(height, width, rows * self.side, columns * self.side)
+                if short >= longest:
+                    found, longest = (rows, columns), short
+        if found is not None:
+            return found
+        ratio = width / height
+        if ratio >= 1:
+            near = min((each for each in by_ratio if each <= ratio), key=lambda each: abs(each - ratio))
+        else:
+            near = min((each for each in by_ratio if each > ratio), key=lambda each: abs(1 / each - 1 / ratio))
+        columns, rows = max(by_ratio[near])
+        return rows, columns
+
+    def largest_size(self) -> tuple[int, int]:
+        """Return (height, width) in pixels of an image that gets the most tiles: all in one column."""
+        return self.side * max(self.max_tiles, 1), self.side
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], as a whole and in tiles, or a frames.Video, with one tile per frame.
+
+        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
+        options, other values, extreme aspect ratios, and more patches.
+        """
+        if modality == "image":
+            return super().process(modality, value, options, most)
+        frames = self.checked_frames(modality, value, options, most)
+        units = [self.pixels.resized(frame, self.side, self.side) for frame in frames]
+        return self._processed(self._cut(units), 1, len(units))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
+        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of
+        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
+        """
+        if modality == "image":
+            return super().largest(modality, size, num_frames)
+        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
+
+    def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`), one for each embedding."""
+        return [self.placeholder_id()] * item.num_rows
+
+    def video_pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of a video (`item`), one for each embedding."""
+        return [self.placeholder_id_of("video")] * item.num_rows
+
+
+def _short_side(height: int, width: int, canvas_height: int, canvas_width: int) -> float:
+    """Return the pixels of the shorter side of an image of height x width pixels in a canvas, as transformers computes
+    them: rounded down, but of a square not rounded.
+    """
+    factor, ratio = min(canvas_width / width, canvas_height / height), width / height
+    if ratio == 1:
+        return factor * height
+    return np.floor(factor * width / ratio if ratio > 1 else factor * height * ratio)
