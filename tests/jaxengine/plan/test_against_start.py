@@ -130,7 +130,7 @@ def every_family(folder: Path) -> dict[str, dict]:
             continue
         sees = model.parent == folder
         found[family] = OPTIONS | {"model": str(model), "max_model_len": 64, "num_gpu_blocks_override": 200}
-        found[family] |= {"skip_tokenizer_init": not sees, "max_num_batched_tokens": 64 if sees else 32}
+        found[family] |= {"skip_tokenizer_init": not sees, "max_num_batched_tokens": 96 if sees else 32}
     return found
 
 
