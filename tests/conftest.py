@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -113,6 +114,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # Recorded tokens are plain XLA's. Tests of machine code ask for it (tests/pallas_kernels/conftest.py).
     sys.modules["llvmlite"] = None  # type: ignore[assignment]
+    # Tests send these, and their processes inherit what is ignored: `nohup` and the `&` of a script ignore some.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     starts_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not starts_workers:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WITHOUT_LLVMLITE), os.environ.get("PYTHONPATH"))))
