@@ -1,11 +1,12 @@
 """`jaxengine simulate` beside the engine that it simulates, on a CPU: three traces, and the shapes that it chooses.
 
-The costs of steps are measured first, on the engine itself. `at once` has all requests at the beginning, in a pool that
-is too small for them: what the scheduler does then depends on no time, and steps, preemptions, tokens found in the
-cache and padding must be equal (`kept`). `open` has arrivals at random, at a share of what the engine manages: times to
-the first token and between tokens in milliseconds, measured and simulated. They are worth no more than the machine is
-idle. `shapes` starts the engine anew with the platform's shapes and with those that `--optimise buckets` chooses for
-the chat trace: programs, seconds until it is ready without a cache, padding.
+The costs of steps are measured on the engine itself, before, between and after the open traces, so that a machine whose
+speed drifts is slower or faster for both. `at once` has all requests at the beginning, in a pool that is too small for
+them: what the scheduler does then depends on no time, and steps, preemptions, tokens found in the cache and padding
+must be equal (`kept`). `open` has arrivals at random, at a share of what the engine manages: times to the first token
+and between tokens in milliseconds, measured and simulated. They are worth no more than the machine is idle. `shapes`
+starts the engine anew with the platform's shapes and with those that `--optimise buckets` chooses for the chat trace:
+programs, seconds until it is ready without a cache, padding.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.scheduler.batches.batch import StepResult
 from jaxengine.simulate.buckets import choose
-from jaxengine.simulate.calibrate import costs_of, simulated, text
+from jaxengine.simulate.calibrate import fitted_costs, measured_round, simulated, text
 from jaxengine.simulate.costs import MeasuredCosts
 from jaxengine.simulate.loop import Outcome
 from jaxengine.simulate.synthetic import synthetic
@@ -154,12 +155,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
             recorder.add(at_once(llm, kind, case))
         if args.counts:
             return llm.shutdown()
-        costs = costs_of(llm, options, 1 if args.tiny else 3)
-        recorder.notes["costs"] = text(costs).splitlines()
-        print(text(costs))
-        for kind in SCALES:
-            case = make_trace(kind, args.open, llm.core.runner.vocab_size)
-            recorder.add(as_they_come(llm, kind, case, costs, args.load))
+        open_cases = {kind: make_trace(kind, args.open, llm.core.runner.vocab_size) for kind in SCALES}
+        costs = as_they_come(llm, options, open_cases, args.load, recorder)
         config, steps = llm.core.runner.config, simulated(llm.core.runner, cases["chat"][0].at_once(), costs).steps
         shapes = choose(steps, costs, config.max_num_seqs, config.max_num_batched_tokens, 0.02)
         llm.shutdown()
@@ -212,26 +209,37 @@ def at_once(llm: Any, kind: str, case: Case) -> Row:
     return row
 
 
-def as_they_come(llm: Any, kind: str, case: Case, costs: MeasuredCosts, load: float) -> Row:
-    """Return a row of a trace with random arrivals, measured and simulated.
+def as_they_come(
+    llm: Any, options: dict[str, Any], cases: dict[str, Case], load: float, recorder: Recorder
+) -> MeasuredCosts:
+    """Add a row for each trace with random arrivals, measured and simulated, and return the costs of the simulation.
 
     load: arrival rate as a share of the requests per second that the simulated engine manages.
     """
-    trace, prompts = case
-    runner, outputs = llm.core.runner, [request.num_output for request in trace.requests]
-    closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
-    rate = len(prompts) / simulated(runner, closed, costs).seconds * load
-    arrivals = [request.arrival / rate for request in trace.requests]
-    moved = zip(closed.requests, arrivals, strict=True)
-    opened = dataclasses.replace(
-        closed, requests=tuple(dataclasses.replace(each, arrival=arrival) for each, arrival in moved)
-    )
-    found = run_engine(llm.core.engine, prompts, outputs, arrivals)
-    expected = simulated_row(simulated(runner, opened, costs))
-    row: Row = {"name": f"{kind} open", "requests a second": round(rate, 2)}
-    for name, value in found.items():
-        row |= {name: value, f"{name} simulated": expected[name]}
-    return row
+    runner, ran, costs = llm.core.runner, [], None
+    measured_round(llm)  # warms caches up
+    measured = measured_round(llm)
+    for kind, (trace, prompts) in cases.items():
+        costs = costs or fitted_costs(runner, options, measured)
+        outputs = [request.num_output for request in trace.requests]
+        closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
+        rate = len(prompts) / simulated(runner, closed, costs).seconds * load
+        arrivals = [request.arrival / rate for request in trace.requests]
+        moved = zip(closed.requests, arrivals, strict=True)
+        opened = tuple(dataclasses.replace(each, arrival=arrival) for each, arrival in moved)
+        found = run_engine(llm.core.engine, prompts, outputs, arrivals)
+        ran.append((kind, rate, found, dataclasses.replace(closed, requests=opened)))
+        measured += measured_round(llm)
+    costs = fitted_costs(runner, options, measured)
+    recorder.notes["costs"] = text(costs).splitlines()
+    print(text(costs))
+    for kind, rate, found, opened in ran:
+        expected = simulated_row(simulated(runner, opened, costs))
+        row: Row = {"name": f"{kind} open", "requests a second": round(rate, 2)}
+        for name, value in found.items():
+            row |= {name: value, f"{name} simulated": expected[name]}
+        recorder.add(row)
+    return costs
 
 
 def started(name: str, options: dict[str, Any], case: Case) -> Row:

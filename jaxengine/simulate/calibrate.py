@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.kernel_rows import kernel_rows, tuning_of
-from jaxengine.simulate.costs import HostCosts, MeasuredCosts, Tiles
+from jaxengine.simulate.costs import SPREAD_SHARES, HostCosts, MeasuredCosts, Tiles
 from jaxengine.simulate.loop import Outcome, StepTime, check_simulated, run_trace
 from jaxengine.simulate.trace import Trace, trace_of
 
@@ -89,21 +89,31 @@ def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCost
 
 def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
     """Measure and return the costs of the steps of a running engine, which was started with `options` and has no
-    requests. Half of the steps serve to estimate the error of a fit to the others; the result is fitted to all. The
-    returned options leave out those in _LEFT_OUT, such as secrets.
+    requests.
 
-    rounds: how often each load is measured, after one more round that only warms up. Raises ConfigError with pipeline
-    stages, RuntimeError if the simulator runs other steps than the engine.
+    rounds: how often each load is measured, after one more round that only warms up. Raises the errors of
+    `measured_round`.
+    """
+    measured_round(llm)
+    return fitted_costs(llm.core.runner, options, [step for _ in range(rounds) for step in measured_round(llm)])
+
+
+def measured_round(llm: LLM) -> list[MeasuredStep]:
+    """Run each load of a running engine that has no requests once, and return its steps with their measured times.
+    Raises ConfigError with pipeline stages, RuntimeError if the simulator runs other steps than the engine.
     """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:
         size = runner.config.pipeline_parallel_size
         raise ConfigError("pipeline_parallel_size", size, "1: the host sees the time of all stages together")
-    loads, measured = list(loads_of(runner)), []
-    for index in range(rounds + 1):
-        for load in loads:
-            steps = measure(llm, load)
-            measured += steps if index else []  # the first round warms caches up
+    return [step for load in loads_of(runner) for step in measure(llm, load)]
+
+
+def fitted_costs(runner: ModelRunner, options: Mapping[str, Any], measured: Sequence[MeasuredStep]) -> MeasuredCosts:
+    """Return the costs that are fitted to an engine's measured steps. Half of these serve to estimate the error of a
+    fit to the others. The returned options leave out those in _LEFT_OUT, such as secrets. options: those that the
+    engine was started with.
+    """
     fitted, held_out = measured[::2], measured[1::2]
     errors = _errors(_fit(fitted), held_out or fitted)
     fit = _fit(measured)
@@ -123,6 +133,7 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
         host=_host(measured),
         errors=errors,
         num_steps=len(measured),
+        spread=_spread(fit, measured),
     )
 
 
@@ -354,6 +365,15 @@ def _errors(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, float]:
     """
     errors = _relative(fit, steps)
     return float(np.median(errors)), float(np.percentile(errors, 90))
+
+
+def _spread(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, ...]:
+    """Return measured over predicted seconds of the steps at SPREAD_SHARES, ascending. Steps in a bucket that the fit
+    lacks, or of which it predicts no time, are left out; () if none are left.
+    """
+    pairs = [(fit.seconds(each.step), each.seconds) for each in steps]
+    ratios = [seconds / predicted for predicted, seconds in pairs if predicted]
+    return tuple(np.quantile(ratios, SPREAD_SHARES).tolist()) if ratios else ()
 
 
 def _relative(fit: Fit, steps: Sequence[MeasuredStep]) -> list[float]:

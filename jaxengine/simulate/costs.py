@@ -19,7 +19,9 @@ from jaxengine.scheduler.batches.buckets import Bucket
 if TYPE_CHECKING:
     from jaxengine.plan.plan import SplitPlan
 
-VERSION = 2
+VERSION = 3
+# Shares of the measured steps at which MeasuredCosts.spread has its factors.
+SPREAD_SHARES = (0.005, *(share / 20 for share in range(1, 20)), 0.99, 0.995)
 # Context lengths for which a roofline's attention is computed; between them it is interpolated.
 _CONTEXTS = (0, *(1 << power for power in range(4, 25)))
 
@@ -92,6 +94,13 @@ class Costs(Protocol):
         ...
 
     @property
+    def spread(self) -> Sequence[float]:
+        """Factors of a step's seconds at SPREAD_SHARES, ascending, from which each step's is drawn; empty for steps
+        that take their seconds exactly.
+        """
+        ...
+
+    @property
     def about(self) -> str:
         """Line for a report that says where the costs come from and how exact they are."""
         ...
@@ -116,7 +125,7 @@ class RooflineCosts:
     Only attention depends on the rows' lengths. All other work is computed once for each bucket.
     """
 
-    tiles = Tiles()
+    tiles, spread = Tiles(), ()
 
     def __init__(self, plan: SplitPlan, efficiency: float = 1.0, host: HostCosts | None = None):
         """Compute the work of attention by context length for all stages.
@@ -201,6 +210,7 @@ class MeasuredCosts:
       errors: median and 90th percentile of the relative error of a step's seconds, on steps that were not fitted.
       host: seconds of the host's work.
       num_steps: steps that were measured.
+      spread: measured over fitted seconds of these steps, see `Costs.spread`.
     """
 
     model: str
@@ -217,6 +227,7 @@ class MeasuredCosts:
     host: HostCosts
     errors: tuple[float, float]
     num_steps: int
+    spread: tuple[float, ...] = ()
 
     @property
     def about(self) -> str:
@@ -272,11 +283,11 @@ def read_costs(path: str) -> MeasuredCosts:
             raise ValueError("another version")
         tables = {name: tuple((int(size), float(cost)) for size, cost in value[name]) for name in ("decode", "mixed")}
         host = HostCosts(**{name: float(cost) for name, cost in value["host"].items()})
-        errors = tuple(float(share) for share in value["errors"])
+        errors, spread = (tuple(float(share) for share in value[name]) for name in ("errors", "spread"))
         tiles = Tiles(**{name: int(size) for name, size in value["tiles"].items()})
-        found = MeasuredCosts(**{**value, **tables, "tiles": tiles, "host": host, "errors": errors})
+        found = MeasuredCosts(**{**value, **tables, "tiles": tiles, "host": host, "errors": errors, "spread": spread})
         numbers = [cost for table in tables.values() for _, cost in table]
-        numbers += [found.per_key, found.per_pair, found.after_prompts, *asdict(host).values(), *errors]
+        numbers += [found.per_key, found.per_pair, found.after_prompts, *asdict(host).values(), *errors, *spread]
         sizes = [[size for size, _ in table] for table in tables.values()]
         if not found.decode or any(own != sorted(set(own)) for own in sizes) or not np.isfinite(numbers).all():
             raise ValueError("sizes and seconds")
@@ -286,6 +297,8 @@ def read_costs(path: str) -> MeasuredCosts:
             or not all(1 <= size < 1 << 31 for size in vars(tiles).values())
         ):
             raise ValueError("values")
+        if spread and len(spread) != len(SPREAD_SHARES) or list(spread) != sorted(spread):
+            raise ValueError("spread")
         if not isinstance(found.options, dict) or not 1 <= found.num_pages < 1 << 40:
             raise ValueError("values")
     except OSError:

@@ -18,7 +18,7 @@ from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.batches.packing import Packer, StepInput
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.simulate.costs import Costs
+from jaxengine.simulate.costs import SPREAD_SHARES, Costs
 
 
 class VirtualTime:
@@ -102,6 +102,7 @@ class SimulatedRunner:
         self._free_at: list[float] = []
         self._due = 0.0
         self._since_prompts = inf
+        self._rng = np.random.default_rng(0)
         self._texts: dict[str, np.ndarray] = {}
         self._num_computed = np.zeros(packer.num_slots, np.int64)
         # _outputs: all tokens of a slot's request, if its output tokens differ. _fill: the one token of other slots.
@@ -132,7 +133,8 @@ class SimulatedRunner:
         dispatch.
 
         Each stage starts the step as soon as it is free and the previous stage has finished it. A step takes as long as
-        on its slowest replica. Adds the seconds of the first stage to `busy`.
+        on its slowest replica, times a factor that is drawn from the costs' spread, with a fixed seed. Adds the seconds
+        of the first stage to `busy`.
         """
         scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
         assert scheduler is not None
@@ -146,6 +148,9 @@ class SimulatedRunner:
                 own = self._run(rank, layout.view(message, "rows")[:, :num_rows], step.bucket, pending)
                 seconds = own if len(own) > len(seconds) else list(map(max, own, seconds))
                 pending.num_rows = max(pending.num_rows, num_rows)
+        if len(self.costs.spread):
+            factor = float(np.interp(self._rng.random(), SPREAD_SHARES, self.costs.spread))
+            seconds = [each * factor for each in seconds]
         host = self.costs.host
         dispatch = host.dispatch + host.dispatch_row * pending.num_rows + host.dispatch_prompts * has_prompts
         self.time.now += self._due + dispatch

@@ -14,7 +14,7 @@ from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.simulate.calibrate import costs_of, simulated
-from jaxengine.simulate.costs import read_costs
+from jaxengine.simulate.costs import SPREAD_SHARES, read_costs
 from jaxengine.simulate.trace import read_trace, trace_of
 from tests.conftest import use_scheduler
 
@@ -74,6 +74,17 @@ def test_costs_are_measured_and_read_again(make_llm, tiny_options, tmp_path):
     prompts = [[2] * 20, [3] * 9, [4] * 30]
     outcome = simulated(llm.core.runner, trace_of("three", prompts, [8, 20, 4], 4), costs)
     assert outcome.seconds > 0 and (outcome.first_token > 0).all() and len(outcome.intervals) == 29
+    assert len(costs.spread) == len(SPREAD_SHARES) and list(costs.spread) == sorted(costs.spread)
+    assert costs.spread[0] < 1 < costs.spread[-1]
+
+    def of_steps(*spread: float) -> list[float]:
+        changed = dataclasses.replace(costs, spread=spread)
+        found = simulated(llm.core.runner, trace_of("three", prompts, [8, 20, 4], 4), changed)
+        return [step.seconds for step in found.steps]
+
+    exact, drawn = np.array(of_steps()), of_steps(*costs.spread)
+    assert drawn == [step.seconds for step in outcome.steps] and len(set((drawn / exact).round(9))) > 10
+    np.testing.assert_allclose(of_steps(*[2.0] * len(SPREAD_SHARES)), 2 * exact)
 
 
 def test_a_recorded_trace_runs_as_what_was_recorded(make_llm, tmp_path):
