@@ -216,11 +216,11 @@ def as_they_come(
 
     load: arrival rate as a share of the requests per second that the simulated engine manages.
     """
-    runner, ran, costs = llm.core.runner, [], None
+    runner, ran = llm.core.runner, []
     measured_round(llm)  # warms caches up
     measured = measured_round(llm)
+    costs = fitted_costs(runner, options, measured)
     for kind, (trace, prompts) in cases.items():
-        costs = costs or fitted_costs(runner, options, measured)
         outputs = [request.num_output for request in trace.requests]
         closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
         rate = len(prompts) / simulated(runner, closed, costs).seconds * load

@@ -294,12 +294,11 @@ class Metrics:
         for reason, count in (("capacity", scheduler.num_waiting - deferred), ("deferred", deferred)):
             yield Gauge("vllm:num_requests_waiting_by_reason", count, {"reason": reason})
         plan = self._engine.runner.plan
-        longest = scheduler.num_pages / plan.pages_per_seq  # requests of max_model_len tokens at once, in all replicas
         info = {
             "block_size": config.block_size,
             "num_gpu_blocks": scheduler.num_pages,
-            "kv_cache_size_tokens": int(longest * plan.max_model_len),
-            "kv_cache_max_concurrency": longest,
+            "kv_cache_size_tokens": scheduler.num_pages * plan.max_model_len // plan.pages_per_seq,
+            "kv_cache_max_concurrency": scheduler.num_pages / plan.pages_per_seq,
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -8,24 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import token_text
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import TilesProcessor
-from jaxengine.media.processors.units import UnitProcessor
+from jaxengine.media.processors.units import FrameUnits, UnitProcessor
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.files import read_object
 
 
-class InternVLProcessor(TilesProcessor):
+class InternVLProcessor(FrameUnits, TilesProcessor):
     """Processor of InternVLForConditionalGeneration. It ignores crop_to_patches in the checkpoint's file, as
     transformers' does.
     """
-
-    modalities: tuple[str, ...] = ("image", "video")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and start, end and video tokens. Videos are only taken if their placeholder is
@@ -48,26 +43,6 @@ class InternVLProcessor(TilesProcessor):
     def placeholder_id_of(self, modality: str) -> int:
         """Return the token that stands for an image, of config.json, or for a video, of the tokenizer."""
         return self.video_id if modality == "video" else self.placeholder_id()
-
-    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, with one tile per frame.
-
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, and more patches.
-        """
-        if modality == "image":
-            return super().process(modality, value, options, most)
-        frames = self.checked_frames(modality, value, options, most)
-        units = [self.pixels.resized(frame, self.side, self.side) for frame in frames]
-        return self._processed(self._cut(units), 1, len(units))
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of
-        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "image":
-            return super().largest(modality, size, num_frames)
-        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def video_pieces(self, item: Processed) -> list[int]:
         """Return the tokens of a video (`item`): for each frame its number, and its placeholders between the start and

@@ -77,11 +77,14 @@ class MolmoProcessor(CropsProcessor):
         picture: uint8[H, W, 3]. options: mm_processor_kwargs. Raises RequestError for an invalid option.
         """
         rows, columns = self.tiling(picture.shape[0], picture.shape[1], options)
-        side, step = self.side, self.step * self.patch
-        canvas = _fitted(picture, self._canvas_size(rows, columns))
-        places = [(row * step, column * step) for row in range(rows) for column in range(columns)]
-        crops = [canvas[top : top + side, left : left + side] for top, left in places]
+        side, canvas = self.side, _fitted(picture, self._canvas_size(rows, columns))
+        corners = [(top * self.patch, left * self.patch) for top, left in self._corners(rows, columns)]
+        crops = [canvas[top : top + side, left : left + side] for top, left in corners]
         return [_fitted(picture, (side, side)), *crops], (rows, columns)
+
+    def _corners(self, rows: int, columns: int) -> list[tuple[int, int]]:
+        """Return the (top, left) of each of rows x columns crops, in patches of the canvas."""
+        return [(row * self.step, column * self.step) for row in range(rows) for column in range(columns)]
 
     def _canvas_size(self, rows: int, columns: int) -> tuple[int, int]:
         """Return (height, width) in pixels of what rows x columns crops are cut from."""
@@ -135,9 +138,7 @@ class MolmoProcessor(CropsProcessor):
             filled.append(pixels.reshape(-1, patch).sum(axis=1))
         counts = filled[0][:, None] * filled[1]
         kinds = np.where(counts == patch**2, _FULL, np.where(counts == 0, _EMPTY, _PARTIAL)).astype(np.int32)
-        step = self.step
-        places = [(row * step, column * step) for row in range(rows) for column in range(columns)]
-        masks = [kinds[top : top + grid, left : left + grid].reshape(-1) for top, left in places]
+        masks = [kinds[top : top + grid, left : left + grid].reshape(-1) for top, left in self._corners(rows, columns)]
         return np.concatenate([*masks, np.full(grid * grid, _PARTIAL, np.int32)])
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:

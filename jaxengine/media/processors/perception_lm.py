@@ -5,31 +5,24 @@ longest. Frames of videos are resized to one tile each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import check_options
-from jaxengine.media.processors.tiles import MAX_TILES
-from jaxengine.media.processors.units import UnitProcessor, integer_option
+from jaxengine.media.processors.tiles import MAX_TILES, LimitedTiles
+from jaxengine.media.processors.units import FrameUnits, integer_option
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 
 _TILED = "thumb+tile"  # other values: the whole image alone
 
 
-class PerceptionLMProcessor(UnitProcessor):
-    """Processor of PerceptionLMForConditionalGeneration.
+class PerceptionLMProcessor(FrameUnits, LimitedTiles):
+    """Processor of PerceptionLMForConditionalGeneration. Its max_tiles is 0 if images are only taken as a whole."""
 
-    Attributes:
-      max_tiles: most tiles of an image, besides the whole; 0 for the whole alone.
-    """
-
-    modalities: tuple[str, ...] = ("image", "video")
+    limit_name: ClassVar[str] = "max_num_tiles"
     defaults: ClassVar[Mapping[str, Any]] = {
         "image_mean": (0.5, 0.5, 0.5),
         "image_std": (0.5, 0.5, 0.5),
@@ -39,7 +32,6 @@ class PerceptionLMProcessor(UnitProcessor):
         "size": {"height": 448, "width": 448},
     }
     config_defaults: ClassVar[Mapping[str, Any]] = {"image_token_id": 128002, "video_token_id": 128003}
-    max_tiles: int
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings. Videos are only taken if they are preprocessed like images. Raises
@@ -55,9 +47,7 @@ class PerceptionLMProcessor(UnitProcessor):
         """
         if fields.integer("tile_size") != self.side:
             raise fields.fail("tile_size", f"{self.side}, the tower's img_size")
-        self.max_tiles = fields.integer("max_num_tiles")
-        if self.max_tiles > MAX_TILES:
-            raise fields.fail("max_num_tiles", f"from 1 to {MAX_TILES}")
+        self.read_limit(fields)
         if fields.text("vision_input_type") != _TILED:
             self.max_tiles = 0
 
@@ -74,25 +64,17 @@ class PerceptionLMProcessor(UnitProcessor):
         """Tokens at whose positions embeddings go: those of images and of videos."""
         return tuple(map(self.placeholder_id_of, self.modalities))
 
-    def option_names(self) -> tuple[str, ...]:
-        return ("max_num_tiles",)
-
-    def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose limit of tiles, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown options, and for an invalid one.
+    def limit(self, options: Mapping[str, Any]) -> int:
+        """Return the most tiles of an image with these options, 0 for the whole alone. Raises RequestError for an
+        invalid one.
         """
-        check_options(options, self.option_names())
-        found = copy(self)
-        found.max_tiles = self._limit(options)
-        return found
-
-    def _limit(self, options: Mapping[str, Any]) -> int:
-        """Return the most tiles of an image with these options. Raises RequestError for an invalid one."""
-        most = integer_option(options, "max_num_tiles", self.max_tiles or 1, MAX_TILES)
-        return most if self.max_tiles else 0
+        if self.max_tiles:
+            return super().limit(options)
+        integer_option(options, self.limit_name, 1, MAX_TILES)  # refused although it changes nothing
+        return 0
 
     def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:
-        rows, columns = self._tiling(height, width, self._limit(options))
+        rows, columns = self._tiling(height, width, self.limit(options))
         return 1 + rows * columns
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
@@ -101,7 +83,7 @@ class PerceptionLMProcessor(UnitProcessor):
         picture: uint8[H, W, 3]. options: mm_processor_kwargs. Raises RequestError for an invalid option.
         """
         side, resize = self.side, self.pixels.resized
-        rows, columns = self._tiling(picture.shape[0], picture.shape[1], self._limit(options))
+        rows, columns = self._tiling(picture.shape[0], picture.shape[1], self.limit(options))
         found = [resize(picture, side, side)]
         if rows:
             whole = resize(picture, rows * side, columns * side)
@@ -140,26 +122,6 @@ class PerceptionLMProcessor(UnitProcessor):
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image that gets the most tiles: all in one column."""
         return self.side * max(self.max_tiles, 1), self.side
-
-    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], as a whole and in tiles, or a frames.Video, with one tile per frame.
-
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, and more patches.
-        """
-        if modality == "image":
-            return super().process(modality, value, options, most)
-        frames = self.checked_frames(modality, value, options, most)
-        units = [self.pixels.resized(frame, self.side, self.side) for frame in frames]
-        return self._processed(self._cut(units), 1, len(units))
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of
-        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "image":
-            return super().largest(modality, size, num_frames)
-        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`), one for each embedding."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,12 +19,11 @@ from PIL import Image
 from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio, learned_places
 from jaxengine.media.processors.settings import check_options, check_pictures
-from jaxengine.media.processors.tiles import tilings
-from jaxengine.media.processors.units import UnitProcessor, integer_option, read_size
+from jaxengine.media.processors.tiles import LimitedTiles, tilings
+from jaxengine.media.processors.units import read_size
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
-_MAX_TILES = 64
 # Pixels of a side of the fitted image that transformers requires.
 _LEAST_SIDE = 10
 _WHITE = 255
@@ -36,13 +34,9 @@ _KEYS = -0.75
 _NUMBERED = re.compile(r"<\|image_(\d{1,9})\|>")
 
 
-class Phi4MultimodalProcessor(UnitProcessor):
+class Phi4MultimodalProcessor(LimitedTiles):
     """Processor of Phi4MultimodalForCausalLM, and base of Phi-3-vision's. In a prompt either the placeholder token
     stands for an image, or the text <|image_1|> for the first, <|image_2|> for the second, and so on.
-
-    Attributes:
-      limit_name: name of the setting, and of the option, that limits the number of tiles.
-      max_tiles: largest number of an image's tiles, not counting the whole.
     """
 
     limit_name: ClassVar[str] = "dynamic_hd"
@@ -54,7 +48,6 @@ class Phi4MultimodalProcessor(UnitProcessor):
         "size": {"height": 448, "width": 448},
         "dynamic_hd": 36,
     }
-    max_tiles: int
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the limit of tiles. Raises ModelConfigError for one out of range, for sizes other than the
@@ -67,12 +60,6 @@ class Phi4MultimodalProcessor(UnitProcessor):
         # Of the canvas; the whole is scaled down after normalisation.
         self.pixels = replace(self.pixels, resample=int(Image.Resampling.BILINEAR))
 
-    def read_limit(self, fields: ConfigFields) -> None:
-        """Read and set the limit of tiles. Raises ModelConfigError for one that is not from 1 to _MAX_TILES."""
-        self.max_tiles = fields.integer(self.limit_name)
-        if self.max_tiles > _MAX_TILES:
-            raise fields.fail(self.limit_name, f"from 1 to {_MAX_TILES}")
-
     def placeholder_id(self) -> int:
         """Return `image_token_id` of config.json's vision_config, or else the published models' token. Raises
         ModelConfigError if it is not below vocab_size.
@@ -81,18 +68,6 @@ class Phi4MultimodalProcessor(UnitProcessor):
         found = vision.integer("image_token_id", minimum=0)
         if found >= self.vocab_size:
             raise vision.fail("image_token_id", f"a token id below vocab_size {self.vocab_size}")
-        return found
-
-    def option_names(self) -> tuple[str, ...]:
-        return (self.limit_name,)
-
-    def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose limit of tiles, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown options, and for an invalid one.
-        """
-        check_options(options, self.option_names())
-        found = copy(self)
-        found.max_tiles = self._limit(options)
         return found
 
     def largest_size(self) -> tuple[int, int]:
@@ -122,7 +97,7 @@ class Phi4MultimodalProcessor(UnitProcessor):
         check_pictures(modality, value, self.modalities, 3)
         height, width = value.shape[:2]
         check_ratio(height, width)
-        rows, columns = self.tiling(height, width, self._limit(options))
+        rows, columns = self.tiling(height, width, self.limit(options))
         check_room(modality, (1 + rows * columns) * self.tower.unit, most)
         side = self.side
         canvas, used = self.canvas(value, rows, columns)
@@ -199,10 +174,6 @@ class Phi4MultimodalProcessor(UnitProcessor):
                 break
             found[at : at + len(written)] = [self.image_id]
         return super().expand(found, items)
-
-    def _limit(self, options: Mapping[str, Any]) -> int:
-        """Return the limit of tiles with these options. Raises RequestError for an invalid one."""
-        return integer_option(options, self.limit_name, self.max_tiles, _MAX_TILES)
 
     def _fitted(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
         """Return uint8[H, W, 3] scaled to the largest size within height x width pixels. Raises RequestError if a side

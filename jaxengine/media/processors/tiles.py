@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,6 +17,40 @@ from jaxengine.models.config.fields import ConfigFields
 
 _BICUBIC = 3
 MAX_TILES = 64
+
+
+class LimitedTiles(UnitProcessor):
+    """Base class of a UnitProcessor whose number of tiles an option limits.
+
+    Attributes:
+      limit_name: name of the setting, and of the option, that limits the number of tiles.
+      max_tiles: largest number of an image's tiles, not counting the whole.
+    """
+
+    limit_name: ClassVar[str]
+    max_tiles: int
+
+    def read_limit(self, fields: ConfigFields) -> None:
+        """Read and set the limit of tiles. Raises ModelConfigError for one that is not from 1 to MAX_TILES."""
+        self.max_tiles = fields.integer(self.limit_name)
+        if self.max_tiles > MAX_TILES:
+            raise fields.fail(self.limit_name, f"from 1 to {MAX_TILES}")
+
+    def option_names(self) -> tuple[str, ...]:
+        return (self.limit_name,)
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return a copy whose limit of tiles, and so its largest image, is overridden by an engine's options. Raises
+        RequestError for unknown options, and for an invalid one.
+        """
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.max_tiles = self.limit(options)
+        return found
+
+    def limit(self, options: Mapping[str, Any]) -> int:
+        """Return the limit of tiles with these options. Raises RequestError for an invalid one."""
+        return integer_option(options, self.limit_name, self.max_tiles, MAX_TILES)
 
 
 class TilesProcessor(UnitProcessor):

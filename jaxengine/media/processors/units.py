@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.settings import (
@@ -322,6 +323,32 @@ class UnitProcessor:
         count, side = len(values), values.shape[1] // patch
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
         return np.ascontiguousarray(cut.transpose(0, 1, 3, 5, 2, 4)).reshape(count * side * side, -1)
+
+
+class FrameUnits(UnitProcessor):
+    """Base class of a UnitProcessor that also takes videos, each frame of which is resized to one unit."""
+
+    modalities: tuple[str, ...] = ("image", "video")
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], or a frames.Video.
+
+        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
+        options, other values, extreme aspect ratios, and more patches.
+        """
+        if modality == "image":
+            return super().process(modality, value, options, most)
+        frames = self.checked_frames(modality, value, options, most)
+        units = [self.pixels.resized(frame, self.side, self.side) for frame in frames]
+        return self._processed(self._cut(units), 1, len(units))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
+        """Return the image with the most units, or one of `size`, (height, width) in pixels; for "video" a video of
+        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
+        """
+        if modality == "image":
+            return super().largest(modality, size, num_frames)
+        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
 
 def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:

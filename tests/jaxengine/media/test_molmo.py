@@ -81,7 +81,7 @@ def test_settings_that_are_refused(tmp_path):
 
 
 def test_published_configurations():
-    """Of both sizes of language model; the tower's are in no file."""
+    """Both sizes of language model are read; the sizes of the tower are in no file."""
     published = {row.names[0]: row.config for row in read_names() if row.names[0].startswith("allenai/Molmo-")}
     for name, logits, heads, form in (
         ("allenai/Molmo-7B-D-0924", 152064, 4, ("before", ())),

@@ -23,7 +23,7 @@ RAW: Any = json.loads((FOLDER / NAME / "config.json").read_text())
 
 
 def test_tilings(tmp_path):
-    """Those of transformers, of what is smaller than a tile, fits a canvas, is square, or larger than all canvases."""
+    """They are those of transformers for images smaller than a tile, fitting a canvas, square, or larger than all."""
     made: Any = processor(tmp_path, NAME)
     for size, tiling in (
         ((5, 5), (2, 2)),
