@@ -37,7 +37,7 @@ from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from jaxengine.tokens.template_renderer import TemplateRenderer
 from jaxengine.tokens.vocabularies.byte_pairs import CHAR_OF_BYTE
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 
 _BYTE_OF_CHAR = {char: byte for byte, char in CHAR_OF_BYTE.items()}
@@ -317,8 +317,9 @@ class Tokenizer:
         """Copy of the tokenizer as a transformers object, created on first use. If a tokenizer.json was read from a
         folder, it has all settings of the folder's files. Raises ImportError if transformers is not installed.
         """
-        # Imported here, because importing transformers takes a long time and nothing else needs it.
-        from transformers import PreTrainedTokenizerFast
+        # Imported here, because importing transformers takes a long time and nothing else needs it; from its module,
+        # because pyright reads every model of transformers for a name of the package.
+        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
         if self._folder is not None:
             return PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)

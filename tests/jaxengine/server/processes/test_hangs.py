@@ -91,7 +91,9 @@ def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
             server.order({"order": "explain"})
     finally:  # a failure would keep it until sockets are collected behind their context, which then waits for them
         server._context.destroy()
-    assert [record.message for record in caplog.records] == ["step 7 (decode S=4, 3 rows) was dispatched 3.0 s ago"]
+    (message,) = [record.message for record in caplog.records]
+    found = re.fullmatch(r"step 7 \(decode S=4, 3 rows\) was dispatched ([0-9.]+) s ago", message)
+    assert found and float(found[1]) >= 3, message
     assert "test_an_engine_that_hangs_says_at_what" in capfd.readouterr().err
 
 
