@@ -1,12 +1,13 @@
 """`jaxengine simulate` beside the engine that it simulates, on a CPU: three traces, and the shapes that it chooses.
 
-The costs of steps are measured on the engine itself, before, between and after the open traces, so that a machine whose
-speed drifts is slower or faster for both. `at once` has all requests at the beginning, in a pool that is too small for
-them: what the scheduler does then depends on no time, and steps, preemptions, tokens found in the cache and padding
-must be equal (`kept`). `open` has arrivals at random, at a share of what the engine manages: times to the first token
-and between tokens in milliseconds, measured and simulated. They are worth no more than the machine is idle. `shapes`
-starts the engine anew with the platform's shapes and with those that `--optimise buckets` chooses for the chat trace:
-programs, seconds until it is ready without a cache, padding.
+The costs of steps are measured on the engine itself, before and after each run of an open trace, so that a machine
+whose speed drifts is slower or faster for both. `at once` has all requests at the beginning, in a pool that is too
+small for them: what the scheduler does then depends on no time, and steps, preemptions, tokens found in the cache and
+padding must be equal (`kept`). `open` has arrivals at random, at a share of what the engine manages: times to the first
+token and between tokens in milliseconds, measured and simulated, medians of `repeats` runs: where the machine once
+stands still for 0.2 s, that alone makes the 99th percentile of a run. `shapes` starts the engine anew with the
+platform's shapes and with those that `--optimise buckets` chooses for the chat trace: programs, seconds until it is
+ready without a cache, padding.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from jaxengine.simulate.trace import Trace, trace_of
 OPTIONS = {
     "requests": Option(60, "requests of each trace"),
     "open": Option(240, "requests of each open trace: enough for a 99th percentile"),
+    "repeats": Option(5, "runs of each open trace, of which rows have the medians"),
     "load": Option(0.5, "arrivals of the open traces, as a share of what the engine manages"),
     "counts": Option(False, "only the traces at once, whose counts do not depend on the machine's load"),
     "tiny": Option(False, "sizes for a test of this program"),
@@ -156,7 +158,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
         if args.counts:
             return llm.shutdown()
         open_cases = {kind: make_trace(kind, args.open, llm.core.runner.vocab_size) for kind in SCALES}
-        costs = as_they_come(llm, options, open_cases, args.load, recorder)
+        costs = as_they_come(llm, options, open_cases, args.load, args.repeats, recorder)
         config, steps = llm.core.runner.config, simulated(llm.core.runner, cases["chat"][0].at_once(), costs).steps
         shapes = choose(steps, costs, config.max_num_seqs, config.max_num_batched_tokens, 0.02)
         llm.shutdown()
@@ -210,36 +212,51 @@ def at_once(llm: Any, kind: str, case: Case) -> Row:
 
 
 def as_they_come(
-    llm: Any, options: dict[str, Any], cases: dict[str, Case], load: float, recorder: Recorder
+    llm: Any, options: dict[str, Any], cases: dict[str, Case], load: float, repeats: int, recorder: Recorder
 ) -> MeasuredCosts:
-    """Add a row for each trace with random arrivals, measured and simulated, and return the costs of the simulation.
+    """Add a row for each trace with random arrivals, measured and simulated, and return the costs of all rounds.
 
-    load: arrival rate as a share of the requests per second that the simulated engine manages.
+    load: arrival rate as a share of the requests per second that the simulated engine manages. repeats: runs of each
+    trace. Each run is simulated with costs that were measured right before and right after it; the row has the medians
+    of both.
     """
-    runner, ran = llm.core.runner, []
+    runner = llm.core.runner
     measured_round(llm)  # warms caches up
-    measured = measured_round(llm)
-    costs = fitted_costs(runner, options, measured)
-    for kind, (trace, prompts) in cases.items():
-        outputs = [request.num_output for request in trace.requests]
-        closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
-        rate = len(prompts) / simulated(runner, closed, costs).seconds * load
-        arrivals = [request.arrival / rate for request in trace.requests]
-        moved = zip(closed.requests, arrivals, strict=True)
-        opened = tuple(dataclasses.replace(each, arrival=arrival) for each, arrival in moved)
-        found = run_engine(llm.core.engine, prompts, outputs, arrivals)
-        ran.append((kind, rate, found, dataclasses.replace(closed, requests=opened)))
-        measured += measured_round(llm)
-    costs = fitted_costs(runner, options, measured)
+    rounds = [measured_round(llm)]
+    first = fitted_costs(runner, options, rounds[0])
+    opened = {kind: at_random(runner, kind, case, load, first) for kind, case in cases.items()}
+    pairs: dict[str, list[tuple[Row, Row]]] = {kind: [] for kind in cases}
+    for _ in range(repeats):
+        for kind, (_, trace) in opened.items():
+            outputs, arrivals = zip(*((each.num_output, each.arrival) for each in trace.requests), strict=True)
+            found = run_engine(llm.core.engine, cases[kind][1], outputs, arrivals)
+            rounds.append(measured_round(llm))
+            around = fitted_costs(runner, options, rounds[-2] + rounds[-1])
+            pairs[kind].append((found, simulated_row(simulated(runner, trace, around))))
+    for kind, runs in pairs.items():
+        row: Row = {"name": f"{kind} open", "requests a second": round(opened[kind][0], 2)}
+        for name in runs[0][0]:
+            measured, expected = (float(np.median([run[side][name] for run in runs])) for side in (0, 1))
+            row |= {name: round(measured, 3), f"{name} simulated": round(expected, 3)}
+        recorder.add(row)
+    costs = fitted_costs(runner, options, [step for measured in rounds for step in measured])
     recorder.notes["costs"] = text(costs).splitlines()
     print(text(costs))
-    for kind, rate, found, opened in ran:
-        expected = simulated_row(simulated(runner, opened, costs))
-        row: Row = {"name": f"{kind} open", "requests a second": round(rate, 2)}
-        for name, value in found.items():
-            row |= {name: value, f"{name} simulated": expected[name]}
-        recorder.add(row)
     return costs
+
+
+def at_random(runner: Any, kind: str, case: Case, load: float, costs: MeasuredCosts) -> tuple[float, Trace]:
+    """Return (requests a second, the trace with its random arrivals at that rate): `load` times what an engine with
+    these costs manages.
+    """
+    trace, prompts = case
+    outputs = [request.num_output for request in trace.requests]
+    closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
+    rate = len(prompts) / simulated(runner, closed, costs).seconds * load
+    arrivals = [request.arrival / rate for request in trace.requests]
+    moved = zip(closed.requests, arrivals, strict=True)
+    requests = tuple(dataclasses.replace(each, arrival=arrival) for each, arrival in moved)
+    return rate, dataclasses.replace(closed, requests=requests)
 
 
 def started(name: str, options: dict[str, Any], case: Case) -> Row:
