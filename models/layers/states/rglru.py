@@ -47,9 +47,10 @@ class BlockGates(nnx.Module):
 
 
 class RecurrentBlock(nnx.Module):
-    """Griffin's recurrent block: x -> out(act(y) * h), where act is GELU by default. y and u are projected from x, u passes a convolution, and h is
-    the state after each token: h[t] = a * h[t - 1] + sqrt(1 - a^2) * i * u, where log a = -8 * r * softplus(p), and i
-    and r are gates of u. The first token of a sequence has no factor sqrt(1 - a^2). Channels are split over devices.
+    """Griffin's recurrent block: x -> out(act(y) * h), where act is GELU by default. y and u are projected from x, u
+    passes a convolution, and h is the state after each token: h[t] = a * h[t - 1] + sqrt(1 - a^2) * i * u, where log a
+    = -8 * r * softplus(p), and i and r are gates of u. The first token of a sequence has no factor sqrt(1 - a^2).
+    Channels are split over devices.
     """
 
     def __init__(self, state: GatedRecurrence, hidden_size: int, *, source: str, build: Build):
